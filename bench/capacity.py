@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass, replace
 
 from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.costs import Costs, Work
-from runtime.cards import Card
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.gpus import Card
 from worker.chunks import STRETCH
 from worker.limits import ModelShape, complete, limits_of
 

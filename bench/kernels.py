@@ -7,7 +7,6 @@ ratios. The transfer is the shm reader's copy into a pool, next to a plain copy 
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from statistics import median
@@ -18,9 +17,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import attention, sampling
-from bench.gpu_checks.ipc_exporter import describe
+from bench.gpu_checks.ipc_exporter import build_local, build_pool, describe
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
-from bench.transports import build_pool
 from engine.attention.choose import choose_attention
 from engine.sampling.sample import sample
 from engine.weights.packed import can_pack
@@ -118,11 +116,11 @@ def build_sampling(rounds: int) -> Table:
 
 def build_hand_off(rounds: int) -> Table:
     table = Table("", "GB/s", "x copy", title=f"hand-off, {HANDED_PAGES} pages")
-    theirs, ours = build_pool(), build_pool()
+    theirs, ours = (build_pool(8, 2 * HANDED_PAGES, torch.device("cpu")) for _ in range(2))  # 512 KiB a page
     num_bytes = HANDED_PAGES * ours.page_bytes
     source, target = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
-    with asyncio.Runner() as runner, ThreadPoolExecutor(1) as executor:
-        reader = ShmReader(describe(theirs), ours, executor)
+    with asyncio.Runner() as runner:
+        reader = ShmReader(build_local(ours, "reader"), describe(build_local(theirs)))
         pages = list(range(HANDED_PAGES))
         calls: Calls = {
             "plain copy": lambda _number: target.copy_(source),

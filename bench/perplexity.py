@@ -19,7 +19,6 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from bench.batches import Part, pack
-from cli.models import locate_model
 from demo.evaluate import held_out_cases
 from demo.tokens import render
 from engine.attention.choose import choose_for_layers
@@ -29,6 +28,7 @@ from engine.llm import LLM
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from runtime.config_parts import DEMO_MODEL
+from worker.models import locate_model
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

@@ -4,10 +4,18 @@ Data sheets give peaks. The shares below are assumptions, to be replaced by meas
 """
 
 from bench.simulate.costs import Costs
-from runtime.cards import Card
 from runtime.config_parts import GPU_SHARE
-from runtime.hardware import SLOTS_EACH, SLOTS_SHARE
-from worker.limits import BANDWIDTH_SHARE, FLOPS_SHARE, ITEM_BYTES, Limits, ModelShape, estimate_room
+from runtime.gpus import Card
+from worker.limits import (
+    BANDWIDTH_SHARE,
+    FLOPS_SHARE,
+    ITEM_BYTES,
+    SLOTS_EACH,
+    SLOTS_SHARE,
+    Limits,
+    ModelShape,
+    estimate_room,
+)
 
 STEP_S = 0.0005  # per step: launches, sampling, the copy of its tokens
 ALL_REDUCE_S = 20e-6  # each, however small

@@ -27,7 +27,6 @@ from rich.table import Table
 
 from bench.decoding import NO_SPECULATION, Answers, decode
 from bench.random_models import write_pair
-from cli.models import locate_draft, locate_model
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator
@@ -35,6 +34,7 @@ from decode_worker.speculation.start import measure
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from wire.sampling import SamplingParams
+from worker.models import locate_draft, locate_model
 from worker.scheduler import num_rows_for
 from worker.sequences import SequenceParams
 

@@ -12,14 +12,24 @@ from cyclopts import App, Parameter, Token, convert
 from bench.load.command import interference, plot, serve
 from bench.simulate.settings import FleetSettings, Workload
 from cli.service import CommandError
-from runtime.cards import CARDS, CardName
+from engine.models.read_config import build_config, load_config
+from runtime.gpus import CARDS, CardName
 from runtime.hardware import wait_without_spinning
 from runtime.settings import ConfigError
+from worker.limits import ModelShape, shape_of
+from worker.models import fetch_tokenizer
 
 
 def take_lower_case(hint: Any, tokens: Sequence[Token]) -> Any:
     """An option's value, however it is capitalised: plans show H100 for h100."""
     return convert(hint, [token.evolve(value=token.value.lower()) for token in tokens])
+
+
+def load_shape(model: str) -> ModelShape:
+    """A folder, a hub id, "demo" or a key of SHAPES. ConfigError or ValueError says what is wrong with it."""
+    from bench.gpu_checks.models import SHAPES
+
+    return shape_of(build_config(SHAPES[model]) if model in SHAPES else load_config(Path(fetch_tokenizer(model))))
 
 
 Gpu = Annotated[CardName, Parameter(converter=take_lower_case)]
@@ -59,7 +69,6 @@ def simulate(
     """
     from bench.simulate import command
     from bench.simulate.costs import fit, load
-    from cli.shapes import load_shape
 
     try:
         measured = fit(load(costs)) if costs is not None else None
@@ -128,7 +137,6 @@ def plan(
     """
     from bench.capacity import Goals, UnreachableError, propose
     from bench.proposal import describe, describe_assumptions, describe_start
-    from cli.shapes import load_shape
 
     try:
         shape = load_shape(model)

@@ -1,6 +1,5 @@
 """`baton certs`: a test authority and one certificate for a whole fleet."""
 
-import ipaddress
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,10 +8,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cli.service import CommandError
-from runtime.addresses import bare
+from runtime.addresses import find_ip
 from runtime.settings import ConfigError
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
@@ -49,7 +48,7 @@ def certs(folder: Path, /, *, host: tuple[str, ...] = (), days: int = 365, force
 def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> dict[str, tuple[bytes, int]]:
     """File name |-> content and mode."""
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name = _name("Baton test authority")
+    ca_name = x509.Name.from_rfc4514_string("CN=Baton test authority")
     authority_id = x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key())
     signer_id = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id)
     roles = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -57,6 +56,11 @@ def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> d
 
     def sign(name: x509.Name, own_key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType) -> bytes:
         is_authority = own_key is ca_key
+        usage = x509.KeyUsage(
+            digital_signature=not is_authority, key_cert_sign=is_authority, crl_sign=is_authority,
+            content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+            encipher_only=False, decipher_only=False,
+        )  # fmt: skip
         builder = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -66,7 +70,7 @@ def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> d
             .not_valid_before(now - CLOCK_SKEW)
             .not_valid_after(now + lifetime)
             .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
-            .add_extension(_key_usage(signs_certificates=is_authority), critical=True)
+            .add_extension(usage, critical=True)
         )
         for extension in extensions:
             builder = builder.add_extension(extension, critical=False)
@@ -75,32 +79,17 @@ def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> d
     return {
         "ca.pem": (sign(ca_name, ca_key, authority_id), PUBLIC_MODE),
         "ca-key.pem": (_key_bytes(ca_key), SECRET_MODE),
-        "cert.pem": (sign(_name("Baton fleet"), key, roles, names, signer_id), PUBLIC_MODE),
+        "cert.pem": (sign(x509.Name.from_rfc4514_string("CN=Baton fleet"), key, roles, names, signer_id), PUBLIC_MODE),
         "key.pem": (_key_bytes(key), SECRET_MODE),
     }
 
 
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-
 def _alternative_name(host: str) -> x509.GeneralName:
+    address = find_ip(host)
     try:
-        return x509.IPAddress(ipaddress.ip_address(bare(host)))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(host)
+        return x509.DNSName(host) if address is None else x509.IPAddress(address)
     except ValueError as error:
         raise ConfigError(f"host={host!r} cannot be used: --host needs an ASCII name or an IP address") from error
-
-
-def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
-        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
-        encipher_only=False, decipher_only=False,
-    )  # fmt: skip
 
 
 def _key_bytes(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -3,49 +3,53 @@
 A question that fails has an answer too: the error's text, or nothing where there is nothing. Imports torch.
 """
 
-import ctypes
 import importlib
 import os
 import resource
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
-from itertools import combinations, permutations
+from itertools import permutations
 from pathlib import Path
 
 import torch
 
 from bench.products import check_products
-from cli.doctor_facts import Gpu, Machine, Model
-from cli.models import check_models
+from cli.doctor_rules import Gpu, Machine, Model
 from engine.attention.choose import choose_for_layers
 from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_compiler, find_built, name_modules
-from engine.engine import check_kv_dtype, choose_device, resolve_kv_dtype
+from engine.engine import check_kv_dtype, choose_device
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig
-from engine.models.load import choose_dtype, load_any_config, open_any_model
+from engine.models.load import load_any_config
 from engine.models.table import shard_config
-from engine.weights.files import list_shards
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
-from runtime.gpus import NVML, VISIBLE, ask_driver, visible_gpus
-from runtime.hardware import available_memory_bytes, num_cores
-from runtime.version import find_version
-from worker.limits import shape_of, shrink
+from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
+from runtime.hardware import available_memory_bytes, find_version, num_cores
+from wire.kv_layout import PagePart
+from worker.device_limits import read_headers
+from worker.models import check_models
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
-P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
 
 
 def examine_machine() -> Machine:
     """Takes seconds: builds the CPU kernel where that was not done yet, and opens each GPU."""
     driver = ask_driver()
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
-    cpp_compiler, kernel_error = try_kernel()
+    cpp_compiler, kernel_error, memory_file_error = "", "", ""
+    try:
+        cpp_compiler = " ".join(find_compiler())
+        load_kernel("cpu_paged")
+    except BuildError as error:
+        kernel_error = str(error)
+    try:
+        os.close(os.memfd_create("baton-doctor"))
+    except (OSError, AttributeError) as error:
+        memory_file_error = str(error)
     products, are_products_slow, reading_rate = try_products() if not kernel_error and not gpus else ("", False, 0.0)
     flashinfer, flashinfer_error, built = examine_flashinfer()
     pairs = permutations(range(len(gpus)), 2)
@@ -63,7 +67,7 @@ def examine_machine() -> Machine:
         has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
-        memory_file_error=try_memory_file(),
+        memory_file_error=memory_file_error,
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
@@ -97,20 +101,19 @@ def examine_model(config: ServeConfig) -> Model:
     folders = [folder for folder in found if folder is not None]
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
-    folder = folders[0]
-    model, checkpoint = open_any_model(folder)
-    dtype = choose_dtype(model, checkpoint, config.dtype)
-    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
-    shapes = []
+    draft = folders[1] if len(folders) > 1 else None
+    headers = read_headers(folders[0], draft, config.dtype, config.kv_dtype, config.quantization)
+    model, dtype, kv_dtype = headers.config, headers.dtype, headers.kv_dtype
+    parts: list[PagePart] = []
     for one in map(load_any_config, folders):
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
-        shapes.append(PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype))
+        shape = PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype)
+        parts += shape.page_parts(shape.parts)
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
     )
-    weight_bytes = sum(path.stat().st_size for one in folders for path in list_shards(one))
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -119,12 +122,12 @@ def examine_model(config: ServeConfig) -> Model:
         modules=tuple(find_modules(model, dtype, kv_dtype)) if device.type == "cuda" else (),
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
-        parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
-        weight_bytes=weight_bytes,
+        parts=tuple(parts),
+        weight_bytes=headers.file_bytes,
         attention=attention.backend.name,
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
-        shape=replace(shape_of(model, shrink(weight_bytes, config.quantization)), kv_item_bytes=kv_dtype.itemsize),
+        shape=headers.shape,
     )
 
 
@@ -158,37 +161,6 @@ def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_linked(uuids: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Pairs of GPUs that NVLink joins, through a switch too; none if NVML does not say."""
-    nvml = None
-    with suppress(OSError):
-        nvml = ctypes.CDLL(NVML)
-    if nvml is None or nvml.nvmlInit_v2():
-        return ()
-    handles = [ctypes.c_void_p() for _ in uuids]
-    for uuid, handle in zip(uuids, handles, strict=True):
-        nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle))
-    found = []
-    for pair in combinations(range(len(uuids)), 2):
-        status = ctypes.c_uint(P2P_OK + 1)  # stays so if the call fails
-        nvml.nvmlDeviceGetP2PStatus(*(handles[gpu] for gpu in pair), P2P_NVLINK, ctypes.byref(status))
-        if status.value == P2P_OK:
-            found.append(pair)
-    nvml.nvmlShutdown()
-    return tuple(found)
-
-
-def try_kernel() -> tuple[str, str]:
-    """The C++ compiler, and why the attention kernel cannot be built; empty where it can."""
-    compiler = ""
-    try:
-        compiler = " ".join(find_compiler())
-        load_kernel("cpu_paged")
-    except BuildError as error:
-        return compiler, str(error)
-    return compiler, ""
-
-
 def try_products() -> tuple[str, bool, float]:
     """What products reach, in words, whether that is slow, and how many bytes a second the machine reads."""
     torch.set_num_threads(num_cores())
@@ -199,15 +171,6 @@ def try_products() -> tuple[str, bool, float]:
         f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
     )
     return reached, any(one.is_slow for one in rates), ceilings.num_bytes
-
-
-def try_memory_file() -> str:
-    """Why the system gives no memory file; empty when it does."""
-    try:
-        os.close(os.memfd_create("baton-doctor"))
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return ""
 
 
 def has_own_namespace(kind: str) -> bool:

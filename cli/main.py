@@ -1,7 +1,4 @@
-"""The `baton` program: finds the command and its options, and says what was wrong with them.
-
-One file per kind of command; this one knows none of their work.
-"""
+"""The `baton` program: finds the command and its options, and says what was wrong with them."""
 
 import os
 import sys
@@ -16,8 +13,8 @@ from rich.text import Text
 
 from cli.service import CommandError
 from cli.sources import CONFIG_TYPES, split_variable, use_sources
+from runtime.hardware import OWN_VERSION
 from runtime.settings import ConfigError
-from runtime.version import OWN_VERSION
 
 COMMANDS = {  # a command's file is imported when it is run, or its --help is asked for
     "serve": ("serve", "gateway", "prefill", "decode"),

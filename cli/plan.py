@@ -42,7 +42,6 @@ class ProcessPlan(Generic[SettingsType]):
 
     @property
     def command(self) -> Command:
-        """Its command line."""
         return (*self.program, self.role, *build_flags(self.settings))
 
 
@@ -136,7 +135,6 @@ def plan_gateway(
 
 
 def secrets_of(config: ServeConfig) -> dict[str, str]:
-    """The fleet's secret."""
     return {"BATON_FLEET_SECRET": config.fleet_secret} if config.fleet_secret else {}
 
 

@@ -15,7 +15,6 @@ from typing import Annotated
 import structlog
 from cyclopts import Parameter
 
-from cli.models import CONFIGURATION, TOKENIZER, check_model, check_models, choose_served_names, fetch_tokenizer, locate
 from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
@@ -28,6 +27,7 @@ from runtime.lifecycle import follow_supervisor
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
+from worker.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate
 
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
@@ -99,7 +99,7 @@ def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
     follow_supervisor(config.ready_fd)
     folder = fetch_tokenizer(config.model)
-    check_model(folder, (CONFIGURATION, TOKENIZER))
+    check_model(folder, ("configuration", "tokenizer"))
     # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
     # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
     sys.modules["torch"] = None  # type: ignore[assignment]

@@ -46,11 +46,9 @@ class Service:
             ) from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
     def get(self, path: str) -> httpx.Response:
-        """A whole answer."""
         with self.call("GET", path) as response:
             response.read()
             return response

@@ -1,6 +1,6 @@
 """Where options come from: command line > environment (BATON_*) > the file named by --config.
 
-Knows names and precedence; the library merges. An unknown name is an error, wherever it stands.
+The library merges. An unknown name is an error, wherever it stands.
 """
 
 import difflib

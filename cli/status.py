@@ -50,7 +50,6 @@ def read_status(service: Service) -> tuple[list[dict[str, Any]], str, str]:
 
 
 def build_table(workers: list[dict[str, Any]]) -> Table:
-    """One row a worker."""
     table = Table()
     for column in COLUMNS:
         table.add_column(column.replace("_", " "), overflow="fold")

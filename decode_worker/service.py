@@ -13,7 +13,8 @@ import structlog
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.kv_receiver import HandshakeRefusedError, KVReceiver
+from decode_worker.kv_peers import HandshakeRefusedError
+from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.streams import GatewayStreams
@@ -40,7 +41,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         self, worker: Worker, thread: EngineThread, receiver: KVReceiver, streams: GatewayStreams,
         metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars, chunks: ChunkSizer,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, receiver.transports, metrics.prompt_speed)
+        super().__init__(worker, thread, receiver.peers.transports, metrics.prompt_speed)
         self._receiver = receiver
         self._streams = streams
         self._metrics = metrics
@@ -132,7 +133,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
     async def Handshake(self, request: decode_pb2.HandshakeRequest, context: Context) -> decode_pb2.HandshakeResponse:
         try:
-            transport = await self._receiver.shake_hands(request.peer)
+            transport = await self._receiver.peers.shake_hands(request.peer)
         except HandshakeRefusedError as error:
             log.error("handshake refused", peer=request.peer.address, reason=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -148,13 +149,12 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         return decode_pb2.RenewResponse()
 
     def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
-        chunks, receiver = self._chunks, self._receiver
-        status.probed_bytes_per_s.update(receiver.probed_bytes_per_s())
-        status.transport_reasons.update(receiver.transport_reasons())
+        chunks, peers = self._chunks, self._receiver.peers
+        peers.add_to_status(status)
         status.chunk_costs.CopyFrom(
             decode_pb2.ChunkCosts(
                 quiet_seconds=chunks.quiet_s, fixed_seconds=chunks.fixed_s, token_seconds=chunks.token_s,
-                tokens=chunks.beside, read_token_seconds=receiver.read_token_s,
+                tokens=chunks.beside, read_token_seconds=peers.read_token_s,
             )
         )  # fmt: skip
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_for_layers
-from engine.graph_shapes import choose_shapes
+from engine.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.graphs import CudaCapture, OnCaptured
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
@@ -23,13 +22,11 @@ from engine.models.load import load_model, resolve_model_folder, weight_fingerpr
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
-from engine.runner import CHUNK_VALUES, Runner
+from engine.runner import Runner
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from wire.kv_layout import KvPart, PagePart, StatePart
-
-KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
-
+from wire.names import KvDType as KvDType
 
 NO_DRAFTS = "the model's layers keep states, which cannot be taken back after a wrong draft"
 NO_STEPS_AHEAD = "no step is launched ahead"

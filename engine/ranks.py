@@ -158,8 +158,8 @@ def join_group(rendezvous: str, rank: int, size: int, device: torch.device, time
     assert dist.group.WORLD is not None
     sums = None
     if is_cuda:
-        from engine.kv.gpu import CudaGpu
+        from engine.kv.gpu import Gpu
         from engine.one_shot import open_sums
 
-        sums = open_sums(dist.group.WORLD, device, CudaGpu(device))
+        sums = open_sums(dist.group.WORLD, device, Gpu(device))
     return GroupRanks(dist.group.WORLD, sums)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
-from engine.graph_shapes import Shape
+from engine.graph_shapes import CHUNK_VALUES, Shape
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
@@ -29,7 +29,6 @@ from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
-CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
 NO_PADDING = 1 << 62  # no slot is so high
 LAG_LENGTHS, WRONG_DRAFTS, LAG_ERROR = (16, 48, 512, 4096), 3, 0.1  # of find_lag_error; the last: rounding in bfloat16
 Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`

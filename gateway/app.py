@@ -21,7 +21,7 @@ from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.request.record import WriteRecord
 from gateway.request.rules import ServedNames
-from gateway.ring.generation import Ring
+from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
@@ -32,7 +32,7 @@ _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
 def build_served_model(
-    ring: Ring,
+    ring: EngineClient,
     tokenizer: Tokenizer,
     served_names: Sequence[str],
     options: ApiOptions,

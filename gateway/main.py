@@ -17,12 +17,12 @@ from gateway.api.http.status_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
 from gateway.request.record import WriteRecord
-from gateway.ring.advice import Goals
-from gateway.ring.discovery import Discovery
-from gateway.ring.dispatcher import Dispatcher
-from gateway.ring.fleet import Fleet
-from gateway.ring.request_steps import Role
-from gateway.ring.routing import Router
+from gateway.router.autoscaling import Goals
+from gateway.router.discovery import Discovery
+from gateway.router.fleet import Fleet
+from gateway.router.placement import Role
+from gateway.router.placer import Placer
+from gateway.router.router import Router
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
@@ -72,14 +72,14 @@ async def _serve(
     trust = load_trust(config)
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
-    fleet, dispatcher, discovery = _build_ring(config, trust, tokenizer.context_tokens, registry)
-    door = dispatcher.door
-    shutdown = Shutdown(config.drain_s, lambda: len(door))
-    door.is_draining, door.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
+    fleet, router, discovery = _build_router(config, trust, tokenizer.context_tokens, registry)
+    gate = router.gate
+    shutdown = Shutdown(config.drain_s, lambda: len(gate))
+    gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     options = _api_options(config)
-    served = build_served_model(dispatcher, tokenizer, config.served_name, options, registry, write_record)
+    served = build_served_model(router, tokenizer, config.served_name, options, registry, write_record)
     app = build_app(served)
-    app.include_router(build_fleet_router(fleet, dispatcher))
+    app.include_router(build_fleet_router(fleet, router))
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -92,16 +92,16 @@ async def _serve(
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
-    ops.follow(Probes(lambda: None, dispatcher.check_ready, registry))
-    await _wait_until_ready(fleet, dispatcher)
+    ops.follow(Probes(lambda: None, router.check_ready, registry))
+    await _wait_until_ready(fleet, router)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
-    if (reason := dispatcher.check_ready()) is not None:
+    if (reason := router.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
     shutdown.listen()
     spare_what_is_here()
-    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: dispatcher.explain_no_hand_off()})
+    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: router.explain_no_hand_off()})
     await shutdown.wait()
-    door.cut_off()
+    gate.cut_off()
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
@@ -110,9 +110,9 @@ async def _serve(
     served.offload.close()
 
 
-def _build_ring(
+def _build_router(
     config: GatewayConfig, trust: Trust, context_tokens: int, registry: CollectorRegistry
-) -> tuple[Fleet, Dispatcher, Discovery]:
+) -> tuple[Fleet, Router, Discovery]:
     """The workers, what sends requests to them, and what finds those that have only a name."""
     names: list[tuple[Role, DnsName]] = []
     fixed: dict[Role, list[str]] = {"prefill": [], "decode": []}
@@ -125,12 +125,10 @@ def _build_ring(
                 names.append((role, name))
     open_channel = partial(trust.open_channel, dns_server=config.dns_server)
     fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, context_tokens, open_channel)
-    router = Router(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
+    placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage)
-    dispatcher = Dispatcher(
-        fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, router
-    )
-    return fleet, dispatcher, Discovery(fleet, names, config.dns_server, registry)
+    router = Router(fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, placer)
+    return fleet, router, Discovery(fleet, names, config.dns_server, registry)
 
 
 def _api_options(config: GatewayConfig) -> ApiOptions:
@@ -154,12 +152,12 @@ class _RestServer(uvicorn.Server):
         yield
 
 
-async def _wait_until_ready(fleet: Fleet, dispatcher: Dispatcher) -> None:
+async def _wait_until_ready(fleet: Fleet, router: Router) -> None:
     """Waits until requests can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
     is_ready = asyncio.Event()
 
     def look() -> None:
-        if dispatcher.check_ready() is None and all(state.was_asked for state in fleet.states()):
+        if router.check_ready() is None and all(worker.was_asked for worker in fleet.workers()):
             is_ready.set()
 
     fleet.subscribe(look)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from gateway.ring.generation import FinishReason
+from gateway.router.engine_client import FinishReason
 
 # Three buckets per decade from 1 ms; tokens arrive within seconds, answers within minutes.
 _TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

@@ -20,9 +20,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from gateway.request.record import Attribute, RequestRecord, WriteRecord
-from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
+from runtime.hardware import OWN_VERSION
 from runtime.peer_input import shorten
-from runtime.version import OWN_VERSION
 
 _log = structlog.get_logger()
 

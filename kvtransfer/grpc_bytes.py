@@ -1,26 +1,27 @@
-"""Pages as bytes over gRPC: works between any two hosts.
+"""Transport "grpc": pages as bytes over gRPC, between any two hosts.
 
 The wire format is ReadPagesResponse of kv.proto, but messages with bytes are encoded and decoded by hand: this avoids
 protobuf's copies, which halve the bandwidth. Tests compare `encode_data` and `decode` with protobuf.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from kvtransfer.copying import copy_in_thread
-from kvtransfer.layout import Run, plan_runs
-from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
+from kvtransfer.layout import Run
+from kvtransfer.reader import Local, PageRef, PageStore, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
-METHOD = "/baton.v1.KvPages/Read"
+SERVICE = "baton.v1.KvPages"
+METHOD = f"/{SERVICE}/Read"
 CHUNK_BYTES = 2 << 20  # 1-4 MiB measured fastest
 LOAD_BYTES = 16 << 20  # pages loaded at once: each copy from a GPU costs a wait, whatever its size
 DATA_TAG = b"\x0a"  # field 1, length-delimited
+Received = tuple[list[memoryview], Sequence[int]]  # bytes of all pages as they came; generations
 
 
 def encode_data(data: memoryview) -> bytes:
@@ -88,12 +89,9 @@ class PageServer:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register KvPages with raw bytes as the response type."""
         handler: grpc.RpcMethodHandler[kv_pb2.ReadPagesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
-            self._read,
-            request_deserializer=kv_pb2.ReadPagesRequest.FromString,
-            response_serializer=None,
+            self._read, request_deserializer=kv_pb2.ReadPagesRequest.FromString, response_serializer=None
         )
-        service = METHOD.split("/")[1]
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Read": handler}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Read": handler}),))
 
     async def _read(
         self, request: kv_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[kv_pb2.ReadPagesRequest, bytes]
@@ -104,21 +102,17 @@ class PageServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"incarnation {request.incarnation} was asked for; this worker is {next(iter(self._stores))}",
             )
-        beyond = [page for page in request.pages if page >= store.num_pages]
-        if beyond:
-            await context.abort(
-                grpc.StatusCode.OUT_OF_RANGE, f"page {beyond[0]} is outside the pool of {store.num_pages} pages"
-            )
-        wanted = slice(request.begin, request.begin + request.num_bytes)
-        if not wanted.start < wanted.stop <= store.page_bytes:
-            await context.abort(
-                grpc.StatusCode.OUT_OF_RANGE,
-                f"bytes {wanted.start} to {wanted.stop} of a page of {store.page_bytes} bytes were asked for",
-            )
+        begin, end, problem = request.begin, request.begin + request.num_bytes, None
+        if (page := max(request.pages, default=0)) >= store.num_pages:
+            problem = f"page {page} is outside the pool of {store.num_pages} pages"
+        elif not begin < end <= store.page_bytes:
+            problem = f"bytes {begin} to {end} of a page of {store.page_bytes} bytes were asked for"
+        if problem is not None:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, problem)
         pages_per_load = max(1, LOAD_BYTES // request.num_bytes)
         for first in range(0, len(request.pages), pages_per_load):
             pages = list(request.pages[first : first + pages_per_load])
-            rows = await asyncio.to_thread(store.load, pages, request.begin, request.num_bytes)
+            rows = await asyncio.to_thread(store.load, pages, begin, request.num_bytes)
             view = memoryview(rows.reshape(-1).data)
             for start in range(0, len(view), CHUNK_BYTES):
                 yield encode_data(view[start : start + CHUNK_BYTES])
@@ -126,32 +120,29 @@ class PageServer:
         yield kv_pb2.ReadPagesResponse(generations=generations).SerializeToString()
 
 
-class GrpcReader:
-    """Reads a peer's pages through the KvPages services of its ranks."""
+class GrpcReader(TransportReader):
+    """Reads a peer's pages through the KvPages services of its ranks. Every worker has them."""
 
-    transport: Transport = "grpc"
+    name, why = "grpc", ""
 
-    def __init__(
-        self, peer: kv_pb2.Peer, store: PageStore, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float
-    ) -> None:
-        """`timeout_s` bounds each read."""
-        self._peer = peer
-        self._store = store
-        self._timeout_s = timeout_s
-        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        return b""
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
+        self._executor = None
+        self._timeout_s = local.timeout_s
         addresses = sorted({peer.ranks[run.rank].address for run in self._runs})
-        self._channels = {address: open_channel(address) for address in addresses}
-        self._calls: dict[str, grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes]] = {
-            address: channel.unary_stream(
-                METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
-            )
-            for address, channel in self._channels.items()
-        }
+        self._channels = {address: local.open_channel(address) for address in addresses}
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
-        check_bounds(sources, self._peer.num_pages)
-        pages = [source.page for source in sources]
-        received = await self._receive_all(pages)
+        self._check_bounds(sources)
+        received = await self._receive_all([source.page for source in sources])
         for _parts, generations in received:
             check_generations(sources, generations)
 
@@ -159,12 +150,12 @@ class GrpcReader:
             for run, (parts, _generations) in zip(self._runs, received, strict=True):
                 self._store.store(into, cut_pages(parts, run.num_bytes), run.target)
 
-        await copy_in_thread(None, store)
+        await self._copy(store)
 
     async def probe(self, num_pages: int) -> None:
         await self._receive_all(range(num_pages))
 
-    async def _receive_all(self, pages: Sequence[int]) -> list[tuple[list[memoryview], Sequence[int]]]:
+    async def _receive_all(self, pages: Sequence[int]) -> list[Received]:
         """Receive all runs. When this returns or raises, no receive is running."""
         receiving = [asyncio.ensure_future(self._receive(pages, run)) for run in self._runs]
         try:
@@ -174,14 +165,10 @@ class GrpcReader:
                 one.cancel()
             await asyncio.wait(receiving)
 
-    async def _receive(self, pages: Sequence[int], run: Run) -> tuple[list[memoryview], Sequence[int]]:
-        """The bytes of all pages as received, without copies, and the generations after them."""
-        request = kv_pb2.ReadPagesRequest(
-            incarnation=self._peer.incarnation, pages=pages, begin=run.source, num_bytes=run.num_bytes
-        )
+    async def _receive(self, pages: Sequence[int], run: Run) -> Received:
         address = self._peer.ranks[run.rank].address
         try:
-            return await self._collect(request, self._calls[address])
+            return await self._collect(pages, run, self._channels[address])
         except grpc.aio.AioRpcError as error:
             raise ReadError("transport", f"{address}: {error.code().name}: {error.details()}") from error
         except asyncio.CancelledError:
@@ -191,12 +178,14 @@ class GrpcReader:
             # grpc cancels the calls of a closed channel; our task itself was not cancelled
             raise ReadError("transport", f"{address}: the connection was closed during the read") from None
 
-    async def _collect(
-        self,
-        request: kv_pb2.ReadPagesRequest,
-        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes],
-    ) -> tuple[list[memoryview], Sequence[int]]:
-        wanted, page_bytes = len(request.pages), request.num_bytes
+    async def _collect(self, pages: Sequence[int], run: Run, channel: grpc.aio.Channel) -> Received:
+        wanted, page_bytes = len(pages), run.num_bytes
+        request = kv_pb2.ReadPagesRequest(
+            incarnation=self._peer.incarnation, pages=pages, begin=run.source, num_bytes=page_bytes
+        )
+        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes] = channel.unary_stream(
+            METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
+        )
         parts: list[memoryview] = []
         received = 0
         async for message in call(request, timeout=self._timeout_s):

@@ -7,8 +7,9 @@ from protos import kv_pb2
 from wire.kv_layout import PagePart, can_divide, heads_of
 
 # 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which no other field shows. 3: ranks.
-PROTOCOL_MIN = 3
-PROTOCOL_MAX = 3
+# 4: Rank.transports.
+PROTOCOL_MIN = 4
+PROTOCOL_MAX = 4
 MAX_RANKS = 1024  # of a peer
 
 _VERSION_FIELDS = ("protocol_min", "protocol_max")
@@ -21,6 +22,17 @@ class Run(NamedTuple):
     source: int  # first byte in its page
     target: int  # first byte in ours
     num_bytes: int
+
+
+def build_layout(
+    *, weights: str, dtype: str, num_layers: int, num_kv_heads: int, page_tokens: int, head_dim: int,
+    draft_weights: str = "",
+) -> kv_pb2.KvLayout:  # fmt: skip
+    """Of a pool here; see kv.proto. num_kv_heads: over all ranks."""
+    return kv_pb2.KvLayout(
+        protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, weights=weights, dtype=dtype, num_layers=num_layers,
+        num_kv_heads=num_kv_heads, page_tokens=page_tokens, head_dim=head_dim, draft_weights=draft_weights,
+    )  # fmt: skip
 
 
 def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:

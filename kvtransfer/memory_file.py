@@ -1,7 +1,4 @@
-"""A peer's memory file on this host: checked before it is opened, and mapped read-only.
-
-Knows /proc, seals and sizes; the readers know where the pages are.
-"""
+"""A peer's memory file on this host: checked before it is opened, and mapped read-only."""
 
 import fcntl
 import mmap

@@ -1,55 +1,56 @@
-"""Reads pages directly from a peer's memory file on the same host. Nothing runs on the peer."""
+"""Transport "shm": reads pages from a peer's memory file on the same host. Nothing runs on the peer."""
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.copying import copy_in_thread
-from kvtransfer.layout import plan_runs
 from kvtransfer.memory_file import PeerFile
-from kvtransfer.reader import PageRef, PageStore, Transport, check_bounds, check_generations
+from kvtransfer.reader import Local, PageRef, TransportReader, check_generations
 from protos import kv_pb2
-from wire.kv_layout import page_bytes_of
 
 
-class ShmReader:
+class ShmReader(TransportReader):
     """Maps a peer's pool read-only through /proc/PID/fd/FD, and only if it is a memory file that cannot shrink.
 
     The mapping stays valid after the peer's death and keeps its last content; only the prefill side misses the
     acknowledgement.
     """
 
-    transport: Transport = "shm"
+    name, why = "shm", "the peer's pool is shared memory on this host"
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
-        """Raises ReadError("transport") if it cannot be opened, "layout" if it is not what was announced."""
-        self._store = store
-        self._executor = executor
-        self._num_pages = peer.num_pages
-        self._process = Path(f"/proc/{peer.pid}")
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        """Nothing to add to Peer.pool_fd and pages_offset."""
+        return None if local.store.gpu_uuid or local.store.fd is None else b""
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        if ours.host != theirs.host:
+            return "the workers share no host and PID namespace"
+        if not all(ShmReader.name in rank.transports for rank in theirs.ranks):
+            return "the peer's pool is not shared memory"
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
         num_ranks = len(peer.ranks)
-        page_bytes = page_bytes_of(store.parts, 0, num_ranks)
-        file = PeerFile(peer, num_ranks * page_bytes)
-        self._generations = file.generations
-        self._pages: NDArray[np.uint8] = np.frombuffer(file.memory, np.uint8, offset=peer.pages_offset).reshape(
-            num_ranks, peer.num_pages, page_bytes
+        self._file = PeerFile(peer, num_ranks * self._page_bytes)
+        self._generations = self._file.generations
+        self._pages: NDArray[np.uint8] = np.frombuffer(self._file.memory, np.uint8, offset=peer.pages_offset).reshape(
+            num_ranks, peer.num_pages, self._page_bytes
         )
-        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, num_ranks)
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
-        check_bounds(sources, self._num_pages)
-        pages = [source.page for source in sources]
+        self._check_bounds(sources)
 
         def copy() -> None:
             for rank, begin, target, num_bytes in self._runs:
                 theirs = self._pages[rank, :, begin : begin + num_bytes]
-                self._store.store(into, [theirs[page] for page in pages], target)
+                self._store.store(into, [theirs[source.page] for source in sources], target)
 
-        await copy_in_thread(self._executor, copy)
+        await self._copy(copy)
         # The generations must be read after the bytes. A weakly ordered CPU (ARM, POWER) does not guarantee that for
         # two reads of one thread. Here they are reads of two threads: the copying thread ends with a release (it passes
         # its result under a lock) and this one begins with an acquire (it takes that result), so all reads of the copy
@@ -64,12 +65,12 @@ class ShmReader:
                 for page in self._pages[rank, :num_pages, begin : begin + num_bytes]:
                     np.copyto(scratch[target : target + num_bytes], page)
 
-        await copy_in_thread(self._executor, copy)
+        await self._copy(copy)
 
     def is_gone(self) -> bool:
-        return not self._process.exists()
+        return not self._file.is_held()
 
     async def close(self) -> None:
-        held = [self._pages, self._generations]
-        del self._pages, self._generations
+        held = [self._file, self._pages, self._generations]
+        del self._file, self._pages, self._generations
         await asyncio.to_thread(held.clear)  # the last holder of a pool frees it: 0.5 s per GiB (measured)

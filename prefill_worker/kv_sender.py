@@ -11,12 +11,11 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from engine.kv.pool import Pool
-from kvtransfer.layout import find_bad_ranks, plan_all_runs
+from kvtransfer.checksums import parts_of
+from kvtransfer.layout import find_bad_ranks
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
-from worker.process import Worker, name_pools
-from worker.rank_checksums import PageBytes, compute_over_ranks
+from worker.process import Worker
 
 log = structlog.get_logger()
 
@@ -41,7 +40,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
-    checked: list[list[PageBytes]] = field(default_factory=list)  # of pages, and of slots: what it wants checksums of
+    num_summed: int = 0  # its ranks, if it wants checksums
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -51,8 +50,7 @@ class KVSender:
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay held while a decode worker reads them."""
         self._me = worker.me
-        self._pools = list(name_pools(worker.engine, worker.me.incarnation).values())  # pages, and slots if there are
-        self._children = worker.children
+        self._pools = worker.pools
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._open_channel = worker.trust.open_channel
@@ -74,19 +72,11 @@ class KVSender:
         ticket = request.ticket
         target = await self._greet(ticket)
         offer = kv_pb2.OfferRequest(
-            ticket=ticket,
-            incarnation=self._me.incarnation,
-            begin=positions.start,
-            end=positions.stop,
+            ticket=ticket, incarnation=self._me.incarnation, begin=positions.start, end=positions.stop,
             request_id=request.request_id,
-        )
-        parts = zip(
-            self._pools, (pages, slots), target.checked, (offer.pages, offer.slots),
-            (offer.checksums, offer.slot_checksums), strict=False,
         )  # fmt: skip
-        for number, (pool, held, places, refs, checksums) in enumerate(parts):
-            refs.extend(kv_pb2.PageRef(page=page, generation=int(pool.generations[page])) for page in held)
-            checksums.extend(await compute_over_ranks(pool, self._children, held, places, is_states=bool(number)))
+        for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
+            await pool.offer(part, held, target.num_summed)
         self._metrics.offers_sent.inc()
         answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
         if not answer.accepted:
@@ -119,22 +109,17 @@ class KVSender:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
                 call = target.stub.Handshake(request, timeout=self._timeout_s)
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
-                target.checked = [self._plan_checksums(ticket, answer, pool) for pool in self._pools]
+                if answer.wants_checksums:
+                    self._check_ranks(answer.peer)
+                target.num_summed = len(answer.peer.ranks) if answer.wants_checksums else 0
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
 
-    def _plan_checksums(
-        self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse, pool: Pool
-    ) -> list[PageBytes]:
-        """What an offer's checksums of the pool are of, in order (kv.proto)."""
-        if not answer.wants_checksums:
-            return []
-        problem = find_bad_ranks(pool.parts, answer.peer)
-        if problem is not None:
-            raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {ticket.address}: {problem}")
-        runs = plan_all_runs(pool.parts, len(answer.peer.ranks), pool.num_ranks)
-        return [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
+    def _check_ranks(self, peer: kv_pb2.Peer) -> None:
+        for pool in self._pools:
+            if (problem := find_bad_ranks(pool.own.parts, peer)) is not None:
+                raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {peer.address}: {problem}")
 
     def _forget_lost(self) -> None:
         """Drop decode workers without a connection; live ones shake hands again. Channels close after their calls."""

@@ -16,7 +16,7 @@ from runtime.config import PrefillConfig
 from worker import process
 from worker.loop import StepExtras, WorkerLoop
 from worker.plan import build_budget
-from worker.process import Role, Worker, name_pools
+from worker.process import Role, Worker
 from worker.sequences import ScheduledSequence, Update
 
 
@@ -33,7 +33,7 @@ class PrefillRole(Role):
         scheduler.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
         self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
         self._sender = KVSender(worker, config.lease_s, self.metrics)
-        self._pages = PageServer(name_pools(engine, worker.me.incarnation))
+        self._pages = PageServer({pool.incarnation: pool.own for pool in worker.pools})
         asyncio_loop = asyncio.get_running_loop()
 
         def publish(step: int, updates: list[Update]) -> None:

@@ -55,40 +55,21 @@ class Peer(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., states: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("address", "pid", "gpu", "nixl")
+    __slots__ = ("address", "pid", "transports")
+    class TransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    GPU_FIELD_NUMBER: _ClassVar[int]
-    NIXL_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     address: str
     pid: int
-    gpu: Gpu
-    nixl: Nixl
-    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ..., nixl: _Optional[_Union[Nixl, _Mapping]] = ...) -> None: ...
-
-class Nixl(_message.Message):
-    __slots__ = ("metadata", "pages_address", "generations_address", "device_index")
-    METADATA_FIELD_NUMBER: _ClassVar[int]
-    PAGES_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_INDEX_FIELD_NUMBER: _ClassVar[int]
-    metadata: bytes
-    pages_address: int
-    generations_address: int
-    device_index: int
-    def __init__(self, metadata: _Optional[bytes] = ..., pages_address: _Optional[int] = ..., generations_address: _Optional[int] = ..., device_index: _Optional[int] = ...) -> None: ...
-
-class Gpu(_message.Message):
-    __slots__ = ("uuid", "ipc_handle", "readable", "test_checksum")
-    UUID_FIELD_NUMBER: _ClassVar[int]
-    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    READABLE_FIELD_NUMBER: _ClassVar[int]
-    TEST_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    uuid: str
-    ipc_handle: bytes
-    readable: _containers.RepeatedScalarFieldContainer[str]
-    test_checksum: int
-    def __init__(self, uuid: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., readable: _Optional[_Iterable[str]] = ..., test_checksum: _Optional[int] = ...) -> None: ...
+    transports: _containers.ScalarMap[str, bytes]
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., transports: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end")

@@ -28,7 +28,7 @@ def parse_dns_name(text: str) -> DnsName | None:
     name, colon, port = text.removeprefix(_DNS).partition(":")
     is_service = name.startswith("_")
     is_name = all(re.fullmatch(r"[\w-]{1,63}", label, re.ASCII) for label in name.removesuffix(".").split("."))
-    if not is_name or is_ip(name) or is_service == bool(colon) or not (is_service or is_port(port)):
+    if not is_name or find_ip(name) or is_service == bool(colon) or not (is_service or is_port(port)):
         raise ValueError(
             f"{text!r} is no name to look up: write dns:NAME:PORT, or dns:_SERVICE._PROTO.NAME for SRV records"
         )
@@ -46,12 +46,8 @@ def is_host_port(text: str) -> bool:
     return bool(host) and host == bracketed(host) and is_port(port)
 
 
-def is_ip(host: str) -> bool:
-    """Whether it is an address, not a name."""
-    return _find_ip(host) is not None
-
-
-def _find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address; None for a name."""
     try:
         return ipaddress.ip_address(bare(host))
     except ValueError:
@@ -71,11 +67,11 @@ def bracketed(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether it is this machine only."""
-    address = _find_ip(host)
+    address = find_ip(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def is_any(host: str) -> bool:
     """Whether it means all interfaces."""
-    address = _find_ip(host)
+    address = find_ip(host)
     return address is not None and address.is_unspecified

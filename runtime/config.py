@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from runtime.addresses import is_host_port, is_ip, parse_dns_name
+from runtime.addresses import find_ip, is_host_port, parse_dns_name
 from runtime.config_parts import (
     MAX_TP,
     DecodingConfig,
@@ -56,7 +56,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
-        is_server = is_host_port(self.dns_server) and is_ip(self.dns_server.rpartition(":")[0])
+        is_server = is_host_port(self.dns_server) and find_ip(self.dns_server.rpartition(":")[0]) is not None
         self.require("dns_server", not self.dns_server or is_server, "an IP address and port, such as 10.0.0.10:53")
         has_prefill = bool(self.prefill) or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill worker to wait for")

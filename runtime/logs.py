@@ -1,4 +1,4 @@
-"""Structured logs: one line an event, JSON unless stderr is a terminal. Knows formats, not what is logged.
+"""Structured logs: one line an event, JSON unless stderr is a terminal.
 
 Writing them never fails: readers leave, and disks get full.
 """

@@ -1,7 +1,7 @@
 """Answers malformed protobuf messages with INVALID_ARGUMENT; gRPC would log a traceback and answer UNKNOWN.
 
 Also shortens errors that quote too much of a request, so that they fit a header; gRPC would fail with INTERNAL or
-nothing. Knows handlers and request deserializers, not the services.
+nothing.
 """
 
 import inspect
@@ -39,17 +39,14 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """The method's handler, guarded."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        parse = _forgive(handler.request_deserializer)
-        if not handler.response_streaming:
-            guarded = _guard(handler.unary_unary, self._refuse)
-            return grpc.unary_unary_rpc_method_handler(guarded, parse, handler.response_serializer)
-        guard = _guard_generator if inspect.isasyncgenfunction(handler.unary_stream) else _guard
-        guarded = guard(handler.unary_stream, self._refuse)
-        return grpc.unary_stream_rpc_method_handler(guarded, parse, handler.response_serializer)
+        inner, build = handler.unary_unary, grpc.unary_unary_rpc_method_handler
+        if handler.response_streaming:
+            inner, build = handler.unary_stream, grpc.unary_stream_rpc_method_handler
+        guard = _guard_generator if inspect.isasyncgenfunction(inner) else _guard
+        return build(guard(inner, self._refuse), _forgive(handler.request_deserializer), handler.response_serializer)
 
 
 class _Brief:

@@ -1,7 +1,4 @@
-"""gRPC between Baton's processes: identities, channels and servers.
-
-Knows sockets and limits, nothing of the messages.
-"""
+"""gRPC between Baton's processes: identities, channels and servers."""
 
 import os
 import secrets
@@ -32,17 +29,14 @@ _OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # default: 30 s, in which a moved peer is not found
     ("grpc.keepalive_permit_without_calls", 1),
 )
-
-
 _NOT_SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
 _TLS_SIGNS = ("handshake failed", "SSL", "Hostname Verification")  # substrings of gRPC's messages
 
 
 class OpenChannel(Protocol):
-    """Opens channels with this process's credentials."""
+    """`open_channel` with this process's credentials."""
 
-    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel:
-        """As `open_channel`."""
+    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel: ...
 
 
 def new_incarnation() -> str:
@@ -115,9 +109,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     """Bind a port (0: any free one) before serving. Returns the port. Raises OSError."""
     address = f"{bracketed(host)}:{port}"
     try:
-        if credentials is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, credentials))
+        return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: is the port taken? Choose another --port") from error
 

@@ -1,17 +1,19 @@
-"""What a class of settings is: frozen, complete and valid, or not built at all.
+"""What a class of settings is: frozen, complete and valid, or not built at all. Values come from `cli/`.
 
-Knows fields, their spelling and the error for a bad value. Names no setting, and does not know where values come from
-(command line, environment, file): `cli/` does. The string below a field is its line in `--help`.
+A field's annotation has its checks; the string below it is its line in `--help`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 MAX_PORT = 65535
 MAX_COUNT = 2**32 - 1  # counts travel as uint32
 MAX_SECONDS = 10**9  # deadlines of gRPC and of locks overflow beyond 9 * 10**9
+
+
+Check = Callable[["Settings", str], None]  # of a field by its name; raises ConfigError
 
 
 class ConfigError(ValueError):
@@ -41,28 +43,24 @@ class Settings:
             self.require(name, number >= least, f"{least} or more")
             self.require(name, number <= most, f"{most} or less")
 
-    def require_seconds(self, name: str, may_be_zero: bool = False) -> None:
-        """Refuse a number that is no time to wait."""
-        seconds = getattr(self, name)
-        is_wait = seconds >= 0 if may_be_zero else seconds > 0
-        self.require(name, is_wait, "0 or more" if may_be_zero else "a number above 0")
-        self.require(name, seconds <= MAX_SECONDS, f"{MAX_SECONDS} or less")
 
-    def require_port(self, name: str) -> None:
-        """Refuse what is no TCP port; None passes."""
-        port = getattr(self, name)
-        self.require(name, port is None or 0 <= port <= MAX_PORT, f"0 to {MAX_PORT}; 0 takes any free port")
-
-
-def count(least: int, most: int = MAX_COUNT) -> Callable[[Settings, str], None]:
+def count(least: int, most: int = MAX_COUNT) -> Check:
     """For annotations: Annotated[int, count(1)] is 1 to MAX_COUNT."""
     return partial(Settings.require_count, least=least, most=most)
 
 
+def needs(is_valid: Callable[[Any], bool], wanted: str) -> Check:
+    """For annotations: a value that `wanted` describes."""
+    return lambda config, name: config.require(name, is_valid(getattr(config, name)), wanted)
+
+
+_is_short = needs(lambda seconds: seconds <= MAX_SECONDS, f"{MAX_SECONDS} or less")
+is_port = needs(lambda port: port is None or 0 <= port <= MAX_PORT, f"0 to {MAX_PORT}; 0 takes any free port")
 Positive = Annotated[int, count(1)]
-Port = Annotated[int, Settings.require_port]
-Seconds = Annotated[float, Settings.require_seconds]
-SecondsOrZero = Annotated[float, partial(Settings.require_seconds, may_be_zero=True)]
+Port = Annotated[int, is_port]
+Seconds = Annotated[float, needs(lambda seconds: seconds > 0, "a number above 0"), _is_short]
+SecondsOrZero = Annotated[float, needs(lambda seconds: seconds >= 0, "0 or more"), _is_short]
+Share = Annotated[float, needs(lambda share: 0 < share <= 1, "a number above 0 and at most 1")]
 
 
 def flag(name: str) -> str:

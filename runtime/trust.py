@@ -1,7 +1,4 @@
-"""Trust between processes: certificates of one authority, or a secret shared by the whole fleet.
-
-Knows files, credentials and one metadata key, nothing of the calls; callers see only channels and servers.
-"""
+"""Trust between processes: certificates of one authority, or a secret shared by the whole fleet."""
 
 import hmac
 from collections import Counter
@@ -86,8 +83,9 @@ class Trust:
         if self.tls is not None:
             credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
         channel = rpc.open_channel(address, server_name, dns_server, credentials)
-        if self.secret:
-            _add_metadata(channel, ((SECRET_KEY, self.secret),))
+        # Not done with interceptors, which change how cancellation propagates.
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if self.secret else ():
+            setattr(channel, kind, _with_metadata(getattr(channel, kind), ((SECRET_KEY, self.secret),)))
         return channel
 
     def build_server(self) -> grpc.aio.Server:
@@ -149,24 +147,16 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Serve or reject one call."""
-        if handler_call_details.method.startswith(OPEN_SERVICE) or self._is_known(handler_call_details):
+        metadata = handler_call_details.invocation_metadata or ()
+        given = next((value for key, value in metadata if key == SECRET_KEY), "")
+        is_known = hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
+        if is_known or handler_call_details.method.startswith(OPEN_SERVICE):
             return await continuation(handler_call_details)
         return grpc.stream_stream_rpc_method_handler(self._refuse)  # works for any kind of method
-
-    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
-        given = next((value for key, value in details.invocation_metadata or () if key == SECRET_KEY), "")
-        return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
 
     async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._refusals.count("secret", "call without the fleet secret refused", peer=context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet secret is missing or wrong")
-
-
-def _add_metadata(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Give it to every call on a new channel. Not done with interceptors, which change how cancellation propagates."""
-    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-        setattr(channel, kind, _with_metadata(getattr(channel, kind), metadata))
 
 
 def _with_metadata(open_method: Callable[..., Any], metadata: tuple[tuple[str, str], ...]) -> Callable[..., Any]:

@@ -1,32 +1,69 @@
 """Asks the device and the checkpoint for what worker/limits.py decides by, and says in the log what came of it."""
 
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import torch
 
 from engine.engine import resolve_kv_dtype
 from engine.largest_step import LargestStep
+from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.load import choose_dtype, open_any_model, resolve_model_folder
 from engine.weights.files import list_shards
-from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import GpuRoom, size_pool
+from runtime.gpus import find_card
+from runtime.hardware import available_memory_bytes
+from wire.names import KvDType, Quantization
 from worker.limits import (
+    MIB,
+    SHRINKS_TO,
     ConfigT,
+    GpuRoom,
     ModelShape,
     complete,
     estimate_step_bytes,
     limits_of,
     reserve_bytes,
     shape_of,
-    shrink,
     with_context,
 )
+from worker.pool_size import resolve_pools
 
 log = structlog.get_logger()
-MIB = 1 << 20
+
+
+class Headers(NamedTuple):
+    """A checkpoint, without reading its weights."""
+
+    config: ModelConfig | FallbackConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    file_bytes: int  # of the weights of all folders
+    shape: ModelShape  # with the weights of the draft model too, and KV as the settings make it
+
+
+@lru_cache(maxsize=1)  # a worker needs them for its limits and again for its pool
+def read_headers(
+    folder: Path, draft: Path | None, dtype: str, kv_dtype: KvDType, quantization: Quantization
+) -> Headers:
+    """Raises ValueError or OSError like `build_engine`."""
+    file_bytes = sum(path.stat().st_size for one in (folder, draft) if one for path in list_shards(one))
+    model, checkpoint = open_any_model(folder)
+    chosen = choose_dtype(model, checkpoint, dtype)
+    kept = resolve_kv_dtype(kv_dtype, chosen)
+    shape = shape_of(model, int(file_bytes * SHRINKS_TO[quantization]))
+    return Headers(model, chosen, kept, file_bytes, replace(shape, kv_item_bytes=kept.itemsize))
+
+
+def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
+    """The shape of a worker's located model, with the context limit of the settings."""
+    draft = None if config.draft_model == NO_DRAFT else resolve_model_folder(config.draft_model)
+    folder = resolve_model_folder(config.model)
+    return with_context(read_headers(folder, draft, config.dtype, config.kv_dtype, config.quantization).shape, config)
 
 
 def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
@@ -42,17 +79,6 @@ def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
         graph_rows=limits.graph_rows,
     )  # fmt: skip
     return completed
-
-
-def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
-    """The model's, with the weights of the draft model too, and KV as the settings make it. Reads headers only."""
-    folder = resolve_model_folder(config.model)
-    drafts = [] if config.draft_model == NO_DRAFT else [resolve_model_folder(config.draft_model)]
-    file_bytes = sum(path.stat().st_size for one in (folder, *drafts) for path in list_shards(one))
-    model, checkpoint = open_any_model(folder)
-    kv_dtype = resolve_kv_dtype(config.kv_dtype, choose_dtype(model, checkpoint, config.dtype))
-    shape = shape_of(model, shrink(file_bytes, config.quantization))
-    return replace(with_context(shape, config), kv_item_bytes=kv_dtype.itemsize)
 
 
 def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
@@ -83,4 +109,5 @@ def size_pool_here(
             largest_step_mib=step_bytes // MIB, step_estimated_mib=estimate_step_bytes(shape, limits, config.tp) // MIB,
             computing_mib=room.reserve_bytes // MIB,
         )  # fmt: skip
-    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes, slot_bytes)
+    host_bytes = max(0, available_memory_bytes() - mapped_bytes)  # mapped weights count as free, but are needed
+    return resolve_pools(config, context_tokens, page_bytes, num_ranks, room, host_bytes, slot_bytes)

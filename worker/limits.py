@@ -1,22 +1,21 @@
 """What a step of a worker may hold, and the GPU memory that this takes. Pure: model, card and settings in, ints out.
 
-Used by workers at start, by `baton doctor` and by `baton plan`. A worker measures its largest step; the others estimate
-it. All else is the same arithmetic. Nothing here has been measured on a GPU yet.
+Workers at start, `baton doctor` and `baton plan` use the same arithmetic; a worker measures its largest step, the
+others estimate it.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from engine.graph_shapes import PIECE_TOKENS, choose_shapes
+from engine.graph_shapes import CHUNK_VALUES, PIECE_TOKENS, choose_shapes
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
-from runtime.cards import Card
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.config_parts import GPU_SHARE, NO_DRAFT, Quantization
-from runtime.hardware import SLOTS_EACH, SLOTS_SHARE, GpuRoom, resolve_context
-from wire.kv_layout import StatePart
+from runtime.config_parts import GPU_SHARE, NO_DRAFT
+from runtime.gpus import Card
+from runtime.settings import ConfigError
+from wire.names import Quantization
 
 MIB = 1 << 20
 ITEM_BYTES = 2  # bfloat16
@@ -36,7 +35,9 @@ SESSION_TOKENS = 512  # of an average answer halfway, with its prompt
 LEAST_SESSIONS, MOST_SESSIONS = 16, 1024  # the host plans a step of 1024 in 4 ms (bench/host.py); their KV takes longer
 ROWS_SHARE = 1 / 8  # of the room for KV, at most, that rows take
 
-LOGITS_VALUES = 1 << 25  # engine/runner.py: CHUNK_VALUES. A step with more is sampled in parts, and is no graph
+SLOTS_EACH = 4  # slots of state for a sequence: worker/states.py needs 3, the rest are checkpoints
+SLOTS_SHARE = 0.5  # of the memory for KV and states, at most
+
 MOST_GRAPH_ROWS = 512  # above, a step's KV takes the GPU longer than the launches take the host
 LOGITS_COPIES = 3  # of a step's logits: the product, with penalties and biases, and what sampling keeps of blocks
 GRAPH_BYTES = 8 * MIB  # of a size's graphs, the forward's and the sampling's: some 12 kernels a layer
@@ -108,13 +109,21 @@ class Limits:
         return 2 * self.max_running
 
 
-def shrink(file_bytes: int, quantization: Quantization) -> int:
-    """Bytes of the weights on the device, from those in files."""
-    return int(file_bytes * SHRINKS_TO[quantization])
+class GpuRoom(NamedTuple):
+    """The GPU of a rank. What other processes use of it does not count: shares that fit fit in any order of start."""
+
+    total_bytes: int
+    taken_bytes: int  # by what the rank holds already: weights, rows, workspaces
+    reserve_bytes: int  # for computing and graphs
+
+    def left_bytes(self, share: float) -> int:
+        """For pages, within a share of the GPU."""
+        return max(0, int(self.total_bytes * share) - self.taken_bytes - self.reserve_bytes)
 
 
 def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> ModelShape:
-    """`file_bytes`: of all weights; of a model without native code they are all that is known."""
+    """`file_bytes`: of all weights on the device; without native code they are all that is known."""
+    slot_bytes = 4 * sum(part.num_layers * part.num_heads * math.prod(part.sizes) for part in config.state_parts)
     if isinstance(config, FallbackConfig):
         shapes = config.attention_shapes
         width = max(shape.num_heads * shape.head_dim for shape in shapes)
@@ -123,7 +132,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
             num_weights, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
             shapes[0].num_kv_heads, sum(shape.num_heads * shape.head_dim for shape in shapes),
             sum(shape.num_kv_heads * shape.head_dim for shape in shapes), config.context_tokens, (),
-            slot_bytes=count_slot_bytes(config.state_parts),
+            slot_bytes=slot_bytes,
         )  # fmt: skip
     table = build_table(config)
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
@@ -151,13 +160,18 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
         weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,
-        slot_bytes=count_slot_bytes(config.state_parts),
+        slot_bytes=slot_bytes,
     )
 
 
-def count_slot_bytes(parts: Iterable[StatePart]) -> int:
-    """States are float32."""
-    return 4 * sum(part.num_layers * part.num_heads * math.prod(part.sizes) for part in parts)
+def resolve_context(max_context_tokens: int, model_tokens: int) -> int:
+    """The context limit in tokens: the model's, or the requested smaller one. Raises ConfigError."""
+    if max_context_tokens > model_tokens:
+        raise ConfigError(
+            f"max_context_tokens={max_context_tokens} is more than the model's {model_tokens}: "
+            f"set --max-context-tokens {model_tokens} or less, or 0"
+        )
+    return max_context_tokens or model_tokens
 
 
 def with_context(shape: ModelShape, config: PrefillConfig | DecodeConfig) -> ModelShape:
@@ -238,7 +252,7 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
     num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
     if isinstance(config, PrefillConfig):
         return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured)
-    most = min(MOST_GRAPH_ROWS, 1 << (max(1, LOGITS_VALUES // vocab_size).bit_length() - 1))
+    most = min(MOST_GRAPH_ROWS, 1 << (max(1, CHUNK_VALUES // vocab_size).bit_length() - 1))
     graph_rows = min(config.max_running, most) if config.cuda_graphs else 0
     max_drafts = config.max_draft_tokens if config.cuda_graphs and config.speculate != "off" else 0
     return Limits(config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured)
@@ -254,7 +268,7 @@ def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
     """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
-    num_logits = min(limits.max_running, max(1, LOGITS_VALUES // shape.vocab_size))
+    num_logits = min(limits.max_running, max(1, CHUNK_VALUES // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
     return int(num_tokens * estimate_token_bytes(shape, tp)) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
 
@@ -270,7 +284,7 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
     logits of the largest, pieces the tokens of the largest.
     """
-    max_rows = max(1, LOGITS_VALUES // shape.vocab_size)
+    max_rows = max(1, CHUNK_VALUES // shape.vocab_size)
     shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows)
     page_ids_bytes = 2 * 4 * -(-shape.context_tokens // page_tokens)
     own_bytes = sum(

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from runtime.metrics import SECONDS_BUCKETS
+from runtime.ops import SECONDS_BUCKETS
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Update
 

@@ -1,7 +1,6 @@
 """Start and end of a worker process of any role: builds the engine and wires the parts. Decides nothing."""
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,28 +11,22 @@ import structlog
 import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
-from engine.kv.pool import Pool
 from engine.ranks import end_group_member, join_group
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank, states_incarnation
-from kvtransfer.nixl_agent import NixlError, find_obstacle
-from kvtransfer.nixl_pool import NixlPool
-from kvtransfer.opener import Opener
 from protos import kv_pb2
 from runtime import rpc
-from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import num_cores, resolve_context, resolve_threads
+from runtime.hardware import num_cores, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from wire.kv_layout import KvPart
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
-from worker.limits import limits_of
+from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
 from worker.rank_children import RankChildren
+from worker.ranked_pool import RankedPool, build_pools
 from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
 from worker.states import StateSlots, choose_spacing
@@ -68,8 +61,7 @@ class Worker:
     context_tokens: int
     steps_ahead: int  # launched before the last one is collected
     threads: int  # CPU threads that compute steps; 0 on a GPU
-    nixl: list[NixlPool]  # open the pools to peers' NIXL
-    children: RankChildren | None = None
+    pools: list[RankedPool]  # pages and, of a model with states, slots
 
 
 class Role:
@@ -190,8 +182,8 @@ async def _serve(
     not_serving.cancel()
     await server.stop(rpc.STOP_GRACE_S)
     await parts.close()
-    for pool in worker.nixl:
-        pool.close()
+    for pool in worker.pools:
+        pool.local.close()
     if children is not None:
         await children.close()
 
@@ -221,16 +213,11 @@ def build_worker(
 
     `others`: how peers reach the pages and the slots of ranks 1 and up.
     """
-    pools = name_pools(engine, incarnation)
-    opened = [open_rank(address, name, config, pool) for name, pool in pools.items()]
-    peers = [
-        build_peer(role, address, name, rpc.host_identity(), facts, [own, *(other[index] for other in others)])
-        for index, (name, facts, (own, _)) in enumerate(zip(pools, describe_pools(engine), opened, strict=True))
-    ]
+    pools = build_pools(engine, config, incarnation, trust, children)
+    peers = [pool.describe(role, address, [other[pool.is_states] for other in others]) for pool in pools]
     me = peers[0]
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
-    nixl = [pool for _own, pool in opened if pool is not None]
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
     scheduler = Scheduler(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
     scheduler.states = build_states(engine)
@@ -239,7 +226,7 @@ def build_worker(
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
     threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
-    return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, nixl, children)
+    return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, pools)
 
 
 def build_states(engine: Engine) -> StateSlots | None:
@@ -250,63 +237,3 @@ def build_states(engine: Engine) -> StateSlots | None:
     page_tokens = pool.shape.page_tokens
     spacing = choose_spacing(states.all_page_bytes, pool.all_page_bytes, page_tokens)
     return StateSlots(PrefixCache(engine.num_slots, states.generations), page_tokens, spacing)
-
-
-def name_pools(engine: Engine, incarnation: str) -> dict[str, Pool]:
-    """Incarnation |-> what peers read under it: the pages, and the slots of a model with states."""
-    pools = {incarnation: engine.pool}
-    return pools if engine.states is None else {**pools, states_incarnation(incarnation): engine.states}
-
-
-def describe_pools(engine: Engine) -> list[PoolFacts]:
-    """Of the pages and of the slots. What first parts do not show follows from the weights."""
-    pool, states = engine.pool, engine.states
-    first = pool.shape.parts[0]
-    assert isinstance(first, KvPart)
-    found = [
-        PoolFacts(
-            engine.weights, engine.kv_dtype, first.num_layers, pool.parts[0].num_heads, pool.shape.page_tokens,
-            first.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
-        )
-    ]  # fmt: skip
-    if states is not None:
-        kept = engine.config.state_parts[0]
-        found.append(
-            PoolFacts(
-                engine.weights, "float32", kept.num_layers, states.parts[0].num_heads, states.shape.page_tokens,
-                kept.sizes[-1], states.num_pages, states.fd, states.pages_offset,
-            )
-        )  # fmt: skip
-    return found
-
-
-def open_rank(
-    address: str, name: str, config: PrefillConfig | DecodeConfig, pool: Pool
-) -> tuple[kv_pb2.Rank, NixlPool | None]:  # fmt: skip
-    """How peers reach this process's pool, which `name` names; opened to NIXL on prefill workers that want it."""
-    nixl = open_to_nixl(name, config, pool) if isinstance(config, PrefillConfig) else None
-    return build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None), nixl
-
-
-def describe_gpu(pool: Pool) -> GpuFacts | None:
-    """The GPU of the pool's pages; None if they are in main memory."""
-    return GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable, pool.test_checksum) if pool.gpu else None
-
-
-def build_opener(name: str, config: DecodeConfig, pool: Pool, trust: Trust) -> Opener:
-    """For one rank's pool. `name`: unique over all processes."""
-    return Opener(name, pool, trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp, config.lease_s)
-
-
-def open_to_nixl(incarnation: str, config: PrefillConfig, pool: Pool) -> NixlPool | None:
-    """None if not requested or, with a warning, if not possible: decode workers then use another transport."""
-    if config.transport != "nixl":
-        return None
-    obstacle = find_obstacle()
-    try:
-        if obstacle is None:
-            return NixlPool(incarnation, pool, is_loopback(config.host))
-    except NixlError as error:
-        obstacle = str(error)
-    log.warning("the pool is not open to NIXL", reason=obstacle)
-    return None

@@ -19,7 +19,7 @@ import structlog
 
 from engine.kv.pool import create_file
 from engine.out_of_memory import end_process
-from kvtransfer.reader import PageRef, ReadError, Transport
+from kvtransfer.reader import PageRef, ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig
 from worker import rank_link as link
@@ -77,7 +77,7 @@ class RankChildren:
         """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
         return [await child.connect(timeout_s + MARGIN_S) for child in self._children]
 
-    async def open(self, transport: Transport, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
+    async def open(self, transport: str, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
         """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
         readers = [ChildReader(child, is_states) for child in self._children]
         try:
@@ -185,7 +185,7 @@ class ChildReader:
         self._number = child.next_number()
         self._is_gone = False
 
-    async def open(self, transport: Transport, peer: kv_pb2.Peer) -> None:
+    async def open(self, transport: str, peer: kv_pb2.Peer) -> None:
         self.transport = transport
         number, packed = self._child.next_number(), peer.SerializeToString()
         await self._ask(link.Open(number, self._number, transport, packed, self._is_states))

@@ -12,8 +12,6 @@ import socket
 
 import msgspec
 
-from kvtransfer.reader import Transport
-
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28  # generous: the other process is our own
 
@@ -43,7 +41,7 @@ class Open(msgspec.Struct, tag=True):
 
     call: int
     reader: int
-    transport: Transport
+    transport: str
     peer: bytes  # kv_pb2.Peer
     is_states: bool  # it reads slots
 

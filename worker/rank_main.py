@@ -18,13 +18,12 @@ import structlog
 import torch
 
 from engine.engine import Engine, Place
-from engine.kv.pool import Pool
 from engine.out_of_memory import end_process
 from engine.ranks import join_group
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
-from kvtransfer.opener import Opener
 from kvtransfer.reader import PageRef, Reader, ReadError
+from kvtransfer.transports import describe_rank
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -32,8 +31,9 @@ from runtime.lifecycle import die_with_parent, is_abandoned, spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker import rank_link as link
-from worker.process import RANKS_S, build_opener, build_rank_engine, choose_rank_device, name_pools, open_rank
+from worker.process import RANKS_S, build_rank_engine, choose_rank_device
 from worker.rank_ring import RingFollower, parse_fds
+from worker.ranked_pool import RankedPool, build_pools
 from worker.ranks import follow
 
 log = structlog.get_logger()
@@ -79,18 +79,15 @@ async def _serve(
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     trust = load_trust(config)
     trust.watch_handshakes()
-    stores, openers, address = name_pools(engine, start.incarnation), [], ""
-    if isinstance(config, DecodeConfig):
-        openers = [build_opener(f"{name}.{start.rank}", config, pool, trust) for name, pool in stores.items()]
-    else:
+    pools, address = build_pools(engine, config, start.incarnation, trust), ""
+    if isinstance(config, PrefillConfig):
         server = trust.build_server()
-        PageServer(stores).add_to(server)
+        PageServer({pool.incarnation: pool.own for pool in pools}).add_to(server)
         address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
         await rpc.start(server)
-    opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
-    packed = [facts.SerializeToString() for facts, _nixl in opened]
+    packed = [describe_rank(pool.local, address).SerializeToString() for pool in pools]
     writer.write(link.encode(link.Ready(packed[0], packed[1] if len(packed) > 1 else b"")))
-    readers = _Readers(openers, list(stores.values()))
+    readers = _Readers(pools)
     try:
         while True:
             call = await link.receive(reader)
@@ -104,8 +101,7 @@ async def _serve(
 class _Readers:
     """The readers that rank 0 has opened here."""
 
-    openers: list[Opener]  # of pages and of slots, on a decode worker
-    pools: list[Pool]  # the same
+    pools: list[RankedPool]  # of pages and of slots
     opened: dict[int, Reader] = field(default_factory=dict)
     _going_on: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -132,7 +128,7 @@ class _Readers:
         match call:
             case link.Open():
                 peer = kv_pb2.Peer.FromString(call.peer)
-                self.opened[call.reader] = await self.openers[call.is_states].open(call.transport, peer)
+                self.opened[call.reader] = await self.pools[call.is_states].open(call.transport, peer)
             case link.Read():
                 sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
                 await self.opened[call.reader].read(sources, call.into)
@@ -143,7 +139,7 @@ class _Readers:
                     await reader.close()
             case link.Checksum():
                 done.checksums = await asyncio.to_thread(
-                    compute_checksums, self.pools[call.is_states], call.pages, call.begin, call.num_bytes
+                    compute_checksums, self.pools[call.is_states].own, call.pages, call.begin, call.num_bytes
                 )
 
 

@@ -1,6 +1,6 @@
 """Pages of one process read by another: correctness, the effect of a killed owner, and speed, also of steps beside.
 
-    python -m bench.gpu_checks.ipc copy|kill|time|across|beside
+    python -m bench.gpu_checks.ipc copy|kill|time|across|beside|nixl DEVICE
 
 Each part runs in its own process, since it may destroy that process's CUDA context. Has not run on a card.
 """
@@ -11,35 +11,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from statistics import median
 from unittest.mock import patch
 
 import torch
-from google.protobuf.json_format import Parse
 
 from bench.gpu_checks.card import MissedError, require, scale_for
-from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
+from bench.gpu_checks.ipc_exporter import Exporter, build_local, build_pool, page_content
 from bench.gpu_checks.loop import build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
-from engine.kv import peer_pages
+from engine.kv import gpu as gpu_module
 from engine.kv.pool import Pool
-from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.grpc_bytes import GrpcReader
+from kvtransfer.cuda_ipc import GpuMemory
+from kvtransfer.nixl_agent import NOT_INSTALLED, is_installed
 from kvtransfer.reader import PageRef, Reader, ReadError
-from protos import kv_pb2
-from runtime.rpc import open_channel
+from kvtransfer.transports import open_reader
 
-EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", "cuda")
+NUM_LAYERS = 32  # an 8B model: 2 MiB a page
 PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
+FEW_PAGES = 8  # on a CPU, where speed does not matter
 PART_S = 95.0
-EXPORTER_S = 30.0  # longest wait for an exporter's reply
 NUM_KILLS = 6  # each starts a process with torch and CUDA
 KILL_REPEATS = 1000  # copies of PROMPT_PAGES in one: a quarter of a terabyte takes some 100 ms
 NUM_TIMES = 20
-GRPC_PAGES = {"cuda": PROMPT_PAGES, "cpu": 8}
-READ_S = 30.0
 GOAL = 0.7  # of a copy's speed within the device
 GOAL_BESIDE = 1.15  # of TPOT without arriving KV
 MISSED_STATUS = 3  # of a part's process
@@ -67,39 +64,35 @@ def check_ipc_across(device: torch.device) -> str:
 
 def time_grpc(device: torch.device) -> str:
     """The same pages by gRPC through main memory: right, and how fast"""
+    return read_pages(_build_pool(device), _command("grpc", device.type), "grpc")
 
-    async def run() -> str:
-        pool = Pool(SHAPE_8B.with_pages(GRPC_PAGES[device.type]), device)
-        with Exporter(_serving(device), pool.num_pages) as exporter:
-            reader = GrpcReader(exporter.peer, pool, open_channel, READ_S)
-            seconds = await time_reads(reader, pool.num_pages)
-            found = await check_reader(reader, exporter, pool)
-            await reader.close()
-        return f"{seconds * 1e3:.0f} ms, {pool.num_pages * pool.page_bytes / seconds / 1e9:.2f} GB/s; {found}"
 
-    return asyncio.run(run())
+def check_nixl(device: torch.device) -> str:
+    """Pages through NIXL arrive as they are there, and a recycled one is refused: by what UCX uses, and how fast."""
+    return _run_part("nixl", device) if is_installed() else f"skipped: {NOT_INSTALLED}"
 
 
 def time_beside(device: torch.device) -> str:
     """TPOT of one stream while KV arrives without a pause (by gRPC on a CPU)"""
     if device.type == "cuda":
         return _run_part("beside", device)
-    return run_beside(Pool(SHAPE_8B.with_pages(GRPC_PAGES["cpu"]), device), _serving(device))
+    return run_beside(_build_pool(device), _command("grpc", device.type))
 
 
-def _serving(device: torch.device) -> Sequence[str]:
-    return (*EXPORTER[:-1], f"grpc-{device.type}")
+def _build_pool(device: torch.device, num_pages: int = PROMPT_PAGES) -> Pool:
+    return build_pool(NUM_LAYERS, num_pages if device.type == "cuda" else FEW_PAGES, device)
+
+
+def _command(transport: str, device: str) -> Sequence[str]:
+    """Starts an exporter."""
+    return sys.executable, "-m", "bench.gpu_checks.ipc_exporter", transport, device, str(NUM_LAYERS)
 
 
 def _run_part(name: str, device: torch.device) -> str:
-    if device.type != "cuda":
+    """Run a part in its own process; returns its last line."""
+    if device.type != "cuda" and name != "nixl":
         return "skipped: CUDA IPC needs a GPU"
-    return run_apart("bench.gpu_checks.ipc", name)
-
-
-def run_apart(module: str, argument: str) -> str:
-    """Run a module of checks in its own process; returns its last line."""
-    command = [sys.executable, "-m", module, argument]
+    command = [sys.executable, "-m", "bench.gpu_checks.ipc", name, device.type]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
     if ended.returncode == MISSED_STATUS:
         raise MissedError(ended.stdout.splitlines()[-1])
@@ -107,74 +100,42 @@ def run_apart(module: str, argument: str) -> str:
     return ended.stdout.splitlines()[-1]
 
 
-class Exporter:
-    """The process of ipc_exporter.py. Ends with the `with` block."""
-
-    def __init__(self, command: Sequence[str], num_pages: int) -> None:
-        self._process = subprocess.Popen(
-            [*command, str(num_pages)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.peer = Parse(self._read(), kv_pb2.Peer())
-
-    def __enter__(self) -> "Exporter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream
-            stream.close()
-
-    def recycle(self, *pages: int) -> None:
-        assert self._process.stdin
-        for page in pages:
-            self._process.stdin.write(f"recycle {page}\n")
-            self._process.stdin.flush()
-            assert self._read() == "done\n"
-
-    def kill(self) -> None:
-        """kill -9, and wait for the end. Idempotent."""
-        self._process.kill()
-        self._process.wait(EXPORTER_S)
-
-    def _read(self) -> str:
-        """The next line. If it takes too long, kills the process and fails."""
-        assert self._process.stdout
-        with ThreadPoolExecutor(1) as executor:
-            reading = executor.submit(self._process.stdout.readline)
-            try:
-                return reading.result(EXPORTER_S)
-            except TimeoutError:
-                self._process.kill()
-                raise
+@asynccontextmanager
+async def reading(
+    pool: Pool, command: Sequence[str], transport: str, num_pages: int
+) -> AsyncIterator[tuple[Reader, Exporter]]:
+    """An exporter of `num_pages`, and a reader of them into the pool."""
+    local = build_local(pool, "reader")
+    with Exporter(command, num_pages) as exporter:
+        reader = await open_reader(local, transport, exporter.peer)
+        yield reader, exporter
+        await reader.close()
+    local.close()
 
 
-def copy_pages(pool: Pool, command: Sequence[str]) -> str:
+def read_pages(pool: Pool, command: Sequence[str], transport: str) -> str:
+    """All pages of the exporter, which has as many as the pool, arrive unchanged; a recycled one is refused. Timed."""
+    num_pages, page_bytes = pool.num_pages, pool.page_bytes
+
     async def run() -> str:
-        with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-            reader = await CudaIpcReader.open(exporter.peer, pool, executor)
-            found = await check_reader(reader, exporter, pool)
-            await reader.close()
-            return found
+        async with reading(pool, command, transport, num_pages) as (reader, exporter):
+            seconds = await time_reads(reader, num_pages)
+            exporter.recycle(*range(num_pages))
+            pages = random.Random(0).sample(range(num_pages), num_pages)
+            await reader.read([PageRef(page, 1) for page in pages], range(num_pages))
+            for row, page in zip(pool.load(range(num_pages)), pages, strict=True):
+                assert (row == page_content(page, 1, page_bytes)).all(), f"page {page} differs"
+            exporter.recycle(pages[-1])
+            try:
+                await reader.read([PageRef(page, 1) for page in pages], range(num_pages))
+                raise AssertionError("a recycled page was believed")
+            except ReadError as error:
+                assert error.reason == "generation", error
+            rate = num_pages * page_bytes / seconds / 1e9
+            found = f"{num_pages} pages of {page_bytes} bytes equal, a recycled one refused"
+            return f"{reader.transport}: {found}; {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
 
     return asyncio.run(run())
-
-
-async def check_reader(reader: Reader, exporter: Exporter, pool: Pool) -> str:
-    """All pages of the exporter, which has as many as the pool, arrive unchanged; a recycled one is refused."""
-    exporter.recycle(*range(pool.num_pages))
-    pages = random.Random(0).sample(range(pool.num_pages), pool.num_pages)
-    into = list(range(pool.num_pages))
-    await reader.read([PageRef(page, 1) for page in pages], into)
-    for row, page in zip(pool.load(into), pages, strict=True):
-        assert (row == page_content(page, 1, pool.page_bytes)).all(), f"page {page} differs"
-    exporter.recycle(pages[-1])
-    try:
-        await reader.read([PageRef(page, 1) for page in pages], into)
-        raise AssertionError("a recycled page was believed")
-    except ReadError as error:
-        assert error.reason == "generation", error
-    return f"{pool.num_pages} pages of {pool.page_bytes} bytes equal, a recycled one refused"
 
 
 async def time_reads(reader: Reader, num_pages: int) -> float:
@@ -195,7 +156,9 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
     copy_s = 0.0  # of an undisturbed copy, the first
     for kill in range(-1, num_kills):
         with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-            opened = pool.open_peer(exporter.peer.ranks[0].gpu.ipc_handle, pool.num_pages, pool.page_bytes)
+            memory = GpuMemory.read(exporter.peer.ranks[0], "cuda_ipc")
+            assert memory
+            opened = pool.open_peer(memory.handle, pool.num_pages, pool.page_bytes)
             started = time.perf_counter()
             copying = executor.submit(opened.copy, pages, pages)
             if kill < 0:
@@ -220,20 +183,15 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
 
 def time_copies(pool: Pool, command: Sequence[str]) -> str:
     """See time_ipc. All times include the host's part; a copy within the device none of the reader's checks."""
-    gpu = pool.gpu
+    gpu, count = pool.gpu, pool.num_pages // 2
     assert gpu is not None
-    count = pool.num_pages // 2
-    gigabytes = count * pool.page_bytes / 1e9
 
     async def run() -> float:
-        with Exporter(command, count) as exporter, ThreadPoolExecutor(1) as executor:
-            reader = await CudaIpcReader.open(exporter.peer, pool, executor)
-            seconds = await time_reads(reader, count)
-            await reader.close()
-            return seconds
+        async with reading(pool, command, "cuda_ipc", count) as (reader, _exporter):
+            return await time_reads(reader, count)
 
     engine_s = asyncio.run(run())
-    with patch.object(peer_pages, "ENGINE_BYTES", 1 << 62):  # never
+    with patch.object(gpu_module, "ENGINE_BYTES", 1 << 62):  # never
         kernel_s = asyncio.run(run())
     target, source = pool.tensor[:count], pool.tensor[count : 2 * count]
     times = []
@@ -241,7 +199,7 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
         started = time.perf_counter()
         gpu.run(lambda: target.copy_(source))
         times.append(time.perf_counter() - started)
-    copy_s = median(times)
+    copy_s, gigabytes = median(times), count * pool.page_bytes / 1e9
     detail = (
         f"{count} pages: {gigabytes / engine_s:.1f} GB/s by copy engine ({engine_s * 1e3:.2f} ms), "
         f"{gigabytes / kernel_s:.1f} by kernel, {gigabytes / copy_s:.1f} within the device: ratio "
@@ -252,7 +210,7 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
 
 def read_across(pool: Pool, command: Sequence[str]) -> str:
     """See check_ipc_across. Links between cards are slower than memory, so there is no goal."""
-    found = copy_pages(pool, command)
+    found = read_pages(pool, command, "cuda_ipc")
     try:
         return f"{found}; {time_copies(pool, command)}"
     except MissedError as error:
@@ -261,32 +219,27 @@ def read_across(pool: Pool, command: Sequence[str]) -> str:
 
 def run_beside(pool: Pool, command: Sequence[str]) -> str:
     """See time_beside."""
-    device = pool.tensor.device
+    device, num_pages = pool.tensor.device, pool.num_pages
     scale, stop, reads = scale_for(device), threading.Event(), list[float]()
     engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens)
     requests = build_requests(1, 64, scale.num_steps, engine.config.vocab_size)
 
-    async def read_on(peer: kv_pb2.Peer) -> None:
-        with ThreadPoolExecutor(1) as executor:
-            reader: Reader = GrpcReader(peer, pool, open_channel, READ_S)
-            if pool.gpu is not None:
-                reader = await CudaIpcReader.open(peer, pool, executor)
-            pages = range(pool.num_pages)
+    async def read_on() -> None:
+        async with reading(pool, command, "cuda_ipc" if pool.gpu else "grpc", num_pages) as (reader, _exporter):
             while not stop.is_set():
                 started = time.perf_counter()
-                await reader.read([PageRef(page, 0) for page in pages], pages)
+                await reader.read([PageRef(page, 0) for page in range(num_pages)], range(num_pages))
                 reads.append(time.perf_counter() - started)
-            await reader.close()
 
     quiet = run_jobs(engine, requests).tpot_s
-    with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-        reading = executor.submit(lambda: asyncio.run(read_on(exporter.peer)))
-        while not reads and not reading.done():
+    with ThreadPoolExecutor(1) as executor:
+        going_on = executor.submit(lambda: asyncio.run(read_on()))
+        while not reads and not going_on.done():
             time.sleep(0.01)
         beside = run_jobs(engine, requests).tpot_s
         stop.set()
-        reading.result()
-    rate = pool.num_pages * pool.page_bytes / median(reads) / 1e9
+        going_on.result()
+    rate = num_pages * pool.page_bytes / median(reads) / 1e9
     detail = (
         f"{scale.large}: {beside * 1e3:.2f} ms beside {rate:.1f} GB/s, {quiet * 1e3:.2f} without: "
         f"{beside / quiet:.2f} (goal {GOAL_BESIDE})"
@@ -294,21 +247,21 @@ def run_beside(pool: Pool, command: Sequence[str]) -> str:
     return require(beside <= GOAL_BESIDE * quiet, detail, device)
 
 
-SECOND = (*EXPORTER[:-1], "cuda:1")
-PARTS: dict[str, tuple[Callable[[Pool, Sequence[str]], str], int, Sequence[str]]] = {
-    "copy": (copy_pages, 16, EXPORTER),
-    "kill": (kill_exporters, PROMPT_PAGES, EXPORTER),
-    "time": (time_copies, 2 * PROMPT_PAGES, EXPORTER),
-    "across": (read_across, 2 * PROMPT_PAGES, SECOND),
-    "beside": (run_beside, PROMPT_PAGES, EXPORTER),
+PARTS: dict[str, tuple[Callable[[Pool, Sequence[str]], str], int, tuple[str, str]]] = {
+    "copy": (lambda pool, command: read_pages(pool, command, "cuda_ipc"), 16, ("auto", "cuda")),
+    "kill": (kill_exporters, PROMPT_PAGES, ("auto", "cuda")),
+    "time": (time_copies, 2 * PROMPT_PAGES, ("auto", "cuda")),
+    "across": (read_across, 2 * PROMPT_PAGES, ("auto", "cuda:1")),
+    "beside": (run_beside, PROMPT_PAGES, ("auto", "cuda")),
+    "nixl": (lambda pool, command: read_pages(pool, command, "nixl"), PROMPT_PAGES, ("nixl", sys.argv[-1])),
 }
-"""name |-> what runs, pages of its pool, the other process"""
+"""name |-> what runs, pages of its pool, the exporter's transport and device"""
 
 
 if __name__ == "__main__":
-    run, num_pages, command = PARTS[sys.argv[1]]
+    run, num_pages, exporter = PARTS[sys.argv[1]]
     try:
-        print(run(Pool(SHAPE_8B.with_pages(num_pages), torch.device("cuda")), command))
+        print(run(_build_pool(torch.device(sys.argv[2]), num_pages), _command(*exporter)))
     except MissedError as error:
         print(error)
         sys.exit(MISSED_STATUS)

@@ -1,30 +1,85 @@
-"""A process that owns a pool and obeys commands on stdin, for tests that read another process's memory.
+"""A process that owns a pool and obeys commands on stdin, for checks that read another process's memory.
 
-python -m bench.gpu_checks.ipc_exporter [nixl-|grpc-]DEVICE NUM_PAGES     prints its Peer, as JSON on one line
-recycle PAGE                            gives the page a new owner and new bytes; prints "done"
+    python -m bench.gpu_checks.ipc_exporter TRANSPORT DEVICE NUM_LAYERS NUM_PAGES     prints its Peer, as JSON on a line
+    recycle PAGE        gives the page a new owner and new bytes; prints []
+    sum PAGE ...        prints the pages' checksums, as JSON
 
-It ends when stdin does.
+It serves its pages by gRPC too. It ends when stdin does.
 """
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToJson, Parse
 from numpy.typing import NDArray
 
 from engine.kv.pool import Pool, PoolShape
+from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
-from kvtransfer.identity import PoolFacts, build_peer, build_rank
-from kvtransfer.nixl_pool import NixlPool
+from kvtransfer.layout import build_layout
+from kvtransfer.reader import Local
+from kvtransfer.transports import describe_rank
 from protos import kv_pb2
-from runtime.rpc import bind, build_server, host_identity
+from runtime.rpc import bind, build_server, host_identity, open_channel
 from wire.kv_layout import KvPart
-from worker.process import describe_gpu
 
-SHAPE_8B = PoolShape(1, (KvPart(32, 8, 128),), 16, torch.bfloat16)  # 2 MiB
+REPLY_S = 30.0  # longest wait for a reply of the process, and for a read
+
+
+class Exporter:
+    """The process, seen from another. Ends with the `with` block."""
+
+    def __init__(self, command: Sequence[str], num_pages: int) -> None:
+        self._process = subprocess.Popen(
+            [*command, str(num_pages)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.peer = Parse(self._read(), kv_pb2.Peer())
+
+    def __enter__(self) -> "Exporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream
+            stream.close()
+
+    def recycle(self, *pages: int) -> None:
+        for page in pages:
+            self._ask("recycle", page)
+
+    def sum(self, *pages: int) -> list[int]:
+        """Checksums of the pages."""
+        return self._ask("sum", *pages)
+
+    def kill(self) -> None:
+        """kill -9, and wait for the end. Idempotent."""
+        self._process.kill()
+        self._process.wait(REPLY_S)
+
+    def _ask(self, *words: object) -> list[int]:
+        assert self._process.stdin
+        print(*words, file=self._process.stdin, flush=True)
+        return list(json.loads(self._read()))
+
+    def _read(self) -> str:
+        """The next line. If it takes too long, kills the process and fails."""
+        assert self._process.stdout
+        with ThreadPoolExecutor(1) as executor:
+            reading = executor.submit(self._process.stdout.readline)
+            try:
+                return reading.result(REPLY_S)
+            except TimeoutError:
+                self._process.kill()
+                raise
 
 
 def page_content(page: int, generation: int, page_bytes: int) -> NDArray[np.uint8]:
@@ -38,40 +93,54 @@ def recycle(pool: Pool, page: int) -> None:
     pool.store([page], [page_content(page, int(pool.generations[page]), pool.page_bytes)])
 
 
-def describe(pool: Pool, nixl: NixlPool | None = None, address: str = "127.0.0.1:1") -> kv_pb2.Peer:
-    """This process as its peers see it. `nixl`: of incarnation "exporter". `address`: of its PageServer, if any."""
+def build_local(pool: Pool, name: str = "exporter", transport: str = "auto") -> Local:
+    """For peers of this host; NIXL may use TCP. `name`: "exporter" if they read the pool."""
+    return Local(pool, f"{name}.{pool.rank}", name == "exporter", transport, open_channel, True, True, REPLY_S)
+
+
+def describe(local: Local, address: str = "127.0.0.1:1") -> kv_pb2.Peer:
+    """This process as its peers see it: incarnation "exporter". `address`: of its PageServer, if any."""
+    pool = local.store
+    assert isinstance(pool, Pool)
     shape, (part,) = pool.shape, pool.shape.parts
     assert isinstance(part, KvPart)
-    facts = PoolFacts(
-        "w", str(shape.dtype).removeprefix("torch."), part.num_layers, part.num_heads, shape.page_tokens,
-        part.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
+    layout = build_layout(
+        weights="w", dtype=str(shape.dtype).removeprefix("torch."), num_layers=part.num_layers,
+        num_kv_heads=part.num_heads, page_tokens=shape.page_tokens, head_dim=part.head_dim,
     )  # fmt: skip
-    rank = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
-    return build_peer("prefill", address, "exporter", host_identity(), facts, [rank])
+    return kv_pb2.Peer(
+        role="prefill", address=address, incarnation="exporter", pid=os.getpid(), host=host_identity(), layout=layout,
+        num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
+        ranks=[describe_rank(local, address)],
+    )  # fmt: skip
 
 
-def obey(pool: Pool, nixl: NixlPool | None = None, *address: str) -> None:
+def obey(pool: Pool, peer: kv_pb2.Peer, recycle_page: Callable[[int], None]) -> None:
     """Print this process's Peer, then obey commands until stdin ends."""
-    print(MessageToJson(describe(pool, nixl, *address), indent=None), flush=True)
+    print(MessageToJson(peer, indent=None), flush=True)
     for line in sys.stdin:
-        recycle(pool, int(line.split()[1]))
-        print("done", flush=True)
+        word, *pages = line.split()
+        if word == "recycle":
+            recycle_page(int(pages[0]))
+        sums = compute_checksums(pool, list(map(int, pages)), 0, pool.page_bytes) if word == "sum" else []
+        print(json.dumps(sums), flush=True)
 
 
-async def serve(pool: Pool) -> None:
-    """`obey`, while a PageServer gives pages to GrpcReaders."""
-    server = build_server()
+def build_pool(num_layers: int, num_pages: int, device: torch.device) -> Pool:
+    """Pages of 64 KiB a layer: 32 layers are those of an 8B model."""
+    return Pool(PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16), device)
+
+
+async def main(transport: str, device: str, num_layers: str, num_pages: str) -> None:
+    pool, server = build_pool(int(num_layers), int(num_pages), torch.device(device)), build_server()
     PageServer({"exporter": pool}).add_to(server)
-    port = bind(server, "127.0.0.1", 0)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
-    await asyncio.to_thread(obey, pool, None, f"127.0.0.1:{port}")
+    local = build_local(pool, transport=transport)
+    await asyncio.to_thread(obey, pool, describe(local, address), partial(recycle, pool))
     await server.stop(None)
+    local.close()
 
 
 if __name__ == "__main__":
-    way, _, kind = sys.argv[1].rpartition("-")
-    pool = Pool(SHAPE_8B.with_pages(int(sys.argv[2])), torch.device(kind))
-    if way == "grpc":
-        asyncio.run(serve(pool))
-    else:
-        obey(pool, NixlPool("exporter", pool, is_local=True) if way == "nixl" else None)
+    asyncio.run(main(*sys.argv[1:]))

@@ -7,12 +7,13 @@ from bench.gpu_checks.models import PAGE_TOKENS, SHAPES, load_random
 from engine.engine import assemble_engine
 from engine.largest_step import run
 from engine.models.read_config import build_config
-from runtime.cards import find_card
 from runtime.config import DecodeConfig
 from runtime.config_parts import GPU_SHARE
-from runtime.hardware import GpuRoom, size_pool
+from runtime.gpus import find_card
+from runtime.hardware import available_memory_bytes
 from worker.device_limits import largest_step_of
-from worker.limits import complete, estimate_room, limits_of, reserve_bytes, shape_of
+from worker.limits import GpuRoom, complete, estimate_room, limits_of, reserve_bytes, shape_of
+from worker.pool_size import resolve_pools
 
 TRIAL_MIB = 16  # of a pool on a CPU
 
@@ -37,7 +38,8 @@ def check_memory(device: torch.device) -> str:
         if memory is not None:
             seen[0] = memory[2]
             room = GpuRoom(memory[0], memory[1], reserve_bytes(shape, limits, 1, memory[2]))
-        return size_pool(config, context, page_bytes, num_ranks, room, mapped_bytes, slot_bytes)
+        host_bytes = available_memory_bytes() - mapped_bytes
+        return resolve_pools(config, context, page_bytes, num_ranks, room, host_bytes, slot_bytes)
 
     loaded = load_random(name, device)
     engine = assemble_engine(loaded, None, PAGE_TOKENS, limits.num_rows, size, largest_step=largest)

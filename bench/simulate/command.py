@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.simulate.channels import Wires
 from bench.simulate.costs import Costs, fit, mean_error, save
 from bench.simulate.figures import summarise
-from bench.simulate.gateway import Wires
 from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
-from cli.models import locate_model
 from engine.engine import build_engine
 from prefill_worker.kv_sender import MAX_OFFER_BYTES
-from runtime.cards import Card
+from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads
 from worker.limits import Limits as RowLimits
 from worker.limits import ModelShape
+from worker.models import locate_model
 from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16

@@ -1,27 +1,42 @@
 """A discrete-event simulation of a fleet behind one gateway, in one process and seeded.
 
-Real: the gateway's queue, router, prefix memory and request machine; the workers' tables, prefix caches, admission and
-step plans; transfers as those tables see them. Modelled: a step's time (costs.py), a message (a constant), the bytes of
+Real: the gateway's router, with its queue, prefix index and clients of workers; the workers' schedulers, prefix caches
+and step plans; transfers as those see them. Modelled: a step's time (costs.py), a message (a constant), the bytes of
 a transfer (one link per decode worker), tokens (no answer stops early). Left out: failures, so no lease ends; text;
 speculation; steps launched before the last one is collected; the gateway's own CPU time, which is reported.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from bench.simulate.channels import DecodeChannel, PrefillChannel, Wires
 from bench.simulate.costs import Costs
 from bench.simulate.events import Clock
 from bench.simulate.figures import Answer, Outcome
-from bench.simulate.gateway import Life, SimGateway, Wires, cached_tokens
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation, build_conversations
-from gateway.ring.generation import Generation
-from gateway.ring.reasons import as_error
+from gateway.errors import ApiError
+from gateway.router import fleet as gateway_fleet
+from gateway.router.autoscaling import Goals
+from gateway.router.engine_client import TokenizedRequest
+from gateway.router.placement import Placement, Unready, Wait, WorkerView
+from gateway.router.placer import Held, Placer
+from gateway.router.request import Request
+from gateway.router.router import Router
+from runtime.virtual_time import VirtualLoop
 from wire.sampling import SamplingParams
+from worker.sequences import ANY_NUMBER
 
+FOR_EVER = float("inf")
+NO_GOALS = Goals(1.0, 1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -51,33 +66,66 @@ def colocate(fleet: Fleet) -> Fleet:
     return replace(fleet, prefill=replace(fleet.prefill, count=0), decode=decode)
 
 
+class TimedPlacer(Placer):
+    """The real one; measures its CPU time."""
+
+    num_choices = 0
+    choosing_s = 0.0
+
+    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
+        began = time.thread_time()
+        choice = super().choose(workers, request)
+        self.choosing_s += time.thread_time() - began
+        self.num_choices += 1
+        return choice
+
+
 class Simulation:
     """One run. Call `check` after its end."""
 
     def __init__(self, fleet: Fleet, workload: Workload, is_bulk: bool = True) -> None:
         self.outcome = Outcome()
-        self._clock = Clock()
+        self._clock = clock = Clock()
+        self._loop = VirtualLoop(lambda: clock.now, clock.after)
         self._workload = workload
-        self._gateway = SimGateway(self._clock, fleet.wires, fleet.local_prefill_max_tokens, fleet.uses_cache)
-        publish = {"prefill": self._gateway.take_prefill_updates, "decode": self._gateway.take_updates}
-        self.workers = {
-            name: [self._build(role, publish[name], is_bulk) for _ in range(role.count)]
-            for name, role in {"prefill": fleet.prefill, "decode": fleet.decode}.items()
+        decodes = {
+            f"decode-{number}": DecodeChannel(f"decode-{number}", self._build(fleet.decode, is_bulk), fleet.wires)
+            for number in range(fleet.decode.count)
         }
-        self._gateway.connect(self.workers["prefill"], self.workers["decode"])
+        prefills = {
+            f"prefill-{number}": PrefillChannel(
+                f"prefill-{number}", self._build(fleet.prefill, is_bulk), fleet.wires, decodes
+            )
+            for number in range(fleet.prefill.count)
+        }
+        channels: dict[str, Any] = {**prefills, **decodes}
+        self.workers = {
+            role: [channel.worker for channel in some.values()]
+            for role, some in (("prefill", prefills), ("decode", decodes))
+        }
+        self._fleet = gateway_fleet.Fleet(
+            list(prefills), list(decodes), FOR_EVER, FOR_EVER, 0, lambda address, _name="": channels[address],
+            self._loop.time,
+        )  # fmt: skip
+        self._placer = TimedPlacer(fleet.local_prefill_max_tokens, fleet.uses_cache)
+        self._router = Router(
+            self._fleet, ANY_NUMBER, FOR_EVER, FOR_EVER, CollectorRegistry(), NO_GOALS, self._placer, self._loop.time
+        )
 
-    def _build(self, role: Workers, publish: Callable[..., None], is_bulk: bool) -> SimWorker:
-        return SimWorker(self._clock, role.costs, role.limits, self.outcome.gaps, publish, is_bulk)
+    def _build(self, role: Workers, is_bulk: bool) -> SimWorker:
+        return SimWorker(self._clock, role.costs, role.limits, self.outcome.gaps, is_bulk)
 
     def run(self) -> Outcome:
         began, outcome = time.perf_counter(), self.outcome
-        for conversation in build_conversations(self._workload):
-            self._clock.at(conversation.start, partial(self._ask, conversation, 0, b""))
-        self._gateway.poll()
-        self._clock.run(lambda: len(outcome.answers) == self._workload.num_requests)
+        with capture_logs():
+            self._loop.run(self._fleet.start)
+            for conversation in build_conversations(self._workload):
+                self._clock.at(conversation.start, partial(self._start, conversation))
+            self._clock.run(lambda: len(outcome.answers) == self._workload.num_requests)
+            self._loop.kill()
         outcome.busy_s = {role: [worker.busy_s for worker in all_] for role, all_ in self.workers.items() if all_}
         outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self.workers["decode"])
-        outcome.num_choices, outcome.choosing_s = self._gateway.router.num_choices, self._gateway.router.choosing_s
+        outcome.num_choices, outcome.choosing_s = self._placer.num_choices, self._placer.choosing_s
         outcome.ran_s = time.perf_counter() - began
         return outcome
 
@@ -90,23 +138,35 @@ class Simulation:
                     f"{len(worker.scheduler)} sequences and {worker.scheduler.cache.num_held} pages are left"
                 )
 
-    def _ask(self, client: Conversation, turn: int, before: bytes) -> None:
-        prompt = client.prompt(turn, before)
-        name = f"{client.number}/{turn}"
-        generation = Generation(name, tuple(prompt), client.num_answer[turn], GREEDY, frozenset())
-        arrived = self._clock.now
-        self._gateway.submit(generation, lambda life: self._end(client, turn, arrived, prompt, life))
+    def _start(self, client: Conversation) -> None:
+        self._loop.create_task(self._converse(client))
 
-    def _end(self, client: Conversation, turn: int, arrived: float, prompt: bytes, life: Life) -> None:
-        failure = life.request.failure
-        error = str(as_error(failure)) if failure else ""
-        num_tokens = len(life.request.emitted)
+    async def _converse(self, client: Conversation) -> None:
+        """One turn after the other."""
+        before = b""
+        for turn in range(len(client.num_new)):
+            if turn:
+                await asyncio.sleep(client.think_s[turn - 1])
+            prompt = client.prompt(turn, before)
+            num_tokens = await self._ask(client, turn, prompt)
+            before = prompt + bytes(num_tokens)
+
+    async def _ask(self, client: Conversation, turn: int, prompt: bytes) -> int:
+        """Returns the number of tokens of the answer."""
+        name, clock = f"{client.number}/{turn}", self._clock
+        wanted = TokenizedRequest(name, tuple(prompt), client.num_answer[turn], GREEDY, frozenset())
+        arrived, first_at, num_tokens, num_cached, error = clock.now, 0.0, 0, 0, ""
+        try:
+            with self._router.admit(1) as admitted:
+                async for tokens in self._router.generate(wanted, admitted):
+                    first_at = first_at or clock.now
+                    num_tokens += len(tokens.token_ids)
+                    num_cached = tokens.timing.cached_tokens if tokens.timing else num_cached
+        except ApiError as failure:
+            error, num_cached = str(failure), 0
         self.outcome.answers.append(
             Answer(
-                (client.number, turn), arrived, life.first_at, self._clock.now, len(prompt), num_tokens,
-                0 if error else cached_tokens(life), error,
+                (client.number, turn), arrived, first_at, clock.now, len(prompt), num_tokens, num_cached, error
             )
         )  # fmt: skip
-        if turn + 1 < len(client.num_new):
-            before = prompt + bytes(num_tokens)
-            self._clock.after(client.think_s[turn], lambda: self._ask(client, turn + 1, before))
+        return num_tokens

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.config import ServeConfig
-from runtime.settings import Settings
+from runtime.settings import SecondsOrZero, Settings
 
 Lengths = Literal["fixed", "lognormal"]
 
@@ -29,7 +29,7 @@ class Workload(Settings):
     """Tokens of each prefix."""
     turns: int = 1
     """Requests per conversation; each prompt is everything before it plus new tokens."""
-    think_s: float = 5.0
+    think_s: SecondsOrZero = 5.0
     """Mean seconds between an answer's end and the next turn."""
     seed: int = 0
     """The same seed gives the same requests."""
@@ -41,7 +41,6 @@ class Workload(Settings):
         for name in ("num_prefixes", "prefix_tokens", "seed"):
             self.require_count(name, 0)
         self.require("rate", self.rate > 0, "a number above 0")
-        self.require_seconds("think_s", may_be_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)

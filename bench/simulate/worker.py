@@ -40,10 +40,7 @@ class Limits:
 class SimWorker:
     """Owns a scheduler. Callers change it within `changing`."""
 
-    def __init__(
-        self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, publish: Publish, is_bulk: bool = True
-    ) -> None:
-        """`publish` gets answers' first and last updates, and all of prompts computed for other workers."""
+    def __init__(self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True) -> None:
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
         self.scheduler = Scheduler(
             cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages
@@ -53,7 +50,7 @@ class SimWorker:
         self._costs = costs
         self._budget = TokenBudget(limits.chunk_tokens, "chunk_tokens")
         self._gaps = gaps
-        self._publish = publish
+        self.publish: Publish = lambda _updates: None  # gets answers' first and last updates, and all of prompts
         self._is_bulk = is_bulk
         self._planned: list[ScheduledSequence] = []  # per step of the run; the scheduler has begun the first
         self._began = 0.0  # start of that step
@@ -98,7 +95,7 @@ class SimWorker:
         self._ends = NO_STEPS
         self._begin()
         if updates:
-            self._publish(updates)
+            self.publish(updates)
 
     def _count_equal(self) -> int:
         """Number of equal steps that follow one another without outside changes."""

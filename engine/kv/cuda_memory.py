@@ -1,7 +1,6 @@
 """GPU memory outside torch's allocator that other processes can open: libcudart through ctypes.
 
-Knows addresses, sizes and handles of one device, not the content. Has not run on a card yet; the tests use a library
-with the same functions over host memory (tests/fake_cudart.cpp), and the real one without a driver.
+Has not run on a card yet; tests use a library with the same functions over host memory (tests/support/fake_cudart.cpp).
 """
 
 import ctypes
@@ -69,9 +68,7 @@ class Cudart:
 
     def allocate(self, num_bytes: int) -> int:
         """The address of new, uninitialised memory."""
-        address = c_void_p()
-        self._call("cudaMalloc", byref(address), num_bytes)
-        return address.value or 0
+        return self._get_address("cudaMalloc", num_bytes)
 
     def free(self, address: int) -> None:
         self._call("cudaFree", address)
@@ -90,11 +87,11 @@ class Cudart:
         """
         if len(handle) != IPC_HANDLE_BYTES:
             raise CudaError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
-        address = c_void_p()
-        self._call("cudaIpcOpenMemHandle", byref(address), _Handle.from_buffer_copy(handle), LAZY_ENABLE_PEER_ACCESS)
-        opened = address.value or 0
+        opened = self._get_address("cudaIpcOpenMemHandle", _Handle.from_buffer_copy(handle), LAZY_ENABLE_PEER_ACCESS)
         try:
-            if not self._is_device_memory(opened + num_bytes - 1):
+            last = _Attributes()
+            self._call("cudaPointerGetAttributes", byref(last), opened + num_bytes - 1)
+            if last.type != DEVICE_MEMORY:
                 raise CudaError(f"the memory opened by an IPC handle has fewer than {num_bytes} bytes")
         except CudaError:
             self.close(opened)
@@ -120,10 +117,10 @@ class Cudart:
         self._call("cudaDeviceGetP2PAttribute", byref(found), NATIVE_ATOMICS, own, peer)
         return bool(found.value)
 
-    def _is_device_memory(self, address: int) -> bool:
-        attributes = _Attributes()
-        self._call("cudaPointerGetAttributes", byref(attributes), address)
-        return bool(attributes.type == DEVICE_MEMORY)
+    def _get_address(self, name: str, *arguments: Any) -> int:
+        address = c_void_p()
+        self._call(name, byref(address), *arguments)
+        return address.value or 0
 
     def _call(self, name: str, *arguments: Any) -> None:
         self._check("cudaSetDevice", self._device_index)  # the current device is per thread

@@ -1,7 +1,4 @@
-"""The memory of a worker's KV cache, and its pages as bytes for transfer.
-
-Knows shapes and memory, not the owners of pages (worker/prefix_cache.py) nor how peers read them (kvtransfer/).
-"""
+"""The memory of a worker's KV cache, and its pages as bytes for transfer. Who owns a page: worker/prefix_cache.py."""
 
 import fcntl
 import mmap
@@ -19,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv.cuda_memory import CudaError, DeviceBytes
-from engine.kv.gpu import CudaGpu, Gpu
-from engine.kv.peer_pages import GpuPages, HostPages
+from engine.kv.gpu import Gpu, GpuPages, T
 from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
 from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes
@@ -47,13 +43,13 @@ class PoolShape:
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
 
-    def head_bytes(self, part: Part) -> int:
-        """Bytes of one head in a page: all layers of the part, keys and values."""
-        return prod(self.part_sizes(part)[1:]) * self.dtype.itemsize // part.num_heads
-
     def page_parts(self, whole: Sequence[Part]) -> tuple[PagePart, ...]:
         """What peers are told. whole: the same parts over all ranks."""
-        return tuple(PagePart(one.num_heads, self.head_bytes(own)) for one, own in zip(whole, self.parts, strict=True))
+        pairs = zip(whole, self.parts, strict=True)
+        return tuple(
+            PagePart(one.num_heads, prod(self.part_sizes(own)[1:]) * self.dtype.itemsize // own.num_heads)
+            for one, own in pairs
+        )
 
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)
@@ -86,7 +82,7 @@ class PoolShare:
 
 
 class Pool:
-    """Page memory, zeroed at creation. Satisfies kvtransfer's PageStore.
+    """Page memory, zeroed at creation. Satisfies kvtransfer's PageStore, which describes what has no comment here.
 
     With a draft model, a page holds the KV of both models for the same positions: one page id, one lease and one
     transfer for both.
@@ -102,45 +98,37 @@ class Pool:
     """
 
     def __init__(
-        self,
-        shape: PoolShape,
-        device: torch.device,
-        draft_shape: PoolShape | None = None,
-        gpu: Gpu | None = None,
+        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None, gpu: Gpu | None = None,
         share: PoolShare | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages is ignored. Both: of this rank.
 
         `gpu`: that of `device`; found automatically on CUDA. Raises ValueError if there is not enough memory,
         RuntimeError if another rank does not come.
         """
-        if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
-            raise ValueError(f"draft pages {draft_shape} do not fit pages {shape}")
+        models = [shape, *([draft_shape.with_pages(shape.num_pages)] if draft_shape else [])]
         self.shape = shape
         self.num_pages = shape.num_pages
-        page_elements = shape.page_elements + (draft_shape.page_elements if draft_shape else 0)
-        self.page_bytes = page_elements * shape.dtype.itemsize
+        self.page_bytes = sum(model.page_bytes for model in models)
         self._share = share
         self.rank, self.num_ranks = (share.rank, share.size) if share else (0, 1)
-        own = (*shape.page_parts(shape.parts), *(draft_shape.page_parts(draft_shape.parts) if draft_shape else ()))
-        self.parts: tuple[PagePart, ...] = share.parts if share else own
-        self.fd: int | None = None  # the memory file, if there is one
-        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
+        own = [part for model in models for part in model.page_parts(model.parts)]
+        self.parts: tuple[PagePart, ...] = share.parts if share else tuple(own)
+        self.fd: int | None = None
+        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], in the memory file
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
         self.why_private: str | None = None  # why peers on this host cannot open the memory
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-        self.gpu = CudaGpu(device) if gpu is None and device.type == "cuda" else gpu
-        self.ipc_handle = b""  # of the pages on a GPU, if they can be exported
-        self.test_checksum = 0  # CRC-32 of the bytes behind them
+        self.gpu = Gpu(device) if gpu is None and device.type == "cuda" else gpu
+        self.gpu_uuid, self.readable_gpus = (self.gpu.uuid, self.gpu.readable) if self.gpu else ("", ())
+        self.ipc_handle = b""
+        self.test_checksum = 0
         elements = self._allocate_shared() if self.gpu is None else self._allocate_on(self.gpu)
         if elements is None:
-            elements = self._allocate_private(page_elements)
-        self.pages = elements.view(shape.num_pages, page_elements)
+            elements = self._allocate_private()
+        self.pages = elements.view(shape.num_pages, self.page_bytes // shape.dtype.itemsize)
         self.tensor: Tensor = self.pages[:, : shape.page_elements].view(shape.sizes)
-        self.draft_tensor: Tensor | None = None
-        if draft_shape is not None:
-            sizes = draft_shape.with_pages(shape.num_pages).sizes
-            self.draft_tensor = self.pages[:, shape.page_elements :].view(sizes)
+        self.draft_tensor = self.pages[:, shape.page_elements :].view(models[1].sizes) if draft_shape else None
 
     @property
     def size_mib(self) -> int:
@@ -149,12 +137,12 @@ class Pool:
 
     @property
     def all_page_bytes(self) -> int:
-        """Bytes of a page over all ranks."""
+        """Over all ranks."""
         return self.num_ranks * self.page_bytes
 
-    def _allocate_private(self, page_elements: int) -> Tensor:
+    def _allocate_private(self) -> Tensor:
         try:
-            return torch.zeros(self.num_pages, page_elements, dtype=self.shape.dtype)
+            return torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8).view(self.shape.dtype)
         except RuntimeError as error:  # what torch raises without enough memory
             raise self._no_memory("") from error
 
@@ -181,46 +169,53 @@ class Pool:
             memory = DeviceBytes(gpu.cudart, begin + TEST_BYTES)
         except CudaError as error:
             raise self._no_memory(f" on the GPU ({error})") from error
-        whole = gpu.view(memory)
-        random = os.urandom(TEST_BYTES)
+        whole, random = gpu.view(memory), os.urandom(TEST_BYTES)
         self.test_checksum, test = zlib.crc32(random), np.frombuffer(random, np.uint8)
         gpu.run(whole.zero_)
         gpu.run(lambda: whole[begin:].copy_(upload([test], whole.device)[0]))
-        pages = whole[: self.num_pages * self.page_bytes]
         if self._map_file(self.pages_offset) is not None:
             try:
                 self.ipc_handle = gpu.cudart.export(memory.address)
             except CudaError as error:
                 self.why_private = f"the GPU's memory cannot be exported: {error}"
-        return pages.view(self.shape.dtype)
+        return whole[: self.num_pages * self.page_bytes].view(self.shape.dtype)
 
     def _map_file(self, num_bytes: int) -> mmap.mmap | None:
-        """A new memory file that begins with the generations; None, and `why_private`, if the system has none."""
+        """A memory file that begins with the generations; None, and `why_private`, if the system has none.
+
+        Sealed: if it shrank, readers that map it would die of SIGBUS. Of several ranks, rank 0 sizes it.
+        """
+        share, fd = self._share, None
         try:
-            self.fd, memory = (
-                _map_new_file(num_bytes) if self._share is None else _map_shared_file(self._share, num_bytes)
-            )
+            fd = share.fd if share else create_file()
+            if self.rank == 0:
+                os.ftruncate(fd, num_bytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            if share:
+                share.barrier()
+            memory = mmap.mmap(fd, 0)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             mib = -(-num_bytes >> 20)
             self.why_private = f"no memory file of {mib} MiB for the KV pool: {error}; allow memfd_create of that size"
-            if self._share is not None:
+            if share:
                 raise ValueError(f"ranks cannot share their pages: {self.why_private}, or set --tp 1") from error
+            if fd is not None:
+                os.close(fd)
             return None
-        self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
+        with suppress(OSError, AttributeError):  # fewer page faults and TLB misses, if the system allows it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.fd, self.generations = fd, np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
 
     @property
     def address(self) -> int:
-        """Address of the first page."""
         return self.pages.data_ptr()
 
     @property
     def device_index(self) -> int:
-        """Index of the pages' GPU; -1 for main memory."""
         return self.pages.get_device()
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> GpuPages:
-        """Open the pool of another process on this host, with its test bytes. Raises RuntimeError, see GpuPages."""
         if self.gpu is None:
             raise RuntimeError("this pool is not on a GPU")
         cudart = self.gpu.cudart
@@ -239,78 +234,59 @@ class Pool:
                 log.error("the GPU is lost to this process, which ends", reason=str(error))
                 end_process()
 
-    def open_landing(self, num_pages: int) -> GpuPages | HostPages:
-        """New pages like ours, on the same device, for data that arrives from elsewhere. Raises RuntimeError."""
+    def open_landing(self, num_pages: int) -> "GpuPages | HostPages":
         if self.gpu is None:
-            return HostPages(self.store, num_pages, self.page_bytes)
+            return HostPages(self, num_pages)
         cudart = self.gpu.cudart
         address = cudart.allocate(num_pages * self.page_bytes)
         return GpuPages(self.gpu, self.pages.view(torch.int32), address, self.page_bytes, cudart.free)
 
     def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
-        """[len(pages), num_bytes]: a copy of `num_bytes` (default: all) of each page from byte `begin` on.
+        """`begin` and `num_bytes` are multiples of 4."""
+        words = self.pages.view(torch.int32)[:, begin // 4 : None if num_bytes is None else (begin + num_bytes) // 4]
 
-        Both are multiples of 4.
-        """
-        words = slice(begin // 4, None if num_bytes is None else (begin + num_bytes) // 4)
-        if self.gpu is None:
-            return self._select(pages, words).view(torch.uint8).numpy()
-        return self.gpu.run(lambda: download(self._select(pages, words))).view(torch.uint8).numpy()
+        def select() -> Tensor:  # [len(pages), words of each]
+            return download(words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0]))
+
+        return self._run(select).view(torch.uint8).numpy()
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
-        """Overwrite each page from byte `begin` on with its row. All rows have the same length; one copy to a device.
-
-        The caller holds the pages.
-        """
+        """All rows have the same length; one copy to a device."""
         if self._bytes is not None:
             for page, row in zip(pages, rows, strict=True):
                 np.copyto(self._bytes[page, begin : begin + len(row)], row)
         elif pages:
-            run = (lambda launch: launch()) if self.gpu is None else self.gpu.run
-            run(lambda: self._put(pages, np.stack(rows).view(np.int32), begin // 4))
+            data = np.stack(rows).view(np.int32)
+            words = self.pages.view(torch.int32)[:, begin // 4 : begin // 4 + data.shape[1]]  # 8-bit: no index_copy_
 
-    def _select(self, pages: Sequence[int], part: slice) -> Tensor:
-        """[len(pages), words of the part] int32, on the pool's device."""
-        words = self.pages.view(torch.int32)[:, part]
-        return words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0])
+            def put() -> None:
+                index, uploaded = upload([np.array(pages, np.int64), data], words.device)
+                words.index_copy_(0, index, uploaded)
 
-    def _put(self, pages: Sequence[int], rows: NDArray[np.int32], begin: int) -> None:
-        words = self.pages.view(torch.int32)[:, begin : begin + rows.shape[1]]  # no index_copy_ for 8-bit types
-        index, data = upload([np.array(pages, np.int64), rows], words.device)
-        words.index_copy_(0, index, data)
+            self._run(put)
 
-
-def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
-    """A new memory file. Sealed: if it shrank, readers that map it would die of SIGBUS. Raises OSError."""
-    fd = create_file()
-    try:
-        _size_file(fd, num_bytes)
-        return fd, _map_whole(fd)
-    except OSError:
-        os.close(fd)
-        raise
+    def _run(self, launch: Callable[[], T]) -> T:
+        return launch() if self.gpu is None else self.gpu.run(launch)
 
 
-def _map_shared_file(share: PoolShare, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """The memory file of several ranks; rank 0 sizes it. Raises OSError."""
-    if share.rank == 0:
-        _size_file(share.fd, num_bytes)
-    share.barrier()
-    return share.fd, _map_whole(share.fd)
+class HostPages:
+    """Pages in main memory beside a pool there: kvtransfer's Landing."""
+
+    def __init__(self, pool: Pool, num_pages: int) -> None:
+        self._pool = pool
+        self._rows = np.zeros((num_pages, pool.page_bytes), np.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self._rows.ctypes.data)
+
+    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+        self._pool.store(into, [self._rows[page] for page in pages])
+
+    def close(self) -> None:
+        """The memory is freed with the last reference."""
 
 
 def create_file() -> int:
     """The file descriptor of an empty memory file. Raises OSError."""
     return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def _size_file(fd: int, num_bytes: int) -> None:
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-
-
-def _map_whole(fd: int) -> mmap.mmap:
-    memory = mmap.mmap(fd, 0)
-    with suppress(OSError, AttributeError):  # fewer page faults and TLB misses, if the system allows it
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

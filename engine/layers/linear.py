@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
 from engine.weights.fp8 import Fp8Matrix
 from engine.weights.groups import StoredGroups
-
-Quantization = Literal["none", "fp8", "int8", "int4"]  # of layers; on CPUs int8 and int4 of embedding and head too
+from wire.names import Quantization as Quantization
 
 MAX_CODE = 127  # of 8 bits
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gateway.ring.generation import FinishReason, Tokens
+from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
 from gateway.tools.parse import CallEvent

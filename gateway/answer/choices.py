@@ -18,7 +18,7 @@ from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 from gateway.request.record import ReadHeaders, RequestRecord, open_record
-from gateway.ring.generation import Generation, Tokens
+from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
@@ -187,7 +187,7 @@ def _without_text(tokens: Tokens) -> Piece:
 
 
 def _prompt_pieces(
-    generation: Generation, echo: Echo | None, logprobs: Sequence[TokenLogprobs] | None
+    generation: TokenizedRequest, echo: Echo | None, logprobs: Sequence[TokenLogprobs] | None
 ) -> Iterator[Piece]:
     """Yields the prompt: its text if it is echoed, its tokens if their log-probabilities are requested."""
     if generation.num_prompt_logprobs is None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.ring.generation import Generation
+from gateway.router.engine_client import TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import ToolUse
 
@@ -30,7 +30,7 @@ class Job:
     """All choices of one request, complete at birth."""
 
     model: str  # its name, as the request has it
-    generations: tuple[Generation, ...]  # by choice: n for the first prompt, then n for the second
+    generations: tuple[TokenizedRequest, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]
     echoes: tuple[Echo | None, ...]  # by prompt

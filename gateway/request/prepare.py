@@ -27,7 +27,7 @@ from gateway.request.rules import (
 )
 from gateway.request.sampling import check_sampling, check_speculation
 from gateway.request.structured_output import check_form
-from gateway.ring.generation import Generation, Grammar, Ring
+from gateway.router.engine_client import EngineClient, Grammar, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
@@ -55,7 +55,7 @@ class ApiOptions:
 class ServedModel(Prompts):
     """One served model: its prompts, and the ring that answers them."""
 
-    ring: Ring
+    ring: EngineClient
     names: ServedNames
     options: ApiOptions
     metrics: RequestMetrics
@@ -76,7 +76,7 @@ class ServedModel(Prompts):
         model = self.tokenizer
         sampling = check_sampling(raw, model.sampling_defaults, model.vocab_size)
         generation = partial(
-            Generation,
+            TokenizedRequest,
             stop_token_ids=check_stop_ids(raw, model.eos_token_ids, model.vocab_size),
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
@@ -86,7 +86,7 @@ class ServedModel(Prompts):
         prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
-        generations: list[Generation] = []
+        generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):
             max_tokens = resolve_max_tokens(raw, len(prompt.ids), model.context_tokens)
             if raw.max_tokens is not None and max_tokens < raw.max_tokens:
@@ -153,6 +153,6 @@ def _seed(raw: RawRequest, sampling: SamplingParams, rank: int) -> int:
     return (sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63)
 
 
-def _num_logprob_places(generation: Generation) -> int:
+def _num_logprob_places(generation: TokenizedRequest) -> int:
     """How many tokens may get log-probabilities."""
     return generation.max_tokens + (0 if generation.num_prompt_logprobs is None else len(generation.prompt_ids))

@@ -12,7 +12,7 @@ import structlog
 
 from gateway.errors import ApiError
 from gateway.request.raw import Chat, RawRequest
-from gateway.ring.attempt_record import AttemptRecord
+from gateway.router.attempt_record import AttemptRecord
 
 _log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.raw import RawRequest
-from gateway.ring.generation import Grammar
+from gateway.router.engine_client import Grammar
 from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
 

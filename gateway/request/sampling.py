@@ -7,7 +7,7 @@ from typing import Any, cast
 from gateway.errors import bad_request, check_count
 from gateway.request.raw import RawRequest
 from gateway.request.rules import check_range, check_vocabulary, shown
-from gateway.ring.generation import Drafter, Speculation
+from gateway.router.engine_client import Drafter, Speculation
 from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
 MAX_BIAS = 100.0

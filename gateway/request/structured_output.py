@@ -11,7 +11,7 @@ import pydantic_core
 
 from gateway.errors import bad_request, check_count
 from gateway.request.raw import AnswerForm
-from gateway.ring.generation import Grammar
+from gateway.router.engine_client import Grammar
 from gateway.tools.json_schema import check_enforced
 
 MAX_GRAMMAR_BYTES = 64 * 2**10

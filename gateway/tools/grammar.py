@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.ring.generation import Grammar
+from gateway.router.engine_client import Grammar
 from gateway.tools.formats import Format
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import ToolUse

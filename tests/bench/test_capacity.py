@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from bench.capacity import Goals, Proposal, Role, UnreachableError, find_wait, propose
 from bench.roofline import handoff_token_s
+from bench.simulate.channels import Wires
 from bench.simulate.figures import summarise
-from bench.simulate.gateway import Wires
 from bench.simulate.run import Fleet, Simulation, Workers
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits
 from cli import main
+from cli.bench import load_shape
 from cli.service import CommandError
-from cli.shapes import load_shape
 from cli.sources import use_sources
-from runtime.cards import CARDS, CardName
+from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
 from worker.limits import ModelShape

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulate.channels import Wires
 from bench.simulate.costs import Costs, Measured, Work, fit, load
 from bench.simulate.figures import Outcome, summarise
-from bench.simulate.gateway import Wires
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from bench.capacity import Goals, UnreachableError, propose
 from bench.proposal import describe_start
+from cli.bench import load_shape
 from cli.plan import plan_workers
-from cli.shapes import load_shape
 from engine.out_of_memory import describe_full_gpu
-from runtime.cards import CARDS, Card, CardName
 from runtime.config import ServeConfig
-from runtime.hardware import resolve_pool
+from runtime.gpus import CARDS, Card, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
-from worker.limits import ModelShape, complete, estimate_room, limits_of, with_context
+from worker.limits import ModelShape
+from worker.pool_size import plan_pools
 
 EIGHT, SEVENTY, ONE = load_shape("8B"), load_shape("70B"), load_shape("1B")
 TRIES = 8
@@ -39,18 +39,16 @@ class Machine:
         for plan in plan_workers(config, self.gpus):
             tp = plan.settings.tp
             weights = int(self.shape.num_weights * self.shape.weight_bytes / tp)
-            done = complete(plan.settings, self.shape, self.card, total_bytes)
-            shape = with_context(self.shape, done)
             for gpu in plan.gpus:
                 if weights > free[gpu]:
                     raise ConfigError(describe_full_gpu(weights, free[gpu], total_bytes))
-            room = estimate_room(shape, limits_of(done, shape.vocab_size), total_bytes, tp)
-            page_bytes = shape.kv_token_bytes_of(tp) * done.page_tokens
-            pages = resolve_pool(done, self.shape.context_tokens, page_bytes, tp, room, 0)
+            page_bytes = self.shape.kv_token_bytes_of(tp) * plan.settings.page_tokens
+            pools = plan_pools(plan.settings, self.shape, page_bytes, self.card, total_bytes, 0)
+            assert pools.room is not None
             for gpu in plan.gpus:
-                free[gpu] -= room.taken_bytes + room.reserve_bytes + pages * page_bytes
+                free[gpu] -= pools.room.taken_bytes + pools.room.reserve_bytes + pools.num_pages * page_bytes
                 assert free[gpu] >= 0, "what starts fits"
-            found[plan.name] = pages * done.page_tokens
+            found[plan.name] = pools.num_pages * pools.settings.page_tokens
         return found
 
 

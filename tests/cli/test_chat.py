@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.chat import chat, parse_value, printable, run_line, set_options, wrap
-from cli.chat_client import Conversation, iterate_events, iterate_lines
+from cli.chat import Conversation, chat, iterate_events, iterate_lines, printable, run_line, set_options, wrap
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, status
-from tests.support.command_line import run
+from tests.support.command_line import call, run
 
 WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
@@ -114,7 +113,7 @@ class FakeHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def service() -> Iterator[FakeService]:
     with FakeService() as fake:
-        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()
         yield fake
         fake.shutdown()
 
@@ -128,49 +127,30 @@ def conversation(service: FakeService) -> Iterator[Conversation]:
 # -- a conversation --------------------------------------------------------------------------------------------------
 
 
-def test_history_grows_and_is_forgotten(service: FakeService, conversation: Conversation) -> None:
+def test_what_was_said_is_kept_and_what_was_refused_is_not(service: FakeService, conversation: Conversation) -> None:
+    assert conversation.stats.describe() == "no answer yet"
     assert "".join(conversation.ask("one two")) == "one two "
-    assert "".join(conversation.ask("three")) == "three "
+    assert "".join(conversation.ask("a b c d")) == "a b c d "
+    said = conversation.stats.describe()
+    assert said.startswith("TTFT ") and said.endswith("5 prompt and 4 answer tokens"), "by the service's own count"
     roles = [message["role"] for message in service.bodies[1]["messages"]]
-    assert roles == ["system", "user", "assistant", "user"]
-    assert service.bodies[1]["model"] == "fake"
-    conversation.reset()
-    assert conversation.history == [{"role": "system", "content": "be brief"}]
-
-
-def test_a_refused_message_is_not_remembered(conversation: Conversation) -> None:
+    assert (roles, service.bodies[1]["model"]) == (["system", "user", "assistant", "user"], "fake")
+    with pytest.raises(CommandError, match="broke off: worker lost"):
+        list(conversation.ask("break"))
+    assert conversation.history[-1] == {"role": "assistant", "content": "break "}, "what came of it"
+    kept = list(conversation.history)
     conversation.options["temperature"] = 9
     with pytest.raises(CommandError, match=r"400: temperature is 9; at most 2 \(param temperature\)"):
         list(conversation.ask("hello"))
-    assert len(conversation.history) == 1
-
-
-def test_an_answer_that_breaks_off_is_an_error_and_keeps_what_came(conversation: Conversation) -> None:
-    with pytest.raises(CommandError, match="broke off: worker lost"):
-        list(conversation.ask("break"))
-    assert conversation.history[-1] == {"role": "assistant", "content": "break "}
-
-
-def test_closing_an_answer_closes_the_stream(service: FakeService, conversation: Conversation) -> None:
-    parts = conversation.ask("wait")
-    assert next(parts) == "wait "
-    parts.close()
-    assert service.hung_up.wait(WAIT_S)
-    assert "".join(conversation.ask("again")) == "again "
-
-
-def test_stats_use_the_services_own_count(conversation: Conversation) -> None:
-    assert conversation.stats.describe() == "no answer yet"
-    list(conversation.ask("a b c d"))
-    text = conversation.stats.describe()
-    assert text.startswith("TTFT ") and text.endswith("5 prompt and 4 answer tokens")
+    assert conversation.history == kept
+    conversation.reset()
+    assert conversation.history == [{"role": "system", "content": "be brief"}]
 
 
 def test_settings_are_parsed() -> None:
     options: dict[str, Any] = {"seed": 1}
     set_options(options, "temperature=0.5; max_tokens=100;stop=END;seed=")
     assert options == {"temperature": 0.5, "max_tokens": 100, "stop": "END"}
-    assert parse_value('["a"]') == ["a"]
     with pytest.raises(CommandError, match="'warm' is no setting"):
         set_options(options, "warm")
 
@@ -188,13 +168,10 @@ def test_an_answer_wraps_between_words() -> None:
         assert "".join(wrap(parts, 1000)) == text
 
 
-def test_events_end_at_done_and_nonsense_is_an_error() -> None:
+def test_events_end_at_done_and_lines_at_line_feeds_only(conversation: Conversation) -> None:
     assert list(iterate_events(iter([": ping", "data: {}", "", "data: [DONE]", "data: x"]))) == [{}]
     with pytest.raises(CommandError, match="no JSON"):
         list(iterate_events(iter(["data: x"])))
-
-
-def test_lines_end_at_line_feeds_only_however_they_are_cut(conversation: Conversation) -> None:
     text = "data: é\u2028\u2029\x85\v\x1cb\r\n\ndata: c\n".encode()
     expected = ["data: é\u2028\u2029\x85\v\x1cb\r", "", "data: c"]
     for size in (1, 2, 3, len(text)):
@@ -258,18 +235,13 @@ def test_a_key_may_have_any_letters(service: FakeService) -> None:
     assert service.key.encode("latin-1").decode() == "Bearer schlüssel"
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "http://127.0.0.1:1", "odd://x"])
-def test_this_machine_is_asked_by_no_proxy(service: FakeService, proxy: str) -> None:
-    done = run("chat", "--url", service.url, typed="hello\n", ALL_PROXY=proxy)
-    assert done.returncode == 0 and "hello" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("command", ["status", "chat"])
-@pytest.mark.parametrize("proxy", ["odd://x", "http://h:port"])
-def test_a_proxy_that_cannot_be_used_is_reported_in_a_line(command: str, proxy: str) -> None:
-    done = run(command, "--url=http://203.0.113.1:8000", ALL_PROXY=proxy)
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "odd://x", "http://h:port"])
+def test_this_machine_is_asked_by_no_proxy_and_others_by_one_that_can_be_used(service: FakeService, proxy: str) -> None:
+    done = call("status", "--url", service.url, ALL_PROXY=proxy)
+    assert done.returncode == 0 and "share cores" in done.stdout, done.stderr
+    done = call("status", "--url=http://203.0.113.1:8000", ALL_PROXY=proxy)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"baton {command}: the proxy that the environment names cannot be used (")
+    assert done.stderr.startswith("baton status: the proxy that the environment names cannot be used (")
     assert "set ALL_PROXY" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -462,12 +434,12 @@ def read_opencode(_words: list[str], variables: dict[str, str]) -> tuple[object,
 def test_an_agent_that_cannot_work_is_not_started(service: FakeService, stubs: str, tmp_path: Path) -> None:
     service.odd_answers["/v1/models"] = json.dumps({"data": [{"id": "fake", "max_model_len": 4096}]})
     url = f"--url={service.url}"
-    done = run("launch", "claude", url, PATH=stubs)
+    done = call("launch", "claude", url, PATH=stubs)
     assert done.returncode == 1 and "claude needs a context of 40000 tokens or more" in done.stderr
     assert "fake is served with 4096" in done.stderr and "--max-context-tokens" in done.stderr
-    done = run("launch", "codex", url, "--model=x", PATH=stubs)
+    done = call("launch", "codex", url, "--model=x", PATH=stubs)
     assert "serves fake, not x: set --model" in done.stderr
-    done = run("launch", "codex", url, PATH=str(tmp_path / "empty"))
+    done = call("launch", "codex", url, PATH=str(tmp_path / "empty"))
     assert "codex is not on the PATH: install it by npm install -g @openai/codex" in done.stderr
     service.odd_answers["/v1/models"] = json.dumps({"data": [{"id": "fake"}]})
-    assert "lists no models of Baton: set --url" in run("launch", "codex", url, PATH=stubs).stderr
+    assert "lists no models of Baton: set --url" in call("launch", "codex", url, PATH=stubs).stderr

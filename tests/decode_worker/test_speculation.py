@@ -29,8 +29,8 @@ from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propo
 from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow
 from engine.engine import Engine
-from engine.graph_shapes import Shape, choose_shapes
-from engine.runner import CHUNK_VALUES, ModelOutput
+from engine.graph_shapes import CHUNK_VALUES, Shape, choose_shapes
+from engine.runner import ModelOutput
 from protos import decode_pb2
 from runtime.config import DecodeConfig
 from tests.support.real_workers import PLAIN

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bench.decoding import NO_SPECULATION, build_eager_speculator, build_scheduler, decode
-from cli.models import locate_draft, locate_model
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
@@ -21,6 +20,7 @@ from prefill_worker.main import BothRunners, DraftKv
 from prefill_worker.metrics import PrefillMetrics
 from wire.sampling import SamplingParams
 from worker.loop import WorkerLoop
+from worker.models import locate_draft, locate_model
 from worker.plan import TokenBudget
 from worker.sequences import SequenceParams
 

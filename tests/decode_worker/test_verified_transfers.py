@@ -10,13 +10,12 @@ import pytest
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.reader import PageRef
-from prefill_worker import kv_sender
 from protos import decode_pb2, kv_pb2
 from runtime.config_parts import Transport
 from tests.support.handover import OTHER, PROMPT, answer, refusal, workers
 from tests.support.real_workers import DecodeWorker, PrefillWorker, expected_answer
-from worker import rank_checksums
-from worker.rank_checksums import compute_over_ranks
+from worker import ranked_pool
+from worker.ranked_pool import RankedPool
 
 CHANGED = r"refused the offer \(checksum\): page \d+ \(positions 0 to \d+; bytes 0 to 511 of rank 0, read by rank 0\) "
 
@@ -30,7 +29,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pages.extend(some)
         return compute_checksums(store, some, *where)
 
-    monkeypatch.setattr(rank_checksums, "compute_checksums", note)
+    monkeypatch.setattr(ranked_pool, "compute_checksums", note)
     return pages
 
 
@@ -63,13 +62,15 @@ def flip(worker: PrefillWorker | DecodeWorker, page: int) -> None:
 
 def flip_in_prefill(patch: pytest.MonkeyPatch, prefill: PrefillWorker, _decode: DecodeWorker) -> None:
     """Between the checksum and the copy."""
+    compute = RankedPool.compute_checksums
 
-    async def compute_and_flip(pool: Any, children: Any, pages: Sequence[int], places: Any, **which: bool) -> list[int]:
-        checksums = await compute_over_ranks(pool, children, pages, places, **which)
-        flip(prefill, pages[0])
+    async def compute_and_flip(ours: RankedPool, pages: Sequence[int], places: Any) -> list[int]:
+        checksums = await compute(ours, pages, places)
+        if ours.own is prefill.pool:
+            flip(prefill, pages[0])
         return checksums
 
-    patch.setattr(kv_sender, "compute_over_ranks", compute_and_flip)
+    patch.setattr(RankedPool, "compute_checksums", compute_and_flip)
 
 
 def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode: DecodeWorker) -> None:
@@ -85,7 +86,7 @@ def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode
 
 def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode: DecodeWorker) -> None:
     """In decode's own pool: not in a buffer of the reader."""
-    reader = decode.receiver._peers[prefill.peer.address].readers[0]
+    reader = decode.peers._known[prefill.peer.address].readers[0]
     read = reader.read
 
     async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:
@@ -125,19 +126,18 @@ async def test_a_bit_that_flips_on_its_way_is_found_and_the_pages_are_not_used(
 
 async def test_a_recycled_page_is_called_recycled_and_not_changed() -> None:
     async with workers("shm", verify_transfers=True) as (opened, prefill, _decode):
+        compute = RankedPool.compute_checksums
 
-        async def compute_and_recycle(
-            pool: Any, children: Any, pages: Sequence[int], places: Any, **which: bool
-        ) -> list[int]:
-            checksums = await compute_over_ranks(pool, children, pages, places, **which)
+        async def compute_and_recycle(ours: RankedPool, pages: Sequence[int], places: Any) -> list[int]:
+            checksums = await compute(ours, pages, places)
             recycled.extend((page, generation_of(prefill, page)) for page in pages)
-            pool.generations[pages] += 1
+            ours.own.generations[pages] += 1
             flip(prefill, pages[0])
             return checksums
 
         recycled: list[tuple[int, int]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kv_sender, "compute_over_ranks", compute_and_recycle)
+            patch.setattr(RankedPool, "compute_checksums", compute_and_recycle)
             _code, detail = await refusal(prefill.run(await opened.reserve(1, PROMPT), PROMPT))
         page, generation = recycled[0]
         assert f"refused the offer (generation): page {page} was recycled: offered at generation {generation}" in detail

@@ -188,11 +188,8 @@ def test_probes_ask_the_ops_port_and_wait_for_loading(fleet: Fleet) -> None:
 def test_ports_have_the_numbers_that_flags_say_and_services_name_them(fleet: Fleet) -> None:
     for pod in fleet.pods.values():
         config = pod.config
-        serves = (
-            {"rest": config.port, "grpc": config.grpc_listen_port}
-            if pod.component == "gateway"
-            else {"grpc": config.port}
-        )
+        is_gateway = isinstance(config, GatewayConfig)
+        serves = {"rest": config.port, "grpc": config.grpc_listen_port} if is_gateway else {"grpc": config.port}
         assert pod.ports == serves | {"ops": config.ops_port}
     for service in fleet.of_kind("Service"):
         (pod,) = (pod for pod in fleet.pods.values() if service["spec"]["selector"].items() <= pod.labels.items())

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine.kv import gpu as gpu_module
 from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes, Span
-from engine.kv.gpu import CudaGpu
-from engine.kv.peer_pages import GpuPages, join_pages, plan_spans
+from engine.kv.gpu import Gpu, GpuPages, join_pages, plan_spans
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -180,7 +179,7 @@ def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkey
     for name, double in doubles.items():
         monkeypatch.setattr(torch.cuda, name, double)
     monkeypatch.setattr(gpu_module, "find_cudart", fake_cudart)
-    gpu = CudaGpu(torch.device("cuda"))
+    gpu = Gpu(torch.device("cuda"))
     assert (gpu.uuid, gpu.readable) == ("uuid-2", ("uuid-2", "uuid-0"))
     assert gpu.run(lambda: done.append("work")) is None
     assert done == ["stream of cuda:2", "work", "record", "leave", "wait"]

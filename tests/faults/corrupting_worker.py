@@ -31,7 +31,7 @@ def run() -> None:
     file = Path(sys.argv.pop(1))
     wait_without_spinning()
     from prefill_worker import kv_sender  # deferred: it imports torch
-    from worker.rank_checksums import compute_over_ranks
+    from worker.ranked_pool import RankedPool
 
     send = kv_sender.KVSender.send
     changed: list[tuple[Any, int]] = []
@@ -42,11 +42,11 @@ def run() -> None:
             change(pool, page)
             changed.append((pool, page))
 
-    async def compute_and_change(
-        pool: Any, children: Any, pages: Sequence[int], places: Any, is_states: bool = False
-    ) -> list[int]:
-        checksums = await compute_over_ranks(pool, children, pages, places, is_states)
-        change_once(pool, pages[-1])
+    compute = RankedPool.compute_checksums
+
+    async def compute_and_change(ours: Any, pages: Sequence[int], places: Any) -> list[int]:
+        checksums = await compute(ours, pages, places)
+        change_once(ours.own, pages[-1])
         return checksums
 
     async def send_and_mend(*arguments: Any) -> None:
@@ -56,7 +56,7 @@ def run() -> None:
             while changed:
                 change(*changed.pop())
 
-    kv_sender.compute_over_ranks = compute_and_change  # type: ignore[attr-defined]
+    RankedPool.compute_checksums = compute_and_change  # type: ignore[assignment, method-assign]
     kv_sender.KVSender.send = send_and_mend  # type: ignore[assignment, method-assign]
     main()
 

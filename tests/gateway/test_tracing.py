@@ -3,14 +3,12 @@
 Through real processes: tests/faults/test_traces.py.
 """
 
-import asyncio
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -24,15 +22,15 @@ from gateway import tracing
 from gateway.errors import ApiError, not_ready, overloaded
 from gateway.request.raw import Prompt, RawRequest
 from gateway.request.record import RequestRecord, WriteRecord, open_record
-from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
 from gateway.tracing import MAX_WRITTEN, Tracing, open_traces
 from protos import decode_pb2, prefill_pb2
+from tests.gateway.router.test_requests import NO_ROOM
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
-from tests.support.dispatching import NO_ROOM, bounded, generation, pair, ring
 from tests.support.fake_ring import Script
-from tests.support.fake_workers import FakeDecode, Signal, serving
 from tests.support.traces import PARTS, WAIT_S, Trace, read_traces, run_collector, said
+from tests.support.virtual_fleet import virtual_fleet, wanted
 from tests.support.words import Api, named
 from wire.timing import Timing
 
@@ -111,29 +109,31 @@ def test_the_parts_of_an_attempt_lie_one_after_the_other() -> None:
     assert parts(AttemptRecord(1, 10.0)) == {"queue": (10, 30)}
 
 
-@bounded
-async def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
-    book, attempts = Book(), list[AttemptRecord]()
-    async with pair(is_manual=True) as (built, decode, prefill):
-        prefill.response = prefill_pb2.RunResponse(
+def now() -> dict[str, float]:
+    """Virtual time that stays behind the real one."""
+    return {"now": time.monotonic() - 100}
+
+
+def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
+    book = Book()
+    with virtual_fleet(prefill=1, **now()) as fleet:
+        fleet.prefills[0].response = prefill_pb2.RunResponse(
             prefill_seconds=1e-6, transfer_seconds=0.25, transfer_bytes=4096, transport="shm", cached_tokens=1
         )
-        task = asyncio.create_task(built.listen(generation(), attempts=attempts))
-        await built.signal.until(lambda: prefill.num_done == 1 and built.num_held == 1)
+        client = fleet.ask()
         timing = decode_pb2.SessionTiming(
             first_step_seconds=0.5, decode_seconds=0.75, draft_tokens=3, accepted_tokens=2
         )
-        decode.sessions[0].say([7, 8, 9, 10], "length", timing=timing)
-        await task
-    write(book.write, attempts)
+        fleet.run(0.1)
+        fleet.decodes[0].sessions[0].say([7, 8, 9, 10], "length", timing=timing)
+    write(book.write, client.attempts)
     trace = book.take_one()
     assert trace.names == PARTS
     assert all(said(span)["baton.attempt"] == 1 and said(span)["baton.choice"] == 0 for span in trace.parts)
     assert not any(span.links or span.status.code for span in trace.parts)
     _, computing, transfer, decoding = map(said, trace.parts)
-    (prefill_address,), (decode_address,) = built.fleet.prefill, built.fleet.decode
-    assert (computing["baton.worker.address"], computing["baton.worker.incarnation"]) == (prefill_address, "P1")
-    assert (decoding["baton.worker.address"], decoding["baton.worker.incarnation"]) == (decode_address, "D1")
+    assert (computing["baton.worker.address"], computing["baton.worker.incarnation"]) == ("P1", "P1")
+    assert (decoding["baton.worker.address"], decoding["baton.worker.incarnation"]) == ("D1", "D1")
     assert computing["baton.cached_tokens"] == 1
     assert transfer.items() >= {
         "baton.transport": "shm", "baton.transfer_bytes": 4096, "baton.transfer_seconds": 0.25,
@@ -145,27 +145,17 @@ async def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
     assert "secret" not in str(trace)
 
 
-@bounded
-async def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
-    book, attempts, signal = Book(), list[AttemptRecord](), Signal()
-    workers = [FakeDecode("D1", signal, is_manual=True), FakeDecode("D2", signal, is_manual=True)]
-    async with AsyncExitStack() as stack:
-        addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
-        built = await stack.enter_async_context(ring(signal, addresses))
-        admitted = stack.enter_context(built.dispatcher.admit(1))
-        stream = built.dispatcher.generate(generation(max_tokens=6), admitted, attempts)
-        first = asyncio.ensure_future(anext(stream))
-        await signal.until(lambda: any(worker.sessions for worker in workers))
-        one, other = workers if workers[0].sessions else reversed(workers)
+def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
+    book = Book()
+    with virtual_fleet(decode=2, **now()) as fleet:
+        client = fleet.ask(wanted(max_tokens=6))
+        one, other = fleet.decodes
         one.sessions[0].emit(2)
-        await first
-        rest = asyncio.ensure_future(anext(stream))
+        fleet.run()
         one.break_streams()
-        await signal.until(lambda: bool(other.sessions))
+        fleet.run()
         other.sessions[0].emit(4, "length")
-        await rest
-        assert await anext(stream, None) is None
-    write(book.write, attempts)
+    write(book.write, client.attempts)
     trace = book.take_one()
     assert trace.names == ["baton.queue", "baton.prefill", "baton.decode"] * 2
     assert [said(span)["baton.attempt"] for span in trace.parts] == [1, 1, 1, 2, 2, 2]
@@ -174,20 +164,18 @@ async def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> Non
     assert [span.status.code for span in trace.parts].count(Status.STATUS_CODE_ERROR) == 1
     assert [[link.span_id for link in span.links] for span in trace.parts] == [[]] * 3 + [[cut.span_id]] * 3
     assert (said(cut)["baton.output_tokens"], said(trace.parts[-1])["baton.output_tokens"]) == (2, 4)
-    assert said(cut)["baton.worker.incarnation"] == one.incarnation
-    assert said(trace.parts[-1])["baton.worker.incarnation"] == other.incarnation
+    assert said(cut)["baton.worker.incarnation"] == "D1" and said(trace.parts[-1])["baton.worker.incarnation"] == "D2"
 
 
-@bounded
-async def test_where_an_attempt_fails_its_last_part_says_why() -> None:
+def test_where_an_attempt_fails_its_last_part_says_why() -> None:
     book = Book()
-    async with pair() as (built, decode, _prefill):
+    with virtual_fleet(**now()) as fleet:
         too_large = (grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
-        decode.refusals.extend([NO_ROOM, *[too_large] * 9])
-        attempts = list[AttemptRecord]()
-        with pytest.raises(ApiError, match="larger than max") as error:
-            await built.listen(generation(), attempts=attempts)
-    write(book.write, attempts, error=error.value)
+        fleet.decodes[0].refusals.extend([NO_ROOM, *[too_large] * 9])
+        client = fleet.ask()
+        fleet.run(1.0)
+    assert client.error is not None
+    write(book.write, client.attempts, error=client.error)
     trace = book.take_one()
     assert trace.names == ["baton.queue", "baton.prefill"] * 4
     lasts = trace.parts[1::2]
@@ -198,13 +186,11 @@ async def test_where_an_attempt_fails_its_last_part_says_why() -> None:
     assert trace.root.status.code == Status.STATUS_CODE_ERROR and said(trace.root)["error.type"] == "failed"
 
 
-@bounded
-async def test_a_request_without_a_place_fails_in_the_queue() -> None:
-    book, attempts, signal = Book(), list[AttemptRecord](), Signal()
-    async with ring(signal, []) as built:
-        with pytest.raises(ApiError):
-            await built.listen(generation(), attempts=attempts)
-    write(book.write, attempts)
+def test_a_request_without_a_place_fails_in_the_queue() -> None:
+    book = Book()
+    with virtual_fleet(decode=0, **now()) as fleet:
+        client = fleet.ask()
+    write(book.write, client.attempts)
     (only,) = book.take_one().parts
     assert only.name == "baton.queue" and only.status.code == Status.STATUS_CODE_ERROR and only.status.message
 

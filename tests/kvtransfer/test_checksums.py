@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,13 +15,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer import checksums
-from kvtransfer.checksums import check_checksums, compute_checksums
+from kvtransfer.checksums import check_checksums, compute_checksums, parts_of
 from kvtransfer.layout import plan_all_runs
 from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
 from tests.kvtransfer.test_layout import PAGE_PARTS, can_share
-from tests.support.fake_cuda import FakeGpu
-from tests.support.pool_process import build_pool, find_share
+from tests.support.pool_process import find_share
 from wire.kv_layout import PagePart
 
 PAGES, PAGE_TOKENS = [4, 0, 2], 16
@@ -33,6 +33,7 @@ class Pages:
     rows: NDArray[np.uint8]  # [pages, page_bytes]
 
     def load(self, pages: Sequence[int], begin: int, num_bytes: int) -> NDArray[np.uint8]:
+        assert len(pages) == 1 or len(pages) * num_bytes <= checksums.LOAD_BYTES
         return self.rows[pages, begin : begin + num_bytes]
 
 
@@ -44,7 +45,8 @@ def split(parts: Sequence[PagePart], whole: NDArray[np.uint8], size: int) -> lis
 def sum_all(ranks: Sequence[NDArray[np.uint8]], places: Sequence[tuple[int, int, int]]) -> list[int]:
     """The checksums of PAGES at each place: (rank, begin, num_bytes)."""
     stores = [cast(PageStore, Pages(rows)) for rows in ranks]
-    return [one for rank, *bytes_ in places for one in compute_checksums(stores[rank], PAGES, *bytes_)]
+    with patch.object(checksums, "LOAD_BYTES", 16):  # some pages at a time
+        return [one for rank, *bytes_ in places for one in compute_checksums(stores[rank], PAGES, *bytes_)]
 
 
 @settings(max_examples=100)
@@ -59,12 +61,12 @@ def test_every_byte_is_checked_whatever_the_numbers_of_ranks(parts: list[PagePar
     offer = kv_pb2.OfferRequest(begin=32, end=32 + 2 * PAGE_TOKENS + 3, pages=[kv_pb2.PageRef(page=p) for p in PAGES])
     offer.checksums.extend(sum_all(theirs, [(run.rank, run.source, run.num_bytes) for _rank, run in runs]))
     here = [(rank, run.target, run.num_bytes) for rank, run in runs]
-    check_checksums(offer, PAGE_TOKENS, runs, sum_all(ours, here), "x")
+    check_checksums(offer, parts_of(offer)[0], PAGE_TOKENS, runs, sum_all(ours, here), "x")
     rank, index = dice.randrange(size), dice.randrange(len(PAGES))
     byte = dice.randrange(ours[rank].shape[1])
     ours[rank][PAGES[index], byte] ^= 1 << dice.randrange(8)
     with pytest.raises(ReadError) as error:
-        check_checksums(offer, PAGE_TOKENS, runs, sum_all(ours, here), "shm from p:1")
+        check_checksums(offer, parts_of(offer)[0], PAGE_TOKENS, runs, sum_all(ours, here), "shm from p:1")
     last = [47, 63, 66][index]
     found = re.fullmatch(
         rf"page {PAGES[index]} \(positions {32 + 16 * index} to {last}; bytes (\d+) to (\d+) of rank (\d+), read by "
@@ -77,20 +79,3 @@ def test_every_byte_is_checked_whatever_the_numbers_of_ranks(parts: list[PagePar
     (run,) = [run for one, run in runs if one == rank and run.target <= byte < run.target + run.num_bytes]
     assert (run.rank, run.source, run.source + run.num_bytes) == (their_rank, first, stop)
     assert int(found[4], 16) == zlib.crc32(theirs[their_rank][PAGES[index], first:stop].tobytes())
-
-
-def test_a_gpus_pages_are_loaded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of 512-byte pages on the fake GPU."""
-    pool, dice = build_pool(7, FakeGpu()), random.Random(1)
-    rows = [np.frombuffer(dice.randbytes(pool.page_bytes), np.uint8) for _ in range(7)]
-    pool.store(range(7), rows)
-    loads, load = list[int](), pool.load
-
-    def note(pages: Sequence[int], begin: int, num_bytes: int) -> NDArray[np.uint8]:
-        loads.append(len(pages))
-        return load(pages, begin, num_bytes)
-
-    monkeypatch.setattr(pool, "load", note)
-    monkeypatch.setattr(checksums, "LOAD_BYTES", 2 * 128)
-    expected = [zlib.crc32(rows[page][64:192].tobytes()) for page in (6, 1, 3)]
-    assert compute_checksums(pool, [6, 1, 3], 64, 128) == expected and loads == [2, 1]

@@ -11,25 +11,24 @@ import sys
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 from bench.gpu_checks import ipc
-from bench.gpu_checks.ipc import Exporter
-from bench.gpu_checks.ipc_exporter import page_content
-from decode_worker import kv_receiver
+from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
+from decode_worker import kv_peers
 from engine.kv import pool as pool_module
+from engine.kv.pool import Pool
 from kvtransfer import cuda_ipc
-from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError
+from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
+from kvtransfer.reader import PageRef, PeerPages, ReadError
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
@@ -119,11 +118,11 @@ class Peer:
 def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
     async def test() -> None:
         peer, message = Peer(), kv_pb2.Peer(num_pages=9)
-        gpu = message.ranks.add(pid=77).gpu
-        gpu.ipc_handle, gpu.test_checksum = b"a handle", zlib.crc32(b"test")
-        with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
+        memory = GpuMemory("gpu-0", ("gpu-0",), b"a handle", zlib.crc32(b"test"))
+        message.ranks.add(pid=77, transports={"cuda_ipc": memory.pack()})
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
-            await scenario(peer, await CudaIpcReader.open(message, cast(PageStore, peer), executor))
+            await scenario(peer, await CudaIpcReader.open(build_local(cast(Pool, peer), "reader"), message))
 
     return test
 
@@ -235,19 +234,30 @@ def lasting() -> Iterator[kv_pb2.Peer]:
 def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
     copied = kv_pb2.Peer()
     copied.CopyFrom(peer)
+    memory = gpu_of(peer)
     for field, value in values.items():
         if field in ("pid", "address"):  # of its only rank
             setattr(copied.ranks[0], field, value)
-        setattr(copied.ranks[0].gpu if field in ("ipc_handle", "test_checksum") else copied, field, value)
+        if field in ("handle", "test_checksum"):
+            memory = msgspec.structs.replace(memory, **{field: value})
+        else:
+            setattr(copied, field, value)
+    copied.ranks[0].transports["cuda_ipc"] = memory.pack()
     return copied
+
+
+def gpu_of(peer: kv_pb2.Peer) -> GpuMemory:
+    memory = GpuMemory.read(peer.ranks[0], "cuda_ipc")
+    assert memory
+    return memory
 
 
 @pytest.mark.parametrize(
     ("lie", "reason", "words"),
     [
-        ({"ipc_handle": bytes(63)}, "transport", "an IPC handle has 64 bytes, not 63"),
-        ({"ipc_handle": bytes(65)}, "transport", "an IPC handle has 64 bytes, not 65"),
-        ({"ipc_handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
+        ({"handle": bytes(63)}, "transport", "an IPC handle has 64 bytes, not 63"),
+        ({"handle": bytes(65)}, "transport", "an IPC handle has 64 bytes, not 65"),
+        ({"handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
         ({"num_pages": NUM_PAGES + 400}, "transport", f"fewer than {(NUM_PAGES + 400) * 512 + TEST_BYTES} bytes"),
         ({"test_checksum": 0x1234}, "transport", "reads wrong here: its 65536 test bytes have checksum 00001234 there"),
         ({"num_pages": 0}, "layout", "without pages"),
@@ -264,15 +274,15 @@ async def test_peers_that_lie_are_refused_and_nothing_stays_open(
 ) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError, match=words) as error:
-        await CudaIpcReader.open(changed(lasting, **lie), store, executor)
+    with pytest.raises(ReadError, match=words) as error:
+        await CudaIpcReader.open(build_local(store, "reader"), changed(lasting, **lie))
     assert error.value.reason == reason and count_opened() == before
 
 
 def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    pages = store.open_peer(lasting.ranks[0].gpu.ipc_handle, NUM_PAGES, store.page_bytes)
+    pages = store.open_peer(gpu_of(lasting).handle, NUM_PAGES, store.page_bytes)
     assert count_opened() == before + 1
     for _again in range(2):
         pages.close()
@@ -293,12 +303,11 @@ async def test_an_opening_that_is_cancelled_is_closed(lasting: kv_pb2.Peer, monk
 
     monkeypatch.setattr(pool, "open_peer", open_slowly)
     before = count_opened()
-    with ThreadPoolExecutor(1) as executor:
-        opening = asyncio.create_task(CudaIpcReader.open(lasting, pool, executor))
-        await asyncio.to_thread(has_begun.wait, PATIENCE_S)
-        opening.cancel()
-        may_end.set()
-        await asyncio.wait([opening])
+    opening = asyncio.create_task(CudaIpcReader.open(build_local(pool, "reader"), lasting))
+    await asyncio.to_thread(has_begun.wait, PATIENCE_S)
+    opening.cancel()
+    may_end.set()
+    await asyncio.wait([opening])
     assert opening.cancelled() and count_opened() == before
 
 
@@ -310,10 +319,10 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer) -> st
 async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_receiver, "LOOK_S", 0.005)
+    monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
     built = build_kv_engine(gpu=FakeGpu())
-    with Exporter(GPU_PROCESS, NUM_PAGES) as exporter, ThreadPoolExecutor(1) as executor:
+    with Exporter(GPU_PROCESS, NUM_PAGES) as exporter:
         peer = exporter.peer
         async with decode_worker(news, "cuda_ipc", built=built) as decode, gateway(decode, news) as opened:
             for _again in range(2):
@@ -329,8 +338,8 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             whole = [bytes(page_content(ref.page, 1, decode.pool.page_bytes)) for ref in refs[:-1]]
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
-            assert moved == answer.bytes and decode.receiver.transports() == {peer.address: "cuda_ipc"}
-            ours = await CudaIpcReader.open(peer, build_pool(3, FakeGpu()), executor)
+            assert moved == answer.bytes and decode.peers.transports() == {peer.address: "cuda_ipc"}
+            ours = await CudaIpcReader.open(build_local(build_pool(3, FakeGpu()), "reader"), peer)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitid, os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
@@ -339,34 +348,24 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
                 await ours.read([PageRef(0, 0)], [0])
             await ours.close()
             del ours
-            while decode.receiver.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
+            while decode.peers.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
             await opened.abort(1)
 
 
-async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name(lasting: kv_pb2.Peer) -> None:
+async def test_a_peer_that_cannot_be_read_by_the_required_transport_is_refused(lasting: kv_pb2.Peer) -> None:
     news = Signal()
     async with (
         prefill_worker(news) as prefill,
         decode_worker(news, "cuda_ipc", built=build_kv_engine(gpu=FakeGpu())) as decode,
         gateway(decode, news) as opened,
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await shake_hands(opened.stub, prefill.peer)
-        assert "cuda_ipc is not possible" in str(refused.value.details())
-        assert "the peer's pool is not on a GPU; drop --require-transport" in str(refused.value.details())
-        # another process' GPU, a handle that opens nothing, and pages served at its address
-        peer = changed(lasting, address=prefill.peer.address, ipc_handle=bytes(64))
-        peer.incarnation = prefill.peer.incarnation
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await shake_hands(opened.stub, peer)
-        assert "cudaIpcOpenMemHandle: invalid resource handle" in str(refused.value.details())
-        decode.receiver._is_transport_required = False
-        with capture_logs() as logs:
-            assert await shake_hands(opened.stub, peer) == "grpc"
-        (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-        assert (warning["asked"], warning["used"]) == ("cuda_ipc", "grpc")
-        assert warning["why"].startswith("cuda_ipc failed: cudaIpcOpenMemHandle: invalid resource handle")
+        for peer, words in (
+            (prefill.peer, "cuda_ipc is not possible with .*: the peer's pool is not on a GPU; drop --require-trans"),
+            (changed(lasting, handle=bytes(64)), "cudaIpcOpenMemHandle: invalid resource handle"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=words):
+                await shake_hands(opened.stub, peer)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -379,20 +378,22 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
         decode_worker(news, "auto", built=build_kv_engine(gpu=FakeGpu())) as decode,
         gateway(decode, news) as opened,
     ):
-        peer = changed(lasting, address=prefill.peer.address)  # which serves pages by gRPC
+        checksum = gpu_of(lasting).test_checksum ^ is_wrong
+        peer = changed(lasting, address=prefill.peer.address, test_checksum=checksum)  # which serves pages by gRPC
         peer.incarnation = prefill.peer.incarnation
-        peer.ranks[0].gpu.test_checksum ^= is_wrong
-        decode.receiver._is_transport_required = False  # as auto has it
+        decode.peers._is_required = False  # as auto has it
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
-        warnings = [entry["why"] for entry in logs if entry["log_level"] == "warning"]
+        warnings = [(it["asked"], it["used"], it["why"]) for it in logs if it["log_level"] == "warning"]
         status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
         why, costs = status.transport_reasons[peer.address], status.chunk_costs
         assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
             decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
         )
         if is_wrong:
-            assert warnings == [why] and why.startswith("cuda_ipc failed: the GPU memory of process ")
+            assert warnings == [("cuda_ipc", "grpc", why)] and why.startswith(
+                "cuda_ipc failed: the GPU memory of process "
+            )
             assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
         else:
             assert not warnings and why == "the peer's GPU memory can be opened on this host"
@@ -401,7 +402,7 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
 def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:
     pool = build_pool(8, FakeGpu())
     before = count_opened()
-    assert ipc.copy_pages(pool, GPU_PROCESS) == "8 pages of 512 bytes equal, a recycled one refused"
+    assert "8 pages of 512 bytes equal, a recycled one refused" in ipc.read_pages(pool, GPU_PROCESS, "cuda_ipc")
     report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=5)
     assert report.startswith("1 owners killed, ") and report.endswith("context works, no call failed")
     assert ipc.time_copies(pool, GPU_PROCESS).startswith("4 pages: ")
@@ -417,8 +418,3 @@ def test_what_a_killed_owner_does_to_its_reader_is_reported(monkeypatch: pytest.
     monkeypatch.setattr(pool, "load", load)
     report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=1)
     assert report.startswith("FINDING: the reader's context is lost after kill 0: CUDA error: unspecified launch")
-
-
-@pytest.mark.parametrize("check", [ipc.check_ipc_copy, ipc.check_ipc_kill, ipc.time_ipc])
-def test_the_checks_say_that_they_are_skipped_without_a_card(check: Callable[[torch.device], str]) -> None:
-    assert check(torch.device("cpu")) == "skipped: CUDA IPC needs a GPU"

@@ -1,13 +1,11 @@
 """Promises of the readers of all transports, then details of shared memory and gRPC."""
 
 import asyncio
-import os
 import random
 import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,20 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bench.gpu_checks.ipc import Exporter
-from bench.gpu_checks.ipc_exporter import page_content, recycle
+from bench.gpu_checks.ipc_exporter import Exporter, build_local, describe, page_content, recycle
 from engine.kv.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
-from kvtransfer.grpc_bytes import METHOD, GrpcReader, PageServer, cut_pages, decode, encode_data
-from kvtransfer.identity import PoolFacts, build_peer, build_rank
+from kvtransfer.grpc_bytes import METHOD, SERVICE, GrpcReader, PageServer, cut_pages, decode, encode_data
 from kvtransfer.layout import plan_runs
-from kvtransfer.opener import Opener
-from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, Transport
+from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.shm import ShmReader
+from kvtransfer.transports import open_reader as open_by_name
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
 from tests.support.fake_cuda import FakeGpu
+from tests.support.fake_workers import PATIENCE_S
 from tests.support.pool_process import (
     PARTS,
     WHOLE_BYTES,
@@ -42,17 +39,10 @@ from tests.support.pool_process import (
     find_share_of_page,
     recycle_ranks,
 )
-from wire.kv_layout import PagePart
 
-PATIENCE_S = 30.0
 NUM_REMOTE, NUM_LOCAL = 9, 7
 POOL_PROCESS = (sys.executable, "-m", "tests.support.pool_process")
 OWNER_WORDS = {"cuda_ipc": ("fake-gpu",), "shm": (), "nixl:cma": ("nixl",)}  # arguments of that process
-
-
-def peer(address: str = "p:1", num_pages: int = NUM_REMOTE, fd: int | None = 5) -> kv_pb2.Peer:
-    facts = PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, fd=fd, pages_offset=4096)
-    return build_peer("prefill", address, "P1", "host-1", facts, [build_rank(address, os.getpid())])
 
 
 class Owner:
@@ -73,8 +63,8 @@ class Owner:
         return PageRef(page, self.generations[page])
 
 
-def build_local(gpu: FakeGpu | None = None) -> Pool:
-    local = build_pool(NUM_LOCAL, gpu)
+def build_filled() -> Pool:
+    local = build_pool(NUM_LOCAL)
     for page in range(NUM_LOCAL):
         local.store([page], [np.full(local.page_bytes, 255 - page, np.uint8)])
     return local
@@ -88,11 +78,11 @@ def build_remote_pool() -> Pool:
 
 
 @asynccontextmanager
-async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]:
-    """A real server with the pool's pages; returns its address."""
+async def serving(add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
+    """A real server; returns its address."""
     server = build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    PageServer({incarnation: pool}).add_to(server)
+    add(server)
     await server.start()
     try:
         yield address
@@ -100,13 +90,19 @@ async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]
         await server.stop(None)
 
 
+def pages_of(pool: Pool) -> Callable[[grpc.aio.Server], None]:
+    return PageServer({"exporter": pool}).add_to
+
+
 @asynccontextmanager
-async def grpc_reader(address: str, store: PageStore | None = None, **others: Any) -> AsyncIterator[GrpcReader]:
-    reader = GrpcReader(peer(address, **others), store or build_local(), open_channel, PATIENCE_S)
-    try:
-        yield reader
-    finally:
-        await reader.close()
+async def grpc_reader(remote: Pool, local: Pool, add: Callable[[grpc.aio.Server], None]) -> AsyncIterator[GrpcReader]:
+    """Reads what `add` serves at the address of a peer with the pool `remote`."""
+    async with serving(add) as address:
+        reader = GrpcReader(build_local(local, "reader"), describe(build_local(remote), address))
+        try:
+            yield reader
+        finally:
+            await reader.close()
 
 
 @asynccontextmanager
@@ -114,9 +110,10 @@ async def open_owner(transport: str, num_ranks: int) -> AsyncIterator[Owner]:
     async with AsyncExitStack() as stack:
         if transport == "grpc":
             pools = build_ranks(NUM_REMOTE, num_ranks)
-            addresses = [await stack.enter_async_context(grpc_server(pool)) for pool in pools]
-            message = peer(addresses[0])
-            message.ranks.extend(build_rank(address, 1) for address in addresses[1:])
+            addresses = [await stack.enter_async_context(serving(pages_of(pool))) for pool in pools]
+            message = kv_pb2.Peer(
+                incarnation="exporter", num_pages=NUM_REMOTE, ranks=[kv_pb2.Rank(address=one) for one in addresses]
+            )
             yield Owner(message, partial(recycle_ranks, pools))
         else:
             words = [*POOL_PROCESS, *OWNER_WORDS[transport], f"ranks={num_ranks}"]
@@ -126,14 +123,14 @@ async def open_owner(transport: str, num_ranks: int) -> AsyncIterator[Owner]:
 
 @asynccontextmanager
 async def open_reader(transport: str, theirs: kv_pb2.Peer, local: Pool) -> AsyncIterator[Reader]:
-    opener = Opener(f"reader {local.rank}", local, open_channel, True, False, PATIENCE_S)
-    reader = await opener.open(cast(Transport, transport.partition(":")[0]), theirs)
+    ours = build_local(local, "reader")
+    reader = await open_by_name(ours, transport.partition(":")[0], theirs)
     assert reader.transport == transport
     try:
         yield reader
     finally:
         await reader.close()
-        opener.close()
+        ours.close()
 
 
 SIZES = [(name, size, ours) for name in (*OWNER_WORDS, "grpc") for size, ours in ((2, [1, 4]), (4, [2]))]
@@ -192,46 +189,33 @@ def check_sums(pool: Pool, refs: Sequence[PageRef], into: Sequence[int], their_s
         assert compute_checksums(pool, into, run.target, run.num_bytes) == sent
 
 
-class WatchedStore:
-    """The part of a PageStore that readers use. Keeps nothing; calls `on_store` with the pages."""
+def watched(on_store: Callable[[Sequence[int]], None]) -> Pool:
+    """A pool that keeps nothing and calls `on_store` with the pages."""
+    pool = build_pool(NUM_LOCAL)
 
-    num_pages, page_bytes, rank, num_ranks = NUM_LOCAL, 512, 0, 1
-    parts: tuple[PagePart, ...] = (PagePart(1, 512),)
-
-    def __init__(self, on_store: Callable[[Sequence[int]], None]) -> None:
-        self._on_store = on_store
-
-    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
+    def store(pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
         assert len(pages) == len(rows) and begin == 0
-        self._on_store(pages)
+        on_store(pages)
 
-
-def watched(on_store: Callable[[Sequence[int]], None]) -> PageStore:
-    return cast(PageStore, WatchedStore(on_store))
+    pool.store = store  # type: ignore[method-assign]
+    return pool
 
 
 async def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped() -> None:
-    local = build_local()
-    with ThreadPoolExecutor(1) as executor, Exporter(POOL_PROCESS, NUM_REMOTE) as owner:
+    local = build_filled()
+    ours = build_local(local, "reader")
+    with Exporter(POOL_PROCESS, NUM_REMOTE) as owner:
         owner.recycle(3)
-        reader = ShmReader(owner.peer, local, executor)
+        reader = ShmReader(ours, owner.peer)
+        assert not reader.is_gone()
         owner.kill()
+        assert reader.is_gone()
         await reader.read([PageRef(3, 1)], [0])
         assert np.array_equal(local.load([0])[0], page_content(3, 1, local.page_bytes))
         await reader.close()
         with pytest.raises(ReadError, match="cannot open the peer's pool /proc/") as error:
-            ShmReader(owner.peer, local, executor)
+            ShmReader(ours, owner.peer)
         assert error.value.reason == "transport"
-
-
-def test_a_pool_of_another_size_than_announced_is_refused() -> None:
-    """For files that are not pools see test_adversaries.py."""
-    why = rf"has {4096 + 512 * 9} bytes where {4096 + 512 * 10} were"
-    pool = build_pool(NUM_REMOTE)  # must live while its file is read
-    liar = peer(fd=pool.fd, num_pages=NUM_REMOTE + 1)
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError, match=why) as error:
-        ShmReader(liar, build_local(), executor)
-    assert error.value.reason == "layout"
 
 
 async def test_generations_are_read_after_the_copy_and_on_another_thread() -> None:
@@ -242,37 +226,14 @@ async def test_generations_are_read_after_the_copy_and_on_another_thread() -> No
             seen.append(("generation", threading.get_ident()))
             return 1
 
-    with ThreadPoolExecutor(1) as executor:
-        store = watched(lambda pages: seen.append(("copy", threading.get_ident())))
-        reader = ShmReader(peer(fd=pool.fd), store, executor)
-        reader._generations = Generations()  # type: ignore[assignment]
-        await reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4])
-        await reader.close()
+    store = watched(lambda pages: seen.append(("copy", threading.get_ident())))
+    reader = ShmReader(build_local(store, "reader"), describe(build_local(pool)))
+    reader._generations = Generations()  # type: ignore[assignment]
+    await reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4])
+    await reader.close()
     (_, copied_on), (_, read_on) = seen[0], seen[-1]
     assert [what for what, _ in seen] == ["copy", "generation", "generation"]
     assert copied_on != read_on == threading.get_ident()
-
-
-async def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it() -> None:
-    entered, leave = threading.Event(), threading.Event()
-    written, pool = list[int](), build_remote_pool()
-
-    def store(pages: Sequence[int]) -> None:
-        entered.set()
-        assert leave.wait(PATIENCE_S)
-        written.extend(pages)
-
-    with ThreadPoolExecutor(1) as executor:
-        reader = ShmReader(peer(fd=pool.fd), watched(store), executor)
-        reading = asyncio.create_task(reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4]))
-        assert await asyncio.to_thread(entered.wait, PATIENCE_S)
-        reading.cancel()
-        done, _ = await asyncio.wait([reading], timeout=0.05)
-        assert not done and not written, "close still waits for the copy"
-        leave.set()
-        await asyncio.wait([reading], timeout=PATIENCE_S)
-        assert reading.cancelled() and written == [3, 4]
-        await reader.close()
 
 
 @settings(max_examples=60)
@@ -296,31 +257,25 @@ def test_any_bytes_are_either_a_message_or_a_read_error(message: bytes) -> None:
         assert kv_pb2.ReadPagesResponse.FromString(message).data == bytes(part)
 
 
-@asynccontextmanager
-async def scripted_reader(answer: Callable[[], AsyncIterator[bytes]], local: Pool) -> AsyncIterator[GrpcReader]:
-    """A reader whose peer answers every Read with these messages."""
+def script(answer: Callable[[], AsyncIterator[bytes]]) -> Callable[[grpc.aio.Server], None]:
+    """A peer that answers every Read with these messages."""
 
     async def read(request: kv_pb2.ReadPagesRequest, context: object) -> AsyncIterator[bytes]:
         async for message in answer():
             yield message
 
-    server = build_server()
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     handler: grpc.RpcMethodHandler[kv_pb2.ReadPagesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
         cast(Any, read), request_deserializer=kv_pb2.ReadPagesRequest.FromString, response_serializer=None
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvPages", {"Read": handler}),))
-    await server.start()
-    async with grpc_reader(address, local) as reader:
-        yield reader
-    await server.stop(None)
+    services = (grpc.method_handlers_generic_handler(SERVICE, {"Read": handler}),)
+    return lambda server: server.add_generic_rpc_handlers(services)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 512, 1300, 1 << 20])
 async def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", chunk_bytes)
-    local, pool = build_local(), build_remote_pool()
-    async with grpc_server(pool) as address, grpc_reader(address, local) as reader:
+    local, pool = build_filled(), build_remote_pool()
+    async with grpc_reader(pool, local, pages_of(pool)) as reader:
         await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
     assert np.array_equal(local.load([1, 5, 2]), pool.load([8, 0, 3]))
 
@@ -328,8 +283,8 @@ async def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypa
 async def test_pages_over_grpc_are_stored_at_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", 700)  # so that pages begin and end within messages
     stored: list[tuple[list[int], int]] = []
-    store = watched(lambda pages: stored.append((list(pages), threading.get_ident())))
-    async with grpc_server(build_remote_pool()) as address, grpc_reader(address, store) as reader:
+    store, pool = watched(lambda pages: stored.append((list(pages), threading.get_ident()))), build_remote_pool()
+    async with grpc_reader(pool, store, pages_of(pool)) as reader:
         await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
     ((pages, thread),) = stored
     assert pages == [1, 5, 2] and thread != threading.get_ident()
@@ -366,59 +321,52 @@ async def test_a_peer_that_talks_nonsense_is_a_read_error(messages: list[bytes],
         for message in messages:
             yield message
 
-    local = build_local()
+    local = build_filled()
     others = local.load(range(1, NUM_LOCAL))
-    async with scripted_reader(answer, local) as reader:
+    async with grpc_reader(build_pool(NUM_REMOTE), local, script(answer)) as reader:
         with pytest.raises(ReadError, match=detail) as error:
             await reader.read([PageRef(0, 1)], [0])
         assert error.value.reason == "transport"
     assert np.array_equal(local.load(range(1, NUM_LOCAL)), others)
 
 
-async def test_the_server_refuses_another_incarnation_and_pages_outside_its_pool() -> None:
-    cases: list[tuple[str, int, int, str]] = [
-        ("P2", NUM_REMOTE, 0, "incarnation P1 was asked for; this worker is P2"),
-        ("P1", 1000, 999, f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"),  # a liar's message
-    ]
-    for incarnation, num_pages, page, detail in cases:
-        async with (
-            grpc_server(build_remote_pool(), incarnation) as address,
-            grpc_reader(address, num_pages=num_pages) as reader,
-        ):
-            with pytest.raises(ReadError, match=detail) as error:
-                await reader.read([PageRef(page, 1)], [0])
-            assert error.value.reason == "transport"
-
-
-async def test_the_server_refuses_bytes_outside_a_page() -> None:
-    async def ask(begin: int, num_bytes: int) -> bytes:
-        request = kv_pb2.ReadPagesRequest(incarnation="P1", pages=[8, 0], begin=begin, num_bytes=num_bytes)
+async def test_the_server_refuses_another_incarnation_and_what_is_outside_its_pool() -> None:
+    async def ask(incarnation: str = "exporter", page: int = 8, begin: int = 0, num_bytes: int = 512) -> bytes:
+        request = kv_pb2.ReadPagesRequest(incarnation=incarnation, pages=[page, 0], begin=begin, num_bytes=num_bytes)
         return b"".join([answer.data async for answer in call(request, timeout=PATIENCE_S)])
 
     pool, end = build_remote_pool(), 2**64 - 1
-    async with grpc_server(pool) as address, open_channel(address) as channel:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"incarnation": "P2"}, "incarnation P2 was asked for; this worker is exporter"),
+        *(({"page": page}, f"page {page} is outside the pool of {NUM_REMOTE} pages") for page in (9, 2**32 - 1)),
+        *(
+            ({"begin": begin, "num_bytes": count}, f"bytes {begin} to {begin + count} of a page of 512 bytes were")
+            for begin, count in ((0, 0), (100, 0), (0, 513), (1, 512), (512, 1), (end, 1), (0, end), (end, end))
+        ),
+    ]
+    async with serving(pages_of(pool)) as address, open_channel(address) as channel:
         call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, kv_pb2.ReadPagesResponse]
         call = channel.unary_stream(
             METHOD, kv_pb2.ReadPagesRequest.SerializeToString, kv_pb2.ReadPagesResponse.FromString
         )
-        for begin, count in ((0, 0), (100, 0), (0, 513), (1, 512), (512, 1), (end, 1), (0, end), (end, end)):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await ask(begin, count)
-            assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
-            said = f"bytes {begin} to {begin + count} of a page of 512 bytes were asked for"
-            assert refused.value.details() == said
-        assert await ask(100, 412) == pool.load([8, 0])[:, 100:].tobytes()
+        for wanted, detail in refused:
+            with pytest.raises(grpc.aio.AioRpcError, match=detail) as error:
+                await ask(**wanted)
+            is_other = "incarnation" in wanted
+            code = grpc.StatusCode.FAILED_PRECONDITION if is_other else grpc.StatusCode.OUT_OF_RANGE
+            assert error.value.code() is code
+        assert await ask(begin=100, num_bytes=412) == pool.load([8, 0])[:, 100:].tobytes()
 
 
 async def test_one_rank_that_is_gone_fails_the_whole_read() -> None:
     (local,) = build_ranks(NUM_LOCAL, 1)
     before = local.load(range(NUM_LOCAL))
     alive, dead = build_ranks(NUM_REMOTE, 2)
-    async with grpc_server(alive) as address:
-        async with grpc_server(dead) as gone:
-            theirs = peer(address)
-            theirs.ranks.add(address=gone, pid=1)
-            reader = GrpcReader(theirs, local, open_channel, PATIENCE_S)
+    async with serving(pages_of(alive)) as address:
+        async with serving(pages_of(dead)) as gone:
+            ranks = [kv_pb2.Rank(address=one) for one in (address, gone)]
+            theirs = kv_pb2.Peer(incarnation="exporter", num_pages=NUM_REMOTE, ranks=ranks)
+            reader = GrpcReader(build_local(local, "reader"), theirs)
             await reader.read([PageRef(0, 0)], [0])
         with pytest.raises(ReadError, match=rf"{gone}: UNAVAILABLE") as error:
             await reader.read([PageRef(0, 0)], [1])
@@ -431,7 +379,7 @@ async def test_one_rank_that_is_gone_fails_the_whole_read() -> None:
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
 async def test_a_read_that_hangs_can_be_ended(end: str) -> None:
-    has_begun, local = asyncio.Event(), build_local()
+    has_begun, local = asyncio.Event(), build_filled()
 
     async def answer() -> AsyncIterator[bytes]:
         yield encode_data(memoryview(bytes(100)))
@@ -439,7 +387,7 @@ async def test_a_read_that_hangs_can_be_ended(end: str) -> None:
         await asyncio.Event().wait()
 
     before = local.load(range(NUM_LOCAL))
-    async with scripted_reader(answer, local) as reader:
+    async with grpc_reader(build_pool(NUM_REMOTE), local, script(answer)) as reader:
         reading = asyncio.create_task(reader.read([PageRef(0, 1)], [0]))
         await asyncio.wait_for(has_begun.wait(), PATIENCE_S)
         if end == "cancel":

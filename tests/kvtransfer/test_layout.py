@@ -1,26 +1,28 @@
 """Which peers may exchange pages, by which transport, and which bytes each rank reads."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
-from kvtransfer.layout import Run, find_bad_ranks, find_mismatch, plan_runs
-from kvtransfer.reader import Transport, choose_transport
+from kvtransfer.cuda_ipc import GpuMemory
+from kvtransfer.layout import Run, build_layout, find_bad_ranks, find_mismatch, plan_runs
+from kvtransfer.reader import ReadError
+from kvtransfer.transports import TRANSPORTS, choose_transport
 from protos import kv_pb2
+from runtime.config_parts import Transport
 from tests.support.pool_process import find_share
 from wire.kv_layout import PagePart, page_bytes_of
 
-FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, 9, fd=5, pages_offset=4096)
-
 
 def peer(num_ranks: int = 1) -> kv_pb2.Peer:
-    return build_peer("prefill", "p:1", "P1", "near", FACTS, [build_rank("p:1", 1)] * num_ranks)
+    layout = build_layout(weights="weights-1", dtype="float32", num_layers=2, num_kv_heads=1, page_tokens=4, head_dim=8)
+    return kv_pb2.Peer(address="p:1", pid=1, layout=layout, ranks=[kv_pb2.Rank(address="p:1", pid=1)] * num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +50,21 @@ def test_protocol_ranges_must_overlap(ours: tuple[int, int], theirs: tuple[int, 
 def test_pages_in_another_order_are_of_another_version() -> None:
     theirs = peer().layout
     theirs.protocol_min = theirs.protocol_max = 1
-    assert find_mismatch(peer().layout, theirs) == "protocol versions do not overlap: 3-3 here, 1-1 there"
+    assert find_mismatch(peer().layout, theirs) == "protocol versions do not overlap: 4-4 here, 1-1 there"
 
 
 def build(
     pid: int, uuid: str | None = None, *, host: str = "near", handle: bytes = bytes(64), fd: int | None = 5,
     nixl: bool = False,
 ) -> kv_pb2.Peer:  # fmt: skip
-    """`uuid`: its pool's GPU, which can read itself and the GPU `near`."""
-    gpu = None if uuid is None else GpuFacts(uuid, handle, (uuid, "near"))
-    rank = build_rank("p:1", pid, gpu, kv_pb2.Nixl() if nixl else None)
-    return build_peer("prefill", "p:1", "P", host, replace(FACTS, fd=fd), [rank])
+    """`uuid`: its pool's GPU, which can read itself and the GPU `near`. All have NIXL; `nixl`: and let it read."""
+    entries = {"nixl": b"open" if nixl else b"", "grpc": b""}
+    if uuid is not None:
+        entries["cuda_ipc"] = GpuMemory(uuid, (uuid, "near"), handle).pack()
+    elif fd is not None:
+        entries["shm"] = b""
+    rank = kv_pb2.Rank(address="p:1", pid=pid, transports=entries)
+    return kv_pb2.Peer(address="p:1", pid=pid, host=host, pool_fd=fd, ranks=[rank])
 
 
 def together(first: kv_pb2.Peer, second: kv_pb2.Peer) -> kv_pb2.Peer:
@@ -71,7 +77,7 @@ NO_FILE, NO_HOST = "the peer's pool is not shared memory", "the workers share no
 NO_GPU, NO_HANDLE = "this worker's pool is not on a GPU", "no handle of its GPU memory"
 NO_NIXL, NO_ACCESS = "the peer's pool is not open to NIXL", "has no peer access to the peer's"
 GOOD = build(2, "near")
-CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  # ..., auto's choice, the obstacle
+CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, str, str, str | None]] = [  # ..., auto's choice, the obstacle
     (build(1), build(2), "shm", "shm", None),
     (build(1), build(2, host="far"), "shm", "grpc", NO_HOST),
     (build(1), build(2, fd=None), "shm", "grpc", NO_FILE),
@@ -98,7 +104,7 @@ CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  
 
 @pytest.mark.parametrize(("ours", "theirs", "wanted", "by_itself", "obstacle"), CHOICES)
 def test_the_choice_of_transport_names_what_stands_in_the_way(
-    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport, by_itself: str, obstacle: str | None
+    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: str, by_itself: str, obstacle: str | None
 ) -> None:  # fmt: skip
     used, why = choose_transport(ours, theirs, wanted, False)
     assert used == (by_itself if obstacle else wanted)
@@ -113,10 +119,21 @@ def test_the_choice_of_transport_names_what_stands_in_the_way(
 
 
 def test_a_worker_without_nixl_says_so() -> None:
-    theirs, why = build(2, host="far", nixl=True), "NIXL is not installed"
-    assert choose_transport(build(1), theirs, "auto", False, why)[0] == "grpc"
-    with pytest.raises(ValueError, match=f"^nixl is not possible with p:1: {why}; .* to use grpc$"):
-        choose_transport(build(1), theirs, "nixl", True, why)
+    ours, theirs, why = build(1), build(2, host="far", nixl=True), "NIXL is not installed"
+    del ours.ranks[0].transports["nixl"]
+    assert choose_transport(ours, theirs, "auto", False)[0] == "grpc"
+    with pytest.raises(ValueError, match=f"^nixl is not possible with p:1: {why}: .* to use grpc$"):
+        choose_transport(ours, theirs, "nixl", True)
+
+
+def test_every_transport_can_be_wanted_and_a_malformed_entry_is_refused() -> None:
+    assert get_args(Transport) == ("auto", *(one.name for one in TRANSPORTS))
+    for entry in (b"no msgpack", msgspec.msgpack.encode(["a list"]), msgspec.msgpack.encode({"uuid": "a"})):
+        theirs = build(2, "near")
+        theirs.ranks[0].transports["cuda_ipc"] = entry
+        with pytest.raises(ReadError, match="the peer's entry for cuda_ipc is malformed") as error:
+            choose_transport(build(1, "a"), theirs, "auto", False)
+        assert error.value.reason == "layout"
 
 
 PAGE_PARTS = st.lists(st.builds(PagePart, st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=2)

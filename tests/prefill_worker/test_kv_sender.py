@@ -38,7 +38,7 @@ async def test_kv_is_handed_over_page_by_page(transport: Transport) -> None:
         )
         assert transferred == expected_bytes, "each page once"
         assert decode.metrics.registry.get_sample_value("baton:prompt_tokens_total") == 0
-        assert decode.receiver.transports() == {prefill.peer.address: transport}
+        assert decode.peers.transports() == {prefill.peer.address: transport}
 
 
 async def test_many_requests_at_once_share_steps_and_pages() -> None:
@@ -70,13 +70,6 @@ async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
         assert "dtype differs: 'float32' here, 'bfloat16' there" in detail
         assert prefill.peer.address in detail and decode.peer.address in detail
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
-
-
-async def test_a_transport_that_cannot_be_had_is_refused() -> None:
-    async with workers("shm") as (opened, prefill, _decode):
-        prefill.peer.ClearField("pool_fd")
-        _code, detail = await refusal(prefill.run(await opened.reserve(1, PROMPT), PROMPT))
-        assert "shm is not possible" in detail and "not shared memory" in detail
 
 
 async def test_a_decode_worker_that_cannot_be_reached_fails_the_run_and_not_the_prefill_worker() -> None:
@@ -123,7 +116,7 @@ async def test_a_restarted_prefill_worker_takes_the_place_of_the_old_one(transpo
             ticket = await opened.reserve(3, [*OTHER, 1][1:])
             response = await opened.stub.Offer(offer_of(before, ticket))
             assert (response.accepted, response.reason) == (False, "handshake")
-            assert len(decode.receiver.transports()) == 1
+            assert len(decode.peers.transports()) == 1
 
 
 async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leaks_nothing() -> None:
@@ -142,7 +135,7 @@ async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leak
         offering = asyncio.ensure_future(opened.stub.Offer(offer_of(prefill, ticket)))
         assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
         prefill.pool.load = load  # type: ignore[method-assign]
-        decode.receiver._peers[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
+        decode.peers._known[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck.set()
         response = await offering
@@ -193,7 +186,7 @@ async def test_a_run_cancelled_in_the_middle_of_an_offer_frees_pages_on_both_sid
     async with workers("shm") as (opened, prefill, decode):
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck = threading.Event()
-        decode.receiver._openers[0]._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+        decode.peers._pools[0].local.executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
         ticket = await opened.reserve(1, PROMPT)
         call = prefill.run(ticket, PROMPT)
         running = asyncio.ensure_future(call)

@@ -10,15 +10,9 @@ import pytest
 
 from protos import decode_pb2
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
-from runtime.hardware import (
-    available_memory_bytes,
-    num_cores,
-    resolve_context,
-    resolve_pool,
-    resolve_threads,
-)
 from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
 from worker.limits import complete
+from worker.pool_size import resolve_pools
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
@@ -140,11 +134,6 @@ def test_traces_need_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         ServeConfig(otlp_endpoint="http://a:4318")
 
 
-def test_settings_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ServeConfig().port = 1  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("port", "grpc_port", "expected"), [(8000, None, 8001), (0, None, 0), (65535, None, 0), (8000, 0, 0), (1, 9, 9)]
 )
@@ -152,43 +141,27 @@ def test_the_grpc_port_follows_the_rest_port(port: int, grpc_port: int | None, e
     assert ServeConfig(port=port, grpc_port=grpc_port).grpc_listen_port == expected
 
 
-def test_threads_default_to_all_cores() -> None:
-    assert resolve_threads(0, 8) == 8
-    assert resolve_threads(3, 8) == 3
-    assert num_cores() >= 1
+@pytest.mark.parametrize(
+    ("config", "available_mib", "pages"),
+    [
+        (DecodeConfig(max_running=4), 100_000, 4 * 63),  # room for every session
+        (DecodeConfig(max_running=64, kv_memory_share=0.25), 1000, 250),
+        (DecodeConfig(kv_memory_mib=77), 10, 77),
+        (DecodeConfig(kv_memory_mib=62), 100, 0),
+        (DecodeConfig(), 100, 0),
+    ],
+)
+def test_pages_of_a_pool_in_main_memory(config: DecodeConfig, available_mib: int, pages: int) -> None:
+    """A page of 16 tokens is 1 MiB here, a context of 1000 tokens 63 pages. With less it is refused."""
 
+    def resolve() -> int:
+        return resolve_pools(complete(config, None, None), 1000, 1 << 20, 1, None, available_mib << 20)[0]
 
-def test_the_context_is_the_models_or_a_smaller_one() -> None:
-    assert resolve_context(0, 2048) == 2048
-    assert resolve_context(100, 2048) == 100
-    with pytest.raises(ConfigError, match="--max-context-tokens 2048 or less"):
-        resolve_context(4096, 2048)
-
-
-class TestNumPages:
-    """The size of a pool. A page of 16 tokens is 1 MiB here."""
-
-    @staticmethod
-    def resolve(config: DecodeConfig, available_mib: int) -> int:
-        completed = complete(config, None, None)
-        return resolve_pool(completed, 1000, 1 << 20, 1, None, available_mib << 20)  # one context is 63 pages
-
-    def test_automatic_is_room_for_every_session_when_memory_allows(self) -> None:
-        assert self.resolve(DecodeConfig(max_running=4), 100_000) == 4 * 63
-
-    def test_automatic_stays_within_its_share(self) -> None:
-        assert self.resolve(DecodeConfig(max_running=64, kv_memory_share=0.25), 1000) == 250
-
-    def test_what_is_asked_for_is_taken(self) -> None:
-        assert self.resolve(DecodeConfig(kv_memory_mib=77), 10) == 77
-
-    @pytest.mark.parametrize("config", [DecodeConfig(kv_memory_mib=62), DecodeConfig()])
-    def test_less_than_one_context_is_refused_with_what_would_do(self, config: DecodeConfig) -> None:
+    if pages:
+        assert resolve() == pages
+    else:
         with pytest.raises(ConfigError, match="--kv-memory-mib 63 or more"):
-            self.resolve(config, 100)
-
-    def test_this_machine_has_memory(self) -> None:
-        assert available_memory_bytes() > 0
+            resolve()
 
 
 class TestDocument:

@@ -17,9 +17,10 @@ from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE, Device
-from runtime.gpus import VISIBLE, Driver, ask_driver, list_visible
-from runtime.hardware import GpuRoom, resolve_pool
+from runtime.gpus import VISIBLE, Driver, ask_driver, find_linked, list_visible
 from runtime.settings import ConfigError
+from worker.limits import GpuRoom
+from worker.pool_size import resolve_pools
 
 GIB = 1 << 30
 COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6))  # prefill workers, decode workers, GPUs
@@ -31,11 +32,21 @@ int nvmlInit_v2(void) { return FAILS; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version, "580.65.06", length); return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    if (strncmp(uuid, "GPU-", 4) || strstr(uuid, "GPU-GPU-")) return 2;
+    *handle = (void *)(long)uuid[4];
+    return 0;
+}
+int nvmlDeviceGetP2PStatus(void *one, void *other, int index, int *status) {
+    if (!one || !other) return 2;
+    *status = index == 2 && (long)one + (long)other == 'a' + 'c' ? 0 : 3;
+    return 0;
+}
 """
 
 
 def build_nvml(folder: Path, fails: bool) -> str:
-    """A library with NVML's four calls, in place of the driver's."""
+    """A library with NVML's calls, in place of the driver's."""
     source, library = folder / "nvml.c", folder / f"libnvml-{fails}.so"
     source.write_text(NVML_SOURCE)
     command = ["cc", "-shared", "-fPIC", f"-DFAILS={int(fails)}", str(source), "-o", str(library)]
@@ -49,14 +60,17 @@ def build_proc(folder: Path, num_gpus: int) -> Path:
     return folder / "gpus"
 
 
-def test_the_driver_is_asked_by_nvml_and_else_by_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_asked_by_nvml_and_else_by_proc_and_says_which_gpus_nvlink_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpus, "PROC", build_proc(tmp_path, 3))
     monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=False))
     assert ask_driver() == Driver(2, "580.65.06")
+    assert find_linked(["a", "GPU-b", "c"]) == ((0, 2),)
     monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=True))
     assert ask_driver() == Driver(3, "")
     monkeypatch.setattr(gpus, "NVML", "libbaton-has-no-such.so.1")
-    assert ask_driver() == Driver(3, "")
+    assert (ask_driver(), find_linked(["a", "b", "c"])) == (Driver(3, ""), ())
     monkeypatch.setattr(gpus, "PROC", tmp_path / "none")
     assert ask_driver() == Driver(0, "")
 
@@ -139,7 +153,7 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
     used: Counter[int] = Counter()
     for plan in plan_workers(config, tuple(map(str, range(num_gpus)))):
         try:
-            pages = resolve_pool(replace(plan.settings, max_running=64), 64, page_bytes, tp[0], room, 0)
+            pages, _ = resolve_pools(replace(plan.settings, max_running=64), 64, page_bytes, tp[0], room, 0)
         except ConfigError:
             continue  # it does not start, and takes nothing
         assert pages >= 4
@@ -211,7 +225,7 @@ def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
 ) -> None:
     config, room = DecodeConfig(gpu_memory_share=share, max_running=64), GpuRoom(70 * GIB, weights_gib * GIB, 2 * GIB)
     with pytest.raises(ConfigError) as caught:
-        resolve_pool(config, context_tokens, 2 << 20, 1, room, 0)
+        resolve_pools(config, context_tokens, 2 << 20, 1, room, 0)
     said = str(caught.value)
     assert f": set {advice}" in said
     numbers = ("131072 tokens take 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
@@ -229,7 +243,7 @@ def test_a_pool_that_is_set_stays_within_the_share(mib: int, advice: str) -> Non
     config = DecodeConfig(gpu_memory_share=0.5, kv_memory_mib=mib, max_running=4)
     room = GpuRoom(16 * GIB, 2 * GIB, 2 * GIB)
     with pytest.raises(ConfigError, match=f"kv_memory_mib={mib} cannot be used: 16384 tokens .*: set {advice}$"):
-        resolve_pool(config, 16_384, 2 << 20, 1, room, 0)
+        resolve_pools(config, 16_384, 2 << 20, 1, room, 0)
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 4096))
@@ -239,7 +253,7 @@ def test_main_memory_is_that_of_all_ranks_and_a_gpu_that_of_one(num_ranks: int, 
     def resolve(page_bytes: int, num_ranks: int, room: GpuRoom | None) -> int:
         config = DecodeConfig(kv_memory_mib=mib, max_running=2000, kv_memory_share=0.25, tp=num_ranks)
         try:
-            return resolve_pool(config, 4096, page_bytes, num_ranks, room, host_bytes)
+            return resolve_pools(config, 4096, page_bytes, num_ranks, room, host_bytes)[0]
         except ConfigError:
             return 0
 

@@ -65,9 +65,6 @@ def open_unwritable(kind: str) -> int:
     return writing
 
 
-unwritable = pytest.mark.parametrize("kind", ["full disk", "reader gone"])
-
-
 @pytest.mark.parametrize("kind", ["full disk", "reader gone"])
 @pytest.mark.parametrize("script", [LOGS, TAP, SCREEN], ids=["logs", "tap", "screen"])
 def test_work_goes_on_when_nothing_can_be_written(kind: str, script: str) -> None:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cli.certs import build_files, certs
 from cli.plan import plan_gateway, plan_workers
 from cli.service import CommandError
-from gateway.ring.fleet import Fleet
+from gateway.router.fleet import Fleet
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig

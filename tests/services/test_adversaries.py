@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -11,6 +10,7 @@ from typing import cast
 import grpc
 import pytest
 
+from bench.gpu_checks.ipc_exporter import build_local
 from kvtransfer.reader import ReadError
 from kvtransfer.shm import ShmReader
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
@@ -127,11 +127,11 @@ async def test_handshakes_that_lie_are_refused(
     for lie in lies:
         code = await shake_hands(stub, prefill.peer, **lie)
         assert code is grpc.StatusCode.FAILED_PRECONDITION, lie
-    decode.receiver._openers[0]._timeout_s = 1.0  # resolving them may get no answer
+    decode.peers._pools[0].local.timeout_s = 1.0  # resolving them may get no answer
     for address in ("", "unix:/etc/passwd", "127.0.0.1:1", "127.0.0.1", "a b", "x\0y", "%41:1", "[::1]:1"):
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
-    assert decode.receiver.transports() == {}
+    assert decode.peers.transports() == {}
 
 
 async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie: object) -> grpc.StatusCode:
@@ -180,11 +180,11 @@ def opened_file(kind: str, folder: Path, size: int) -> Iterator[int]:
 def test_only_sealed_memory_is_mapped(kind: str, tmp_path: Path) -> None:
     store = build_pool(NUM_PAGES)
     size = store.pages_offset + NUM_PAGES * store.page_bytes
-    with opened_file(kind, tmp_path, size) as fd, ThreadPoolExecutor(1) as executor:
+    with opened_file(kind, tmp_path, size) as fd:
         peer = kv_pb2.Peer(pool_fd=fd, num_pages=NUM_PAGES, pages_offset=store.pages_offset)
         peer.ranks.add(pid=os.getpid())
         with pytest.raises(ReadError) as refusal:
-            ShmReader(peer, store, executor)
+            ShmReader(build_local(store, "reader"), peer)
     assert refusal.value.reason in ("layout", "transport")
     assert "pool" in refusal.value.detail
 

@@ -121,7 +121,7 @@ class Landed:
             return await take(offer, known, targets)
 
         def note(session: int, end: int, now: float, num_slots: int = 0) -> None:
-            landed = load(decode, self._targets.pages, self._targets.slots)
+            landed = load(decode, *self._targets)
             for there, here in zip(self._sent.pop((session, end)), landed, strict=True):
                 assert np.array_equal(there, here)
             self.num_slots += num_slots

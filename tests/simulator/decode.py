@@ -4,14 +4,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
+import grpc
+
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import _job as build_params
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.speculator import Speculator
-from gateway.ring.request_steps import Refused
 from kvtransfer import reader
 from protos import decode_pb2, kv_pb2
+from runtime import rpc
+from runtime.virtual_time import refusal
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import Memory, Offer
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
@@ -126,16 +129,16 @@ class SimDecode(SimWorker):
 
     def reserve(self, request: decode_pb2.ReserveRequest, answer: Answer) -> None:
         if request.gateway not in self._streams:
-            answer(Refused("decode", "absent", "no Steps stream"))
+            answer(refusal(grpc.StatusCode.FAILED_PRECONDITION, "no Steps stream"))
             return
         params = build_params(request, *self._speculator.resolve(request.speculation.drafter, 0), None)
         try:
             sequence = self.scheduler.admit(params, self.world.now)
         except NoRoomError as error:
-            answer(Refused("decode", "no room", str(error)))
+            answer(refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (rpc.REFUSED_FOR, rpc.NO_ROOM)))
             return
         except NeverFitsError as error:
-            answer(Refused("decode", "invalid", str(error)))
+            answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
             return
         self.loop.thread.wake()
         self.check_kv(sequence)
@@ -145,9 +148,10 @@ class SimDecode(SimWorker):
         )  # fmt: skip
         answer(decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING))
 
-    def abort(self, gateway: str, handle: int) -> None:
-        self.scheduler.abort(gateway, [handle])
+    def abort(self, request: decode_pb2.AbortRequest, answer: Answer) -> None:
+        self.scheduler.abort(request.gateway, set(request.handles))
         self.loop.thread.wake()
+        answer(decode_pb2.AbortResponse())
 
     def handshake(self, address: str, incarnation: str, memory: Memory, answer: Answer) -> None:
         self._peers[address] = (incarnation, memory)

@@ -1,288 +1,188 @@
-"""A gateway: the real queue, routing, request machine, attempts and worker states, with virtual calls and clients.
+"""A gateway: the real router, fleet and clients of workers on a virtual loop; its channels go through the world."""
 
-It makes the calls they decide on, as admission.py, attempt.py and the links do, and nothing more.
-"""
-
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from gateway.ring.attempt_state import AttemptState
-from gateway.ring.decode_state import DecodeState
-from gateway.ring.generation import Tokens
-from gateway.ring.queue import Queue, Waiter
-from gateway.ring.reasons import Reason, as_error
-from gateway.ring.request_machine import Phase, Request
-from gateway.ring.request_steps import Event, Refused, update_of
-from gateway.ring.routing import Router
-from gateway.ring.worker_state import RETRY_S, WorkerState
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gateway.errors import ApiError
+from gateway.router.autoscaling import Goals
+from gateway.router.engine_client import TokenizedRequest
+from gateway.router.fleet import Fleet
+from gateway.router.placer import Placer
+from gateway.router.router import Router
 from protos import decode_pb2, prefill_pb2
+from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
-from tests.simulator.values import Client, Work
-from tests.simulator.world import Action, Failure, Process, ViolationError, World
+from tests.simulator.values import Client
+from tests.simulator.world import Failure, Process, ViolationError, World
 
 HEARTBEAT_S = 3.0  # polls are a third of it apart, at most POLL_S
 STALL_S = 60.0
 PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
+MAX_QUEUE = 100
+GOALS = Goals(1.0, 0.8)
+GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class SimGateway(Process):
-    """One gateway and everything it owns."""
+    """One gateway and its clients."""
 
     def __init__(
         self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode],
         local_prefill_max_tokens: int, uses_cache: bool,
     ) -> None:  # fmt: skip
-        self._prefills = {worker.name: worker for worker in prefills}
-        self._decodes = {worker.name: worker for worker in decodes}
+        self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
         self._routing = (local_prefill_max_tokens, uses_cache)
-        self.num_open = 0  # requests announced and not ended; while it is 0, no worker is polled
+        self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
 
     def boot(self) -> None:
-        limits = HEARTBEAT_S, STALL_S
-        decodes = [DecodeState(name, *limits) for name in self._decodes]
-        self.states: list[WorkerState] = [*(WorkerState("prefill", name, *limits) for name in self._prefills), *decodes]
-        self.queue = Queue(self.states, Router(*self._routing), 1, PATIENCE_S)
-        self.queue.on_change = self._pump
-        self.works: list[Work] = []
-        self._is_changed = True  # changed since the last check
+        world, epoch = self.world, self.epoch
+        self.loop = VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
+        self.fleet = Fleet(
+            list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time
+        )
+        self.placer = Placer(*self._routing)
+        self.router = Router(
+            self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), GOALS, self.placer, self.loop.time
+        )
+        self.queue = self.router._queue
+        self.tasks: dict[Client, asyncio.Task[str]] = {}
         self._arriving: list[Client] = []  # connected, not yet read
-        self._polled: set[WorkerState] = set()  # polls in flight
-        self._names = 0
-        for state in self.states:
-            state.on_change = self._pump
-            self._start(state)
+        self._seen: tuple[int, ...] = ()
+        self._num_names = 0
+        self.loop.run(self.fleet.start)
 
-    def _start(self, state: WorkerState) -> None:
-        if isinstance(state, DecodeState):
-            state.on_unwanted = lambda: self._abort(state)
-        if self.num_open:
-            self._poll(state)
-            if isinstance(state, DecodeState):
-                self._open_stream(state)
-        state.on_hurry = lambda: self._plan_poll(state)
+    def _open_channel(self, address: str, server_name: str = "") -> Any:
+        if address in self._decodes:
+            return DecodeChannel(self, self._decodes[address])
+        return PrefillChannel(self, self._prefills[address])
+
+    def new_name(self) -> int:
+        self._num_names += 1
+        return self._num_names
 
     def check(self) -> None:
-        if not self._is_changed:
+        seen = self.queue.num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
+        if seen == self._seen:
             return
-        self._is_changed = False
+        self._seen = seen
         self.queue.check()
-        waiting = {work.waiter for work in self.works}
-        if self.queue.num_waiting + self.queue.num_placed > len(waiting):
+        if self.queue.num_waiting + self.queue.num_placed > len(self.tasks):
             raise ViolationError(f"{self.name} keeps places of requests that are over")
 
     def crash(self) -> None:
-        for client in [*(work.client for work in self.works), *self._arriving]:
+        clients, self.tasks = [*self.tasks, *self._arriving], {}
+        for client in clients:
             self._dismiss(client, "gateway died")
-        self.works = []
         super().crash()
+        self.loop.kill()
 
-    def _new_name(self) -> int:
-        self._names += 1
-        return self._names
-
-    # -- workers -------------------------------------------------------------------------------------------------
-
-    def _poll(self, state: WorkerState) -> None:
-        worker = (self._prefills if state.role == "prefill" else self._decodes)[state.address]
-
-        def learn(status: Any) -> None:
-            self._polled.discard(state)
-            if isinstance(status, Failure):
-                state.miss("is silent", self.world.now)
-            else:
-                state.learn(status, self.world.now)
-            self._plan_poll(state)
-
-        self._polled.add(state)
-        self.world.call(self, worker, lambda answer: answer(worker.status()), learn, HEARTBEAT_S)
-
-    def _plan_poll(self, state: WorkerState) -> None:
-        moment = state.next_poll
-
-        def poll() -> None:
-            if state.next_poll == moment and state not in self._polled:
-                self._poll(state)
-
-        if self.num_open and state not in self._polled:
-            self.later(max(moment - self.world.now, 0.0), poll)
-
-    def _open_stream(self, state: DecodeState) -> None:
-        """As DecodeLink does."""
-        if not self.num_open:
-            return
-        worker, name = self._decodes[state.address], f"{self.incarnation}.{self._new_name()}"
-
-        def retry() -> None:
-            if state.stream == name:
-                state.close_stream("lost its stream")
-            self.later(RETRY_S, lambda: self._open_stream(state))
-
-        def opened(incarnation: Any) -> None:
-            if isinstance(incarnation, Failure):
-                stream.break_off(worker)
-                retry()
-            elif not stream.is_broken:
-                state.open_stream(name, incarnation)
-
-        def on_delta(delta: decode_pb2.SessionDelta) -> None:
-            if state.stream == name:
-                state.deliver(delta, self.world.now)
-
-        stream = Stream(name, self, on_delta, lambda: retry() if state.stream == name else None)
-        self.world.call(self, worker, lambda answer: worker.steps(stream, answer), opened, HEARTBEAT_S)
-
-    def _abort(self, state: DecodeState) -> None:
-        worker, stream = self._decodes[state.address], state.stream
-        for handle in state.take_unwanted():
-            self.world.send(self, worker, lambda handle=handle: worker.abort(stream, handle))  # type: ignore[misc]
-
-    # -- requests ------------------------------------------------------------------------------------------------
-
-    def connect(self, client: Client, submit: Action) -> None:
+    def connect(self, client: Client, wanted: TokenizedRequest) -> None:
         """A client connects; a paused gateway notices later, a dead one never."""
         if self.is_up:
             self._arriving.append(client)
-            self.later(0.0, submit)
+            self.later(0.0, lambda: self._submit(client, wanted))
         else:
             self._dismiss(client, "refused")
+
+    def _submit(self, client: Client, wanted: TokenizedRequest) -> None:
+        self._arriving.remove(client)
+        task = self.tasks[client] = self.loop.create_task(self._serve(client, wanted))
+        task.add_done_callback(lambda task: self._end(client, task))
+
+    async def _serve(self, client: Client, wanted: TokenizedRequest) -> str:
+        """How it ended."""
+        try:
+            with self.router.admit(1) as admitted:
+                async with aclosing(self.router.generate(wanted, admitted)) as stream:
+                    async for tokens in stream:
+                        self.world.note("tokens", client.name, tokens)
+                        client.take(tokens)
+        except ApiError as error:
+            return f"error {error}"
+        return "answer"
+
+    def _end(self, client: Client, task: asyncio.Task[str]) -> None:
+        if self.tasks.pop(client, None) is not None:  # else the gateway died
+            self._dismiss(client, "left" if task.cancelled() else task.result())
+
+    def leave(self, client: Client) -> None:
+        """The client disconnects."""
+        if client in self.tasks:
+            self.tasks[client].cancel()
 
     def _dismiss(self, client: Client, how: str) -> None:
         client.finish(how, self.world.now)
         self.num_open -= 1
 
-    def submit(self, request: Request, client: Client) -> None:
-        self._arriving.remove(client)
-        work = Work(request, client)
-        self.works.append(work)
-        self.later(request.deadline - self.world.now, lambda: self._time_out(work))
-        self._enqueue(work)
 
-    def leave(self, client: Client) -> None:
-        """The client disconnects."""
-        for work in [work for work in self.works if work.client is client]:
-            self._let_go(work)
-            self._end(work, "left")
+class SimChannel(MemoryChannel):
+    """From one incarnation of a gateway to a worker."""
 
-    def _enqueue(self, work: Work) -> None:
-        work.waiter = self.queue.join(work.request)
-        self._pump()
+    def __init__(self, gateway: SimGateway, worker: Any) -> None:
+        self.gateway, self.worker, self.epoch = gateway, worker, gateway.epoch
 
-    def _pump(self) -> None:
-        """Like Admission.pump: requests notice a decision a moment later. Called whenever places change."""
-        self._is_changed = True
-        for waiter in self.queue.decide(self.world.now):
-            self.later(0.0, lambda waiter=waiter: self._begin(waiter))  # type: ignore[misc]
+    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> Any:
+        return await self.call(lambda answer: answer(self.worker.status()), timeout)
 
-    def _begin(self, waiter: Waiter) -> None:
-        work = next((work for work in self.works if work.waiter is waiter), None)
-        if work is None:
-            return
-        if waiter.reason is not None:
-            self._refuse(work, waiter.reason)
-            return
-        attempt = work.attempt = AttemptState(self.queue, waiter)
-        attempt.session.on_event = lambda: self._read_inbox(work)
-        self._reserve(work, attempt, attempt.begin(self.world.now))
+    async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:
+        """As a stub's call. It never ends once the gateway has no requests, so that the world comes to rest."""
+        gateway = self.gateway
+        answered: asyncio.Future[Any] = gateway.loop.create_future()
 
-    def _refuse(self, work: Work, reason: Reason) -> None:
-        work.request.step(reason, self.world.now)
-        self._let_go(work)
-        self._go_on(work)
+        def take(answer: Any) -> None:
+            if not answered.done():
+                answered.set_result(answer)
 
-    def _time_out(self, work: Work) -> None:
-        if work not in self.works:
-            return
-        if work.attempt is None:
-            self._refuse(work, Reason("not ready", "no worker had room"))
-        elif work.request.phase is Phase.RUNNING:
-            self._read_inbox(work)
-        else:
-            self.later(0.1, lambda: self._time_out(work))
+        if gateway.num_open and self.epoch == gateway.epoch:
+            gateway.world.call(gateway, self.worker, serve, take, timeout_s)
+        answer = await answered
+        if isinstance(answer, Failure):
+            raise refusal(LATE if answer.why == "deadline" else GONE, answer.why)
+        if isinstance(answer, grpc.aio.AioRpcError):
+            raise answer
+        return answer
 
-    def _read_inbox(self, work: Work) -> None:
-        """Like Attempt.next."""
-        while work.attempt is not None and work.request.phase is Phase.RUNNING:
-            event = work.attempt.next_event(self.world.now)
-            if event is None:
-                return
-            self._step(work, update_of(event) if isinstance(event, decode_pb2.SessionDelta) else event)
 
-    def _step(self, work: Work, event: Event) -> None:
-        """Apply the attempt's decision on `event`."""
-        attempt, request = work.attempt, work.request
-        assert attempt is not None
-        self.world.note("request", work.client.name, request.attempt, request.phase.value, event)
-        for command in attempt.step(event, self.world.now):
-            if isinstance(command, Tokens):
-                work.client.take(command)
-            else:
-                self._prefill(work, attempt, command)
-        if not attempt.is_open:
-            self._let_go(work)
-            self._go_on(work)
+class PrefillChannel(SimChannel):
+    """Its verbs are those of prefill.proto."""
 
-    def _go_on(self, work: Work) -> None:
-        """After an attempt: retry, or end."""
-        failure = work.request.failure
-        if work.request.phase is Phase.WAITING:
-            self._enqueue(work)
-        else:
-            self._end(work, f"error {as_error(failure)}" if failure else "answer")
+    async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> Any:
+        gateway, worker, name = self.gateway, self.worker, self.gateway.new_name()
+        caller = (gateway.name, self.epoch)
+        try:
+            return await self.call(lambda answer: worker.run(name, caller, request, timeout, answer), timeout)
+        except asyncio.CancelledError:
+            if self.epoch == gateway.epoch:
+                gateway.world.send(gateway, worker, lambda: worker.cancel(name))
+            raise
 
-    def _end(self, work: Work, how: str) -> None:
-        self.works.remove(work)
-        self._dismiss(work.client, how)
 
-    # -- one attempt ---------------------------------------------------------------------------------------------
+class DecodeChannel(SimChannel):
+    """Its verbs are those of decode.proto."""
 
-    def _reserve(self, work: Work, attempt: AttemptState, request: decode_pb2.ReserveRequest) -> None:
-        state = attempt.places.decode
-        worker = self._decodes[state.address]
+    async def Reserve(self, request: decode_pb2.ReserveRequest, timeout: float) -> Any:
+        return await self.call(lambda answer: self.worker.reserve(request, answer), timeout)
 
-        def answered(answer: Any) -> None:
-            if work.attempt is not attempt:  # it has ended meanwhile
-                return
-            if isinstance(answer, Failure):
-                if answer.why != "deadline":
-                    state.doubt(self.world.now)
-                answer = Refused("decode", "absent", answer.why)
-            self._step(work, answer)
-            self._read_inbox(work)
+    async def Abort(self, request: decode_pb2.AbortRequest, timeout: float) -> Any:
+        return await self.call(lambda answer: self.worker.abort(request, answer), timeout)
 
-        timeout = min(HEARTBEAT_S, self._remaining(work))
-        self.world.call(self, worker, lambda answer: worker.reserve(request, answer), answered, timeout)
-
-    def _prefill(self, work: Work, attempt: AttemptState, request: prefill_pb2.RunRequest) -> None:
-        assert attempt.places.prefill is not None
-        worker = self._prefills[attempt.places.prefill.address]
-        call = work.run_call = self._new_name()
-        me, timeout = (self.name, self.epoch), self._remaining(work)
-
-        def answered(answer: Any) -> None:
-            if work.attempt is attempt:
-                work.run_call = 0
-                attempt.take_prefill(
-                    Refused("prefill", "failed", answer.why) if isinstance(answer, Failure) else answer
-                )
-
-        self.world.call(self, worker, lambda answer: worker.run(call, me, request, timeout, answer), answered, timeout)
-
-    def _remaining(self, work: Work) -> float:
-        return max(work.request.deadline - self.world.now, 0.001)
-
-    def _let_go(self, work: Work) -> None:
-        """As at the end of an attempt or a wait: removes its state here, and soon on the workers."""
-        attempt, work.attempt = work.attempt, None
-        waiter, work.waiter = work.waiter, None
-        if attempt is None and waiter is not None:
-            self.queue.leave(waiter)
-        if attempt is None:
-            return
-        if work.run_call and attempt.places.prefill is not None:
-            prefill, call = self._prefills[attempt.places.prefill.address], work.run_call
-            work.run_call = 0
-            self.world.send(self, prefill, lambda: prefill.cancel(call))
-        attempt.close()
+    async def Steps(self, request: decode_pb2.StepsRequest) -> AsyncIterator[decode_pb2.StepEvents]:
+        arrived: asyncio.Queue[decode_pb2.SessionDelta | None] = asyncio.Queue()
+        stream = Stream(request.gateway, self.gateway, arrived.put_nowait, lambda: arrived.put_nowait(None))
+        try:
+            incarnation = await self.call(lambda answer: self.worker.steps(stream, answer), HEARTBEAT_S)
+        except grpc.aio.AioRpcError:
+            stream.break_off(self.worker)
+            raise
+        yield decode_pb2.StepEvents(incarnation=incarnation)
+        while (delta := await arrived.get()) is not None:
+            yield decode_pb2.StepEvents(deltas=[delta])
+        raise refusal(GONE, "lost its stream")

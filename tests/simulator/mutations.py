@@ -5,16 +5,14 @@ Each entry of MUTATIONS is a context manager that disables one rule.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from gateway.ring.attempt_state import AttemptState
-from gateway.ring.request_machine import Request
-from gateway.ring.request_steps import Action, Event, SessionUpdate
-from gateway.ring.routing import Router
+from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.placer import Placer
+from gateway.router.request import Request
 from kvtransfer import reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
@@ -48,12 +46,11 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
 
 admit = Scheduler.admit
 allocate = PrefixCache.allocate
-begin = AttemptState.begin
 begin_read = Scheduler.begin_read
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
 check_generations = reader.check_generations
-choose = Router.choose
+choose = Placer.choose
 end_sequence = Scheduler._end
 find = StateSlots.find
 find_checkpoint = Scheduler._find_checkpoint
@@ -65,7 +62,7 @@ make_room = Scheduler.make_room
 release = PrefixCache.release
 root_key = page_keys.root_key
 states_of = Scheduler.states_of
-step = Request.step
+deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
 
 
@@ -289,19 +286,20 @@ def _find_any_attempt(self: Scheduler, sequence_id: int, attempt: int) -> Tokens
     return find_receiving(self, sequence_id, sequence.params.attempt if sequence else attempt)
 
 
-def _take_any_attempt(self: Request, event: Event, now: float) -> list[Action]:
-    return step(self, replace(event, attempt=self.attempt) if isinstance(event, SessionUpdate) else event, now)
+def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:
+    """The first session's handle for all: its stream names the request's sessions alike."""
+    session = Session(1, attempt, self._stream, silent_since)
+    self._sessions[session.handle] = session
+    return session
 
 
-def _begin_with_handle_of_request(self: AttemptState, now: float) -> Any:
-    sessions, session = self.places.decode.sessions, self.session
-    del sessions[session.handle]
-    session.handle = 1_000_000 + int(self.request.generation.request_id[1:])
-    sessions[session.handle] = session
-    return begin(self, now)
+def _deliver_any_attempt(self: DecodeClient, delta: Any, now: float) -> None:
+    if delta.handle in self._sessions:
+        delta.attempt = self._sessions[delta.handle].attempt
+    deliver(self, delta, now)
 
 
-def _choose_credulously(self: Router, workers: Sequence[Any], request: Request) -> Any:
+def _choose_credulously(self: Placer, workers: Sequence[Any], request: Request) -> Any:
     request.mistaken.clear()
     return choose(self, workers, request)
 
@@ -347,7 +345,7 @@ MUTATIONS: dict[str, Mutation] = {
         (Scheduler, "admit", _name_by_request), (Scheduler, "_find_receiving", _find_any_attempt)
     ),
     "the gateway forgets the attempt": _patched(
-        (AttemptState, "begin", _begin_with_handle_of_request), (Request, "step", _take_any_attempt)
+        (DecodeClient, "open_session", _open_session_of_request), (DecodeClient, "_deliver", _deliver_any_attempt)
     ),
     "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", _nothing)),
     "decode ignores a ticket's incarnation and attempt": _patched(
@@ -375,12 +373,10 @@ MUTATIONS: dict[str, Mutation] = {
     "a step begins on what a dropped one was to leave": _patched((Scheduler, "take_back", _keep_source)),
     "what a failed step left becomes a checkpoint": _patched((Scheduler, "take_back", _restore_source)),
     "leases do not end": _patched((Scheduler, "expire", _none), (Scheduler, "next_deadline", _nothing)),
-    "requests stay held back": _patched((Router, "end", _nothing)),
+    "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
-        (Router, "choose", _choose_credulously), (Router, "correct", _nothing)
+        (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)
     ),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
-    "a retry asks for all tokens again": _patched(
-        (Request, "num_left", property(lambda self: self.generation.max_tokens))
-    ),
+    "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }

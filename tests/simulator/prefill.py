@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.ring.request_steps import Prefilled, Refused
+import grpc
+
 from prefill_worker.main import BothRunners, DraftKv
 from protos import kv_pb2, prefill_pb2
+from runtime import rpc
+from runtime.virtual_time import refusal
 from tests.simulator.decode import SimDecode
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import PAGE_TOKENS, Offer, find_seed
@@ -93,15 +96,15 @@ class SimPrefill(SimWorker):
             sampling=SamplingParams(0.0, seed=find_seed(salt)),
         )  # fmt: skip
         if not 0 <= ticket.begin < ticket.end < params.num_prompt or ticket.begin % PAGE_TOKENS:
-            answer(Refused("prefill", "invalid", f"positions [{ticket.begin}, {ticket.end})"))
+            answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, f"positions [{ticket.begin}, {ticket.end})"))
             return
         try:
             sequence = self.scheduler.admit(params, self.world.now, is_kept=True)
         except NoRoomError as error:
-            answer(Refused("prefill", "no room", str(error)))
+            answer(refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (rpc.REFUSED_FOR, rpc.NO_ROOM)))
             return
         except NeverFitsError as error:
-            answer(Refused("prefill", "invalid", str(error)))
+            answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)))
             return
         self.check_kv(sequence)
         work = HandOver(call, caller, sequence, ticket, answer, ticket.begin, list(sequence.pages))
@@ -138,7 +141,7 @@ class SimPrefill(SimWorker):
             if isinstance(value, Failure):
                 if value.why == "handshake":
                     self._greeted.pop(decode.name, None)
-                self._finish(work, Refused("prefill", "failed", value.why))
+                self._finish(work, refusal(grpc.StatusCode.ABORTED, value.why))
             else:
                 then(value)
 
@@ -171,9 +174,9 @@ class SimPrefill(SimWorker):
         if work.is_offering or work.sequence.id not in self._works:
             return
         if work.error:
-            self._finish(work, Refused("prefill", "failed", work.error))
+            self._finish(work, refusal(grpc.StatusCode.ABORTED, work.error))
         elif work.offered == work.ticket.end:
-            self._finish(work, Prefilled())
+            self._finish(work, prefill_pb2.RunResponse())
         elif (positions := self.scheduler.next_offer(work.sequence, work.offered)) is not None:
             work.is_offering = True
             pages = self.scheduler.pages_of(work.sequence, positions)

@@ -4,11 +4,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.ring.generation import Generation, Speculation
-from gateway.ring.request_machine import Request
+from gateway.router.engine_client import Speculation, TokenizedRequest
 from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
-from tests.simulator.gateway import PATIENCE_S, TIMEOUT_S, SimGateway
+from tests.simulator.gateway import TIMEOUT_S, SimGateway
 from tests.simulator.model import answer, find_seed
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
@@ -130,8 +129,6 @@ class Schedule:
             for worker in self.workers:
                 if worker.num_ranks > 1 and ranks_rng.random() < 0.5:
                     self._plan_rank_death(worker, ranks_rng)
-        for gateway in self.gateways:
-            gateway.boot()
 
     def _plan_request(self, number: int, rng: random.Random) -> None:
         asked = self._plan_asked(rng)
@@ -143,7 +140,7 @@ class Schedule:
             stop = frozenset(expected[-1:])
         name = f"r{number}"
         client = Client(name, expected)
-        generation = Generation(
+        wanted = TokenizedRequest(
             name, asked.prompt, len(asked.answer), SamplingParams(0.0, seed=find_seed(asked.salt)), stop,
             speculation=Speculation(rng.choice(["auto", "off"])), cache_salt=asked.salt,
         )  # fmt: skip
@@ -151,14 +148,7 @@ class Schedule:
         gateway.num_open += 1
         self.clients.append((client, asked.at))
 
-        def connect() -> None:
-            gateway.connect(client, lambda: gateway.submit(build(), client))
-
-        def build() -> Request:
-            now = self.world.now
-            return Request(generation, now + TIMEOUT_S, PATIENCE_S, now)
-
-        self.world.at(asked.at, self.outside, -1, connect)
+        self.world.at(asked.at, self.outside, -1, lambda: gateway.connect(client, wanted))
         if not self.is_calm and rng.random() < (0.6 if self.is_crowded else 0.2):
             leaves = asked.at + rng.random()
             self.world.at(leaves, gateway, -1, lambda: gateway.leave(client))
@@ -261,13 +251,15 @@ class Schedule:
 
     def run(self) -> Outcome:
         error = ""
-        try:
-            with virtual(self.world):
+        with virtual(self.world):
+            try:
                 self.world.run()
                 self._check_end()
-        except Exception as violation:  # including the tables' own checks and KeyErrors
-            error = f"{type(violation).__name__}: {violation}"
-        ends = tuple(client.end for client, _ in self.clients)
+            except Exception as violation:  # including the tables' own checks and KeyErrors
+                error = f"{type(violation).__name__}: {violation}"
+            ends = tuple(client.end for client, _ in self.clients)
+            for gateway in self.gateways:
+                gateway.crash()
         return Outcome(self.world.seed, error, ends, self.world.num_events, tuple(self.world.trace))
 
     def _check_end(self) -> None:
@@ -288,9 +280,11 @@ class Schedule:
             if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
                 raise ViolationError(f"{worker.name} still has a row")
         for gateway in self.gateways:
-            if gateway.works or gateway.queue.num_waiting or any(state.num_mine for state in gateway.states):
+            if gateway.tasks or gateway.queue.num_waiting or any(one.num_mine for one in gateway.fleet.workers()):
                 raise ViolationError(f"{gateway.name} still holds places")
-            if gateway.queue.router._coming:
+            if any(decode._sessions for decode in gateway.fleet.decode.values()):
+                raise ViolationError(f"{gateway.name} still has sessions")
+            if gateway.placer._coming:
                 raise ViolationError(f"{gateway.name} still holds requests back")
 
 

@@ -1,12 +1,8 @@
-"""A simulated gateway's clients, and its state of one request."""
+"""A simulated gateway's clients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from gateway.ring.attempt_state import AttemptState
-from gateway.ring.generation import Tokens
-from gateway.ring.queue import Waiter
-from gateway.ring.request_machine import Request
+from gateway.router.engine_client import Tokens
 from tests.simulator.world import ViolationError
 
 
@@ -33,14 +29,3 @@ class Client:
         if self.end:
             raise ViolationError(f"{self.name} ended as {end} after {self.end}")
         self.end, self.ended_at = end, now
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One request: in the queue, or in an attempt."""
-
-    request: Request
-    client: Client
-    waiter: Waiter | None = None
-    attempt: AttemptState | None = None
-    run_call: int = 0  # its prefill call; 0: none

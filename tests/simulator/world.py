@@ -13,7 +13,7 @@ from typing import Any
 Action = Callable[[], None]
 
 KEEPALIVE_S = 1.5  # until a connection that lost a message counts as broken
-MAX_EVENTS = 20_000  # more than any schedule takes; one that needs more never settles
+MAX_EVENTS = 60_000  # more than any schedule takes; one that needs more never settles
 
 
 class ViolationError(AssertionError):

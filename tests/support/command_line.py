@@ -1,12 +1,17 @@
 """The `baton` program for tests: as a process, or only its command line."""
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from cli.main import app
+import pytest
+
+from cli.main import app, main
 from cli.sources import use_sources
 
 WAIT_S = 120.0  # generous: the machine may be busy
@@ -24,6 +29,20 @@ def run(*words: str, typed: str | bytes = b"", **environment: str) -> subprocess
         env=inherited | environment, timeout=WAIT_S,
     )  # fmt: skip
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same within this process: for commands that start nothing and keep nothing."""
+    stdout, stderr, unset = StringIO(), StringIO(), re.compile("BATON_|.*_proxy$", re.IGNORECASE)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        for name in filter(unset.match, list(os.environ)):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["baton", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+    return subprocess.CompletedProcess(words, int(end.value.code or 0), stdout.getvalue(), stderr.getvalue())
 
 
 def bind(*words: str, file: Path | None = None) -> dict[str, Any]:

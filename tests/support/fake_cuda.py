@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kernels.build import cache_folder, find_compiler
 from engine.kernels.gpu_pages import copy_pages
 from engine.kv.cuda_memory import Cudart, DeviceBytes, Span
+from engine.kv.gpu import Gpu
 
 SOURCE = Path(__file__).with_name("fake_cudart.cpp")
 T = TypeVar("T")
@@ -32,13 +33,13 @@ def fake_cudart() -> str:
     return str(path)
 
 
-class FakeGpu:
-    """Satisfies engine.kv.gpu.Gpu. All processes share one GPU."""
+class FakeGpu(Gpu):
+    """All processes share one GPU."""
 
     def __init__(self) -> None:
         self.cudart = Cudart(fake_cudart(), 0)
         self.uuid = "gpu-0"
-        self.readable: tuple[str, ...] = (self.uuid,)
+        self.readable = (self.uuid,)
         self.copy_pages = copy_pages
 
     def view(self, memory: DeviceBytes) -> Tensor:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from gateway.errors import ApiError
-from gateway.ring.attempt_record import AttemptRecord
-from gateway.ring.generation import Admitted, FinishReason, Generation, Tokens
+from gateway.router.attempt_record import AttemptRecord
+from gateway.router.engine_client import Admitted, FinishReason, TokenizedRequest, Tokens
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
@@ -38,7 +38,7 @@ class FakeRing:
     """Usable from any thread's event loop."""
 
     def __init__(self) -> None:
-        self.generations: list[Generation] = []
+        self.generations: list[TokenizedRequest] = []
         self.num_inside = 0  # requests admitted and not yet finished
         self.reset(Script())
 
@@ -76,7 +76,7 @@ class FakeRing:
             self.num_inside -= 1
 
     async def generate(
-        self, generation: Generation, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+        self, generation: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncIterator[Tokens]:
         admitted.num_unplaced -= 1
         assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
@@ -114,7 +114,7 @@ class FakeRing:
         return self.endings.get(timeout=timeout_s)
 
 
-def _parts(script: Script, generation: Generation) -> Iterator[Tokens]:
+def _parts(script: Script, generation: TokenizedRequest) -> Iterator[Tokens]:
     ids, finish = list(script.token_ids)[: generation.max_tokens], cast(FinishReason | None, None)
     if len(ids) == generation.max_tokens:
         finish = "length"

@@ -58,25 +58,18 @@ class FakeWorker:
         self.signal = signal
         self.refusals: deque[Refusal] = deque()  # of the next Reserve or Run calls
         self.num_status_calls = 0
-        self.is_draining = False
-        self.context_tokens = 0
+        self.calls: list[str] = []  # names of the Reserve and Abort calls
+        self.status: dict[str, Any] = {}  # fields of its status that are not as usual
         self.cached: set[tuple[str, bytes]] = set()  # (salt, a page's tokens and all before them)
         self._max_running = max_running
         layout = kv_pb2.KvLayout(weights="w", page_tokens=PAGE_TOKENS)
         self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=layout, num_pages=NUM_PAGES)
 
-    async def Status(  # noqa: N802
-        self, request: decode_pb2.StatusRequest, context: Context
-    ) -> decode_pb2.WorkerStatus:
+    async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
         self.num_status_calls += 1
         self.signal.fire()
-        return decode_pb2.WorkerStatus(
-            peer=self.peer,
-            max_running=self._max_running,
-            draining=self.is_draining,
-            context_tokens=self.context_tokens,
-            num_running=self.num_running,
-        )
+        usual: dict[str, Any] = {"peer": self.peer, "max_running": self._max_running, "num_running": self.num_running}
+        return decode_pb2.WorkerStatus(**usual | self.status)
 
     @property
     def num_running(self) -> int:
@@ -162,10 +155,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
-    async def Reserve(  # noqa: N802
-        self, request: decode_pb2.ReserveRequest, context: Context
-    ) -> decode_pb2.ReserveResponse:
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:
         self.num_reserve_calls += 1
+        self.calls.append("Reserve")
         self.signal.fire()
         await self.may_answer.wait()
         await self.refuse_next(context)
@@ -185,9 +177,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             session.emit(request.max_tokens, "length")
         return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=session.needs_prefill)
 
-    async def Steps(  # noqa: N802
-        self, request: decode_pb2.StepsRequest, context: Context
-    ) -> AsyncIterator[decode_pb2.StepEvents]:
+    async def Steps(self, request: decode_pb2.StepsRequest, context: Context) -> AsyncIterator[decode_pb2.StepEvents]:
         stream = self.streams[request.gateway] = asyncio.Queue()
         try:
             yield decode_pb2.StepEvents(incarnation=self.peer.incarnation)
@@ -201,10 +191,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         for stream in self.streams.values():
             stream.put_nowait(None)
 
-    async def Abort(  # noqa: N802
-        self, request: decode_pb2.AbortRequest, context: Context
-    ) -> decode_pb2.AbortResponse:
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         self.aborted.update(request.handles)
+        self.calls.append("Abort")
         self.signal.fire()
         return decode_pb2.AbortResponse()
 
@@ -226,9 +215,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
-    async def Run(  # noqa: N802
-        self, request: prefill_pb2.RunRequest, context: Context
-    ) -> prefill_pb2.RunResponse:
+    async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:
         self.runs.append(request)
         self.signal.fire()
         await self.refuse_next(context)

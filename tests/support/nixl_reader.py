@@ -7,24 +7,24 @@ import asyncio
 import sys
 from itertools import count
 
+from bench.gpu_checks.ipc_exporter import build_local
 from kvtransfer.nixl import NixlReader
 from protos import kv_pb2
-from runtime.rpc import open_channel
 from tests.support.fake_cuda import FakeGpu
 from tests.support.fake_workers import PATIENCE_S
 from tests.support.pool_process import build_pool
 
 NUM_LOCAL = 24
-NAMES = (f"test {number}" for number in count())
+NUMBERS = count()
 
 
 async def open_reader(
     peer: kv_pb2.Peer, timeout_s: float = PATIENCE_S, gpu: FakeGpu | None = None, is_local: bool = True
 ) -> NixlReader:
-    store = build_pool(NUM_LOCAL, gpu)
-    reader = await NixlReader.open(peer, next(NAMES), is_local, store, open_channel(peer.address), PATIENCE_S)
+    local = build_local(build_pool(NUM_LOCAL, gpu), f"test {next(NUMBERS)}")
+    local.is_loopback = is_local
+    reader = await NixlReader.open(local, peer)
     reader._timeout_s = timeout_s  # NIXL may have to load first
-    reader.store = store  # type: ignore[attr-defined]  # for the tests
     return reader
 
 

@@ -5,16 +5,15 @@ python -m tests.support.pool_process [fake-gpu] [nixl] [ranks=SIZE] NUM_PAGES   
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from google.protobuf.json_format import MessageToJson
 from numpy.typing import NDArray
 
-from bench.gpu_checks.ipc_exporter import describe, obey, page_content
+from bench.gpu_checks.ipc_exporter import build_local, describe, obey, page_content, recycle
 from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
-from kvtransfer.nixl_pool import NixlPool
 from tests.support.fake_cuda import FakeGpu
 from wire.kv_layout import KvPart, PagePart
 
@@ -65,25 +64,14 @@ def recycle_ranks(pools: Sequence[Pool], page: int) -> None:
         pool.store([page], [find_share_of_page(page, int(pool.generations[page]), pool)])
 
 
-def obey_ranks(pools: Sequence[Pool], opened: Sequence[NixlPool | None]) -> None:
-    """Like `obey`, for a worker of several ranks."""
-    peers = [describe(pool, nixl) for pool, nixl in zip(pools, opened, strict=True)]
-    peers[0].ranks.extend(peer.ranks[0] for peer in peers[1:])
-    print(MessageToJson(peers[0], indent=None), flush=True)
-    for line in sys.stdin:
-        recycle_ranks(pools, int(line.split()[1]))
-        print("done", flush=True)
-
-
 def main(*words: str) -> None:
     num_pages, gpu = int(words[-1]), FakeGpu() if "fake-gpu" in words else None
     sizes = [int(word.removeprefix("ranks=")) for word in words if word.startswith("ranks=")]
     pools = build_ranks(num_pages, sizes[0], gpu) if sizes else [build_pool(num_pages, gpu)]
-    opened = [NixlPool("exporter", pool, is_local=True) if "nixl" in words else None for pool in pools]
-    if sizes:
-        obey_ranks(pools, opened)
-    else:
-        obey(pools[0], opened[0])
+    locals_ = [build_local(pool, transport="nixl" if "nixl" in words else "auto") for pool in pools]
+    peer, *others = [describe(local) for local in locals_]
+    peer.ranks.extend(other.ranks[0] for other in others)
+    obey(pools[0], peer, partial(recycle_ranks, pools) if sizes else partial(recycle, pools[0]))
 
 
 if __name__ == "__main__":

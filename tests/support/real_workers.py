@@ -4,7 +4,6 @@ An answer is right only if every position's KV was computed, handed over or cach
 """
 
 import asyncio
-import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,6 +16,8 @@ import grpc
 import numpy as np
 import torch
 
+from bench.gpu_checks.ipc_exporter import build_local, describe
+from decode_worker.kv_peers import KVPeers
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
 from decode_worker.metrics import DecodeMetrics
@@ -31,7 +32,6 @@ from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
 from engine.runner import Launched, ModelOutput, Runner
-from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
@@ -39,7 +39,7 @@ from prefill_worker.service import PrefillService
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import Transport
-from runtime.rpc import bind, host_identity, new_incarnation, open_channel
+from runtime.rpc import bind, new_incarnation, open_channel
 from runtime.trust import load_trust
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool
@@ -197,9 +197,9 @@ def build_kv_engine(
 
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
     """What a worker with this pool reports in a handshake."""
-    facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd, pool.pages_offset)
-    ranks = [build_rank(address, os.getpid())]
-    return build_peer(role, address, new_incarnation(), host_identity(), facts, ranks)
+    peer = describe(build_local(pool), address)
+    peer.role, peer.incarnation = role, new_incarnation()
+    return peer
 
 
 @asynccontextmanager
@@ -229,6 +229,8 @@ async def _serving(
         role.end_streams()
         await server.stop(None)
         await role.close()
+        for pool in worker.pools:
+            pool.local.close()
         role.loop.thread.stop(PATIENCE_S)
         worker.scheduler.check()
 
@@ -243,6 +245,10 @@ class DecodeWorker:
     metrics: DecodeMetrics
     states: Pool | None
 
+    @property
+    def peers(self) -> KVPeers:
+        return self.receiver.peers
+
 
 @asynccontextmanager
 async def decode_worker(
@@ -255,7 +261,7 @@ async def decode_worker(
         grammar_cpu_s=1, **others,
     )  # fmt: skip
     async with _serving("decode", config, DecodeRole, signal, port, built) as (worker, role, runner):
-        role._receiver._is_transport_required = True
+        role._receiver.peers._is_required = True
         yield DecodeWorker(
             worker.me, worker.engine.pool, worker.scheduler, runner, role._receiver, role.metrics, worker.engine.states
         )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gateway.ring.policy import WorkerView
+from gateway.router.placement import WorkerView
 
 DECODE = WorkerView(
     role="decode",

@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.roofline import kv_tokens_that_fit
-from cli.models import locate, locate_model
-from cli.shapes import load_shape
+from cli.bench import load_shape
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
 from engine.engine import _measure_step, build_engine
 from engine.graph_shapes import PIECE_TOKENS, choose_shapes
 from engine.largest_step import LargestStep, find_step_bytes, split
 from engine.models.config import FallbackConfig
-from engine.runner import CHUNK_VALUES, Launched, Runner
-from runtime.cards import CARDS, Card, CardName, find_card
+from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.gpus import CARDS, Card, CardName, find_card
 from worker import limits
 from worker.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.limits import (
@@ -35,6 +34,7 @@ from worker.limits import (
     limits_of,
     with_context,
 )
+from worker.models import locate, locate_model
 from worker.scheduler import num_rows_for
 
 GIB = 1 << 30
@@ -139,7 +139,6 @@ def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> N
 
 
 def test_numbers_that_other_files_have_too() -> None:
-    assert limits.LOGITS_VALUES == CHUNK_VALUES
     assert Limits(37, 1).num_rows == num_rows_for(37)
 
 

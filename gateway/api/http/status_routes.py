@@ -8,10 +8,10 @@ from starlette.responses import Response
 from gateway.api.http.json_answer import json_response
 from gateway.errors import not_ready
 from gateway.request.prepare import ServedModel
-from gateway.ring.dispatcher import Dispatcher
-from gateway.ring.fleet import Fleet
-from gateway.ring.worker_link import WorkerLink
-from runtime.version import OWN_VERSION
+from gateway.router.fleet import Fleet
+from gateway.router.router import Router
+from gateway.router.worker_client import WorkerClient
+from runtime.hardware import OWN_VERSION
 
 
 def build_status_router(served: ServedModel) -> APIRouter:
@@ -66,30 +66,30 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     source: str  # the DNS name that it has; empty: named by its address
 
 
-def build_fleet_router(fleet: Fleet, dispatcher: Dispatcher) -> APIRouter:
+def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
     """GET /status."""
-    router = APIRouter()
+    routes = APIRouter()
 
-    @router.get("/status")
+    @routes.get("/status")
     async def status() -> Response:
         """Every worker, as of its last answer to the gateway."""
         return json_response(
             {
-                "workers": [_describe(link) for link in fleet.links()],
-                "trouble": dispatcher.find_trouble() or "",
-                "no_hand_off": dispatcher.explain_no_hand_off(),
+                "workers": [_describe(worker) for worker in fleet.workers()],
+                "trouble": router.find_trouble() or "",
+                "no_hand_off": router.explain_no_hand_off(),
             }
         )
 
-    return router
+    return routes
 
 
-def _describe(link: WorkerLink) -> WorkerStatus:
-    status = link.state.status
-    trouble = link.find_trouble()
+def _describe(worker: WorkerClient) -> WorkerStatus:
+    status = worker.status
+    trouble = worker.find_trouble()
     return WorkerStatus(
-        role=link.state.role,
-        address=link.address,
+        role=worker.role,
+        address=worker.address,
         pid=status.peer.pid,
         incarnation=status.peer.incarnation,
         ranks=len(status.peer.ranks),
@@ -105,5 +105,5 @@ def _describe(link: WorkerLink) -> WorkerStatus:
         alive=trouble is None,
         trouble=trouble or "",
         weaknesses=dict(status.weaknesses),
-        source=link.state.source,
+        source=worker.source,
     )

@@ -10,7 +10,7 @@ from gateway.answer.choice_text import Ending
 from gateway.answer.choices import Totals, timing_fields
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
 from gateway.tools.parse import Arguments, CallBegin, CallEvent
-from runtime.version import OWN_VERSION
+from runtime.hardware import OWN_VERSION
 from wire.timing import Timing
 
 SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.answer.choice_text import Piece, PieceReader
-from gateway.ring.generation import FinishReason, Tokens
+from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from tests.support.texts import KINDS, edges, tiny

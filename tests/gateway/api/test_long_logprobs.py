@@ -2,8 +2,9 @@
 
 import asyncio
 
-from gateway.ring import attempt
-from protos import decode_pb2, prefill_pb2
+from gateway.router import attempt
+from protos import decode_pb2
+from wire.logprobs import TokenLogprobs
 
 COUNT = 5000
 
@@ -14,7 +15,7 @@ def messages() -> list[decode_pb2.TokenLogprobs]:
     ]
 
 
-async def count_turns(work: "asyncio.Task[object]") -> int:
+async def count_turns(work: "asyncio.Task[list[TokenLogprobs]]") -> int:
     """The event loop's turns until `work` is done."""
     turns = 0
     while not work.done():
@@ -23,21 +24,11 @@ async def count_turns(work: "asyncio.Task[object]") -> int:
     return turns
 
 
-def test_others_get_turns_while_a_long_message_is_read() -> None:
+def test_others_get_turns_while_a_long_message_is_read_and_nothing_is_lost() -> None:
     async def scenario() -> None:
-        prefilled = prefill_pb2.RunResponse(prompt_logprobs=messages())
-        reading: asyncio.Task[object] = asyncio.create_task(attempt._logprobs(prefilled.prompt_logprobs))
-        assert await count_turns(reading) >= COUNT // attempt._READ_AT_ONCE
-        delta = decode_pb2.SessionDelta(logprobs=messages(), prompt_logprobs=messages())
-        reading = asyncio.create_task(attempt._update(delta))
-        assert await count_turns(reading) >= 2 * (COUNT // attempt._READ_AT_ONCE)
-
-    asyncio.run(scenario())
-
-
-def test_nothing_is_lost_or_changed_in_between() -> None:
-    async def scenario() -> None:
-        told = [(one.logprob, one.top_ids, one.top_logprobs) for one in await attempt._logprobs(messages())]
-        assert told == [(-number, (number,), (-number,)) for number in range(COUNT)]
+        reading: asyncio.Task[list[TokenLogprobs]] = asyncio.create_task(attempt._unpack_logprobs(messages()))
+        assert await count_turns(reading) >= COUNT // attempt.READ_AT_ONCE
+        found = [(one.logprob, one.top_ids, one.top_logprobs) for one in reading.result()]
+        assert found == [(-number, (number,), (-number,)) for number in range(COUNT)]
 
     asyncio.run(scenario())

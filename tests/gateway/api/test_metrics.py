@@ -3,13 +3,10 @@
 For counts of whole, failed and abandoned answers see test_cases.py and test_ends.py.
 """
 
-import asyncio
-
-import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import ChoiceMeter, RequestMetrics
-from tests.support.dispatching import answer, bounded, generation, pair
+from tests.support.virtual_fleet import virtual_fleet
 
 
 class Measured:
@@ -72,22 +69,14 @@ def test_a_choice_ends_once() -> None:
     assert one.latency("e2e_request_latency")[0] == 1
 
 
-@bounded
-async def test_the_wait_for_a_worker_is_reported_as_it_is_measured() -> None:
-    async with pair(is_manual=True, max_running=1) as (ring, decode, _prefill):
-        tasks = [asyncio.create_task(ring.listen(generation(f"r{number}"))) for number in range(2)]
+def test_the_wait_for_a_worker_is_reported_as_it_is_measured() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        clients = [fleet.ask(f"r{number}") for number in range(2)]
+        fleet.run(0.5)
         for number in range(2):
-            await decode.has_sessions(number + 1)
-            await asyncio.sleep(0.02)
-            decode.sessions[number].emit(4, "length")
-        waits = []
-        for task in tasks:
-            parts = await task
-            assert [token for part in parts for token in part.token_ids] == answer(4)
-            assert parts[-1].timing is not None
-            waits.append(parts[-1].timing.queue_s)
-        (metric,) = ring.dispatcher._queue_seconds.collect()
-        values = {sample.name: sample.value for sample in metric.samples if not sample.labels}
-        assert values["baton:request_queue_time_seconds_count"] == 2
-        assert values["baton:request_queue_time_seconds_sum"] == pytest.approx(sum(waits))
-        assert waits[1] >= 0.02
+            fleet.decodes[0].sessions[number].emit(4, "length")
+            fleet.run()
+    waits = [client.parts[-1].timing.queue_s for client in clients if client.parts[-1].timing]
+    assert waits == [0.0, 0.5]
+    name = "baton:request_queue_time_seconds"
+    assert [fleet.registry.get_sample_value(f"{name}_{what}") for what in ("count", "sum")] == [2, 0.5]

@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from gateway.ring.generation import Grammar
+from gateway.router.engine_client import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS, Format
 from gateway.tools.grammar import call_grammar

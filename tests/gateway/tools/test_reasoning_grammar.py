@@ -10,7 +10,7 @@ from decode_worker.grammar.compiler_process import _answer
 from decode_worker.grammar.matcher import Grammar as CompiledGrammar
 from decode_worker.grammar.matcher import Matcher
 from decode_worker.grammar.tokenizer_file import read_vocabulary
-from gateway.ring.generation import Grammar
+from gateway.router.engine_client import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
 from gateway.tools.grammar import after_reasoning, call_grammar

@@ -1,0 +1,183 @@
+"""Channels of a real gateway to simulated workers. Hand-offs use the real scheduler; reads of one share its link."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from bench.simulate.worker import MODEL, SimWorker
+from protos import decode_pb2, kv_pb2, prefill_pb2
+from runtime import rpc
+from runtime.virtual_time import MemoryChannel, refusal
+from wire.page_keys import TOKEN_BYTES
+from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.sequences import Phase, SequenceParams, Update
+from worker.sequences import Sequence as Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """Costs of communication between processes."""
+
+    token_s: float  # to hand over one token's KV
+    call_s: float = 0.0005  # a message, one way
+
+
+class WorkerChannel(MemoryChannel):
+    """To one worker, alone."""
+
+    def __init__(self, address: str, worker: SimWorker, wires: Wires) -> None:
+        self.address = address
+        self.worker = worker
+        self._wires = wires
+        worker.publish = self.publish
+
+    def publish(self, updates: Sequence[Update]) -> None:
+        """What a step changed."""
+        raise NotImplementedError
+
+    async def message(self) -> None:
+        """The time that one takes."""
+        await asyncio.sleep(self._wires.call_s)
+
+    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> decode_pb2.WorkerStatus:
+        self.worker.settle()
+        scheduler = self.worker.scheduler
+        layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.page_tokens)
+        peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.cache.num_pages)
+        return decode_pb2.WorkerStatus(
+            peer=peer, max_running=scheduler.max_running, free_pages=scheduler.cache.num_spare
+        )
+
+    def admit(self, params: SequenceParams, is_kept: bool) -> Tokens:
+        """As a worker does. Raises its refusal."""
+        try:
+            with self.worker.changing() as scheduler:
+                return scheduler.admit(params, asyncio.get_running_loop().time(), is_kept)
+        except NoRoomError as error:
+            metadata = (rpc.REFUSED_FOR, rpc.NO_ROOM)
+            raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), metadata) from None
+        except NeverFitsError as error:
+            raise refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+
+@dataclass(slots=True)
+class _Session:
+    """A reservation."""
+
+    sequence: Tokens
+    num_reported: int = 0  # tokens of its answer
+
+
+class DecodeChannel(WorkerChannel):
+    """Its verbs are those of decode.proto."""
+
+    def __init__(self, address: str, worker: SimWorker, wires: Wires) -> None:
+        super().__init__(address, worker, wires)
+        self._sessions: dict[int, _Session] = {}  # handle |-> session
+        self._events: asyncio.Queue[decode_pb2.StepEvents] = asyncio.Queue()
+        self._link_free_at = 0.0  # end of the last read requested so far
+
+    async def Steps(self, request: decode_pb2.StepsRequest) -> AsyncIterator[decode_pb2.StepEvents]:
+        self._loop = asyncio.get_running_loop()
+        yield decode_pb2.StepEvents(incarnation=self.address)
+        while True:
+            yield await self._events.get()
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, timeout: float) -> decode_pb2.ReserveResponse:
+        await self.message()
+        params = SequenceParams(
+            request.request_id, request.prompt, len(request.prompt) // TOKEN_BYTES - 1, request.max_tokens,
+            local_prefill_max_tokens=request.local_prefill_max_tokens, gateway=request.gateway, handle=request.handle,
+            attempt=request.attempt, num_emitted=request.num_emitted,
+        )  # fmt: skip
+        try:
+            sequence = self.admit(params, is_kept=False)
+        finally:
+            await self.message()
+        self._sessions[request.handle] = _Session(sequence)
+        ticket = kv_pb2.Ticket(address=self.address, session=request.handle, begin=sequence.num_cached, end=params.end)
+        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING)
+
+    async def Abort(self, request: decode_pb2.AbortRequest, timeout: float) -> decode_pb2.AbortResponse:
+        with self.worker.changing() as scheduler:
+            scheduler.abort(request.gateway, set(request.handles))
+        return decode_pb2.AbortResponse()
+
+    def publish(self, updates: Sequence[Update]) -> None:
+        deltas: list[decode_pb2.SessionDelta] = []
+        for update in updates:
+            params = update.sequence.params
+            session = self._sessions.setdefault(params.handle, _Session(update.sequence))
+            num_tokens = len(update.sequence.tokens) - params.num_prompt
+            new = bytes(num_tokens - session.num_reported)
+            delta = decode_pb2.SessionDelta(handle=params.handle, attempt=params.attempt, token_ids=new)
+            delta.finish_reason, delta.error = update.finish_reason, update.error
+            deltas.append(delta)
+            session.num_reported = num_tokens
+            if update.finish_reason:
+                del self._sessions[params.handle]
+        events = decode_pb2.StepEvents(deltas=deltas)
+        self._loop.call_later(self._wires.call_s, self._events.put_nowait, events)
+
+    async def read(self, handle: int, positions: range, num_pages: int) -> None:
+        """Take over the KV of these positions."""
+        session = self._sessions[handle].sequence
+        now = asyncio.get_running_loop().time()
+        self.worker.scheduler.begin_read(session.id, session.params.attempt, positions.start, positions.stop, num_pages)
+        self._link_free_at = max(self._link_free_at, now) + len(positions) * self._wires.token_s
+        await asyncio.sleep(self._link_free_at - now)
+        now = asyncio.get_running_loop().time()
+        if positions.stop == session.params.end:
+            with self.worker.changing() as scheduler:
+                scheduler.finish_read(session.id, positions.stop, now)
+        else:
+            self.worker.scheduler.finish_read(session.id, positions.stop, now)
+
+
+class PrefillChannel(WorkerChannel):
+    """Its verbs are those of prefill.proto."""
+
+    def __init__(self, address: str, worker: SimWorker, wires: Wires, decodes: dict[str, DecodeChannel]) -> None:
+        super().__init__(address, worker, wires)
+        self._decodes = decodes
+        self._runs: dict[int, asyncio.Event] = {}  # sequence id |-> more of it is computed
+
+    async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> prefill_pb2.RunResponse:
+        await self.message()
+        ticket = request.ticket
+        try:
+            sequence = self.admit(SequenceParams(request.request_id, request.prompt, ticket.end), is_kept=True)
+        except grpc.aio.AioRpcError:
+            await self.message()
+            raise
+        computed = self._runs[sequence.id] = asyncio.Event()
+        try:
+            await self._hand_over(sequence, ticket, computed)
+        finally:
+            del self._runs[sequence.id]
+            with self.worker.changing() as scheduler:
+                scheduler.end(sequence)
+        await self.message()
+        return prefill_pb2.RunResponse(cached_tokens=max(ticket.begin, sequence.num_cached))
+
+    async def _hand_over(self, sequence: Tokens, ticket: kv_pb2.Ticket, computed: asyncio.Event) -> None:
+        """Offer what is ready, one offer at a time."""
+        offered, decode = ticket.begin, self._decodes[ticket.address]
+        while offered < ticket.end:
+            positions = self.worker.scheduler.next_offer(sequence, offered)
+            if positions is None:
+                computed.clear()
+                await computed.wait()
+                continue
+            num_pages = len(self.worker.scheduler.pages_of(sequence, positions))
+            await self.message()
+            await decode.read(ticket.session, positions, num_pages)
+            offered = positions.stop
+            await self.message()
+
+    def publish(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if update.sequence.id in self._runs:
+                self._runs[update.sequence.id].set()

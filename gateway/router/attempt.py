@@ -1,0 +1,299 @@
+"""One try of a request that has places: reserve a session, have the prompt prefilled, follow the tokens."""
+
+import asyncio
+import time
+from asyncio import sleep
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import grpc
+
+from gateway.errors import bad_request, took_too_long
+from gateway.router.attempt_record import AttemptRecord, WorkerName
+from gateway.router.decode_client import DecodeClient, Prefilled, Session, SessionEvent
+from gateway.router.engine_client import Tokens
+from gateway.router.placement import Role
+from gateway.router.queue import Queue, Waiter
+from gateway.router.request import AttemptFailed, Request
+from gateway.router.worker_client import GONE, PrefillClient
+from protos import decode_pb2, prefill_pb2
+from runtime import rpc
+from wire.logprobs import TokenLogprobs
+from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
+from wire.timing import Timing
+
+NO_TIMING = Timing()
+READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each with the 20 likeliest tokens
+
+
+class _Update(NamedTuple):
+    """A SessionDelta, unpacked."""
+
+    token_ids: Sequence[int]
+    finish_reason: str
+    logprobs: Sequence[TokenLogprobs]
+    timing: Timing  # the decode worker's part, with the last update
+
+
+class Attempt:
+    """Owns a session, perhaps a call of prefill, and the places of `waiter`.
+
+    When its block ends, nothing of it is left here, and soon nothing on the workers.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        waiter: Waiter,
+        queue: Queue,
+        record: AttemptRecord,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record`: filled in."""
+        assert waiter.places is not None
+        places, decode, prefill = waiter.places, waiter.places.decode, waiter.places.prefill
+        assert isinstance(decode, DecodeClient) and (prefill is None or isinstance(prefill, PrefillClient))
+        self._request, self._waiter, self._queue, self._record, self._clock = request, waiter, queue, record, clock
+        self._places, self._decode, self._prefill = places, decode, prefill
+        self._session: Session = decode.open_session(request.attempt, request.silent_since)
+        self._session.on_over = lambda: places.release(decode)  # however slowly its client reads
+        self.decode, self.prefill = decode.incarnation, prefill.incarnation if prefill else None
+        self._num_cached = 0  # prompt tokens whose KV is not computed for this attempt, as far as is known
+        self._prefilled: Timing | None = None  # where a prefill worker ran
+        self._is_remembered = False  # decode is known to have the KV of the prompt
+        self._scored: list[TokenLogprobs] = []  # the prompt's tokens', so far
+        self._held: list[_Update] = []  # back until all those are here
+        self._prefilling: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        request.is_new_again = False
+        name = WorkerName(prefill.address, prefill.incarnation) if prefill else None
+        record.place(WorkerName(decode.address, self.decode), name, clock())
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+        self._decode.close_session(self._session)
+        self._queue.leave(self._waiter)
+
+    async def reserve(self) -> None:
+        """Open the session; where the decode worker lacks the prompt's KV, have it prefilled. Raises AttemptFailed."""
+        request, places, began = self._request, self._places, self._clock()
+        try:
+            reserved = await self._decode.reserve(self._build_reserve(), timeout_s=self._remaining_s())
+        except grpc.aio.AioRpcError as error:
+            failed = _refusal("decode", self._decode.address, error)
+            if failed.why == "no room":
+                places.release(self._decode, is_refused=True)
+            elif failed.why == "compiling":
+                request.grammar_s += self._clock() - began
+            raise failed from error
+        self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
+        request.absent_since = None
+        self._num_cached = reserved.ticket.begin
+        self._ring_alarm()
+        if self._prefill is not None and reserved.needs_prefill:
+            self._prefilling = asyncio.create_task(self._run_prefill(self._prefill, reserved))
+        elif self._prefill is not None:
+            places.release(self._prefill)
+        elif reserved.needs_prefill:
+            self._queue.placer.correct(places.placement.decode, request, self._num_cached)
+            raise AttemptFailed("mistaken", "the decode worker lacks more of the prompt than was expected")
+
+    def _build_reserve(self) -> decode_pb2.ReserveRequest:
+        request, wanted, session = self._request, self._request.wanted, self._session
+        grammar, speculation = wanted.grammar, wanted.speculation
+        return decode_pb2.ReserveRequest(
+            request_id=wanted.request_id,
+            attempt=request.attempt,
+            gateway=session.stream,
+            handle=session.handle,
+            prompt=request.packed_tokens,
+            max_tokens=request.num_left,
+            sampling=pack_sampling(wanted.sampling),
+            stop_token_ids=sorted(wanted.stop_token_ids),
+            local_prefill_max_tokens=self._places.placement.local_prefill_max_tokens,
+            num_emitted=len(request.emitted),
+            min_tokens=wanted.min_tokens,
+            num_logprobs=wanted.num_logprobs,
+            num_prompt_logprobs=request.num_prompt_logprobs,
+            grammar=decode_pb2.Grammar(kind=grammar.kind, text=grammar.text) if grammar else None,
+            speculation=decode_pb2.Speculation(
+                drafter=speculation.drafter, max_draft_tokens=speculation.max_draft_tokens
+            ),
+            cache_salt=wanted.cache_salt,
+        )
+
+    async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
+        """The answer goes to the session's inbox. The place is free at once, however slowly the client reads."""
+        request = self._request
+        run = prefill_pb2.RunRequest(
+            request_id=request.wanted.request_id,
+            prompt=request.packed_tokens,
+            cache_salt=request.wanted.cache_salt,
+            ticket=reserved.ticket,
+            num_prompt_logprobs=request.num_prompt_logprobs,
+        )
+        try:
+            done = await worker.run(run, timeout_s=self._remaining_s())
+            prefilled = Prefilled(unpack_prefill_timing(done), await _unpack_logprobs(done.prompt_logprobs))
+        except grpc.aio.AioRpcError as error:
+            failed = _refusal("prefill", worker.address, error)
+            if failed.why == "no room":
+                self._places.release(worker, is_refused=True)
+            self._session.put(failed)
+        except Exception as bug:  # the request would wait for ever
+            self._session.put(bug)
+        else:
+            self._places.release(worker)
+            self._session.put(prefilled)
+
+    async def next(self) -> Tokens:
+        """The next part of the answer. Raises AttemptFailed, or ApiError at the request's deadline."""
+        while True:
+            event = await self._next_event()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Prefilled):
+                self._take_prefilled(event)
+                tokens = self._emit([])
+            else:
+                tokens = self._emit([await self._take_delta(event)])
+            if tokens is not None:
+                return tokens
+
+    async def _next_event(self) -> SessionEvent:
+        """After the deadline what has arrived counts only if it is all of the answer: its reader may be slow."""
+        while True:
+            is_late = self._clock() >= self._request.deadline
+            if self._session.inbox and (not is_late or self._session.is_over):
+                return self._session.inbox.popleft()
+            if is_late:
+                raise self._request.end_with(took_too_long())
+            await self._session.wait()
+
+    def _take_prefilled(self, prefilled: Prefilled) -> None:
+        self._prefilled, self._num_cached = prefilled.timing, prefilled.timing.cached_tokens
+        self._scored.extend(prefilled.prompt_logprobs)
+        self._queue.remember(self._places, self._request, "prefill")
+        self._remember()
+        self._record.finish_prefill(prefilled.timing, self._clock())
+
+    async def _take_delta(self, delta: decode_pb2.SessionDelta) -> _Update:
+        """Raises AttemptFailed, or ApiError, where it reports trouble."""
+        finish = delta.finish_reason
+        timing = unpack_decode_timing(delta.timing) if finish else NO_TIMING
+        self._record.add_tokens(len(delta.token_ids), timing if finish else None, self._clock())
+        if finish not in ("", "stop", "length"):
+            raise self._describe_trouble(delta)
+        if not delta.logprobs and not delta.prompt_logprobs:
+            return _Update(delta.token_ids, finish, (), timing)
+        logprobs = await _unpack_logprobs(delta.logprobs)
+        self._scored.extend(await _unpack_logprobs(delta.prompt_logprobs))
+        return _Update(delta.token_ids, finish, logprobs, timing)
+
+    def _describe_trouble(self, delta: decode_pb2.SessionDelta) -> Exception:
+        detail, grammar = delta.error or delta.finish_reason, self._request.wanted.grammar
+        if delta.finish_reason == "grammar_error" and grammar is not None:  # it would be so anywhere
+            return bad_request(f"the answer cannot follow {grammar.param}: {detail}", grammar.param)
+        detail, prefill = f"{self._decode.address}: {detail}", self._prefill
+        if delta.finish_reason != "expired":
+            return AttemptFailed("failed", detail)
+        stuck = prefill.find_stuck() if prefill is not None else None  # the decode worker got no KV in time
+        if prefill is not None and stuck is not None:
+            return AttemptFailed("lost", f"{prefill.address} {stuck}", "prefill", is_stuck=True)
+        return AttemptFailed("expired", detail, "prefill")
+
+    def _emit(self, latest: list[_Update]) -> Tokens | None:
+        """Tokens for the client; none before all log-probabilities of the prompt that it asked for are here."""
+        request, updates = self._request, self._held + latest
+        wants_prompt = request.num_prompt_logprobs is not None
+        if not updates or (wants_prompt and len(self._scored) < len(request.wanted.prompt_ids) - 1):
+            self._held = updates
+            return None
+        self._held, last = [], updates[-1]
+        token_ids = tuple(token for update in updates for token in update.token_ids)
+        tokens = Tokens(
+            token_ids,
+            _finish_reason(last.finish_reason),
+            tuple(one for update in updates for one in update.logprobs),
+            tuple(self._scored) if wants_prompt else None,
+            self._build_timing(last.timing) if last.finish_reason or not request.emitted else None,
+        )
+        request.is_prompt_scored = request.is_prompt_scored or wants_prompt
+        request.emit(token_ids, self._clock())
+        if last.finish_reason or (token_ids and not self._is_remembered):
+            self._remember()
+        if last.finish_reason:
+            self._record.close(self._clock())
+        return tokens
+
+    def _remember(self) -> None:
+        """The decode worker has the KV of all the request's tokens but the last."""
+        self._is_remembered = True
+        self._queue.remember(self._places, self._request, "decode")
+
+    def _build_timing(self, decode: Timing) -> Timing:
+        """Of the whole request, from the decode worker's part. Where decode prefilled, it knows the prompt's times."""
+        prompt, request = self._prefilled or decode, self._request
+        return replace(
+            decode,
+            queue_s=request.queue_s,
+            grammar_s=request.grammar_s + decode.grammar_s,
+            prefill_s=prompt.prefill_s,
+            transfer_s=prompt.transfer_s,
+            transfer_bytes=prompt.transfer_bytes,
+            transport=prompt.transport,
+            cached_tokens=min(self._num_cached, len(request.wanted.prompt_ids)),
+            attempts=request.attempt,
+            prefill_reason=self._places.placement.why,
+        )
+
+    def _ring_alarm(self) -> None:
+        """Wake at the deadline. The loop's clock may be a little behind ours."""
+        remaining_s = self._request.deadline - self._clock()
+        if remaining_s > 0:
+            self._alarm = asyncio.get_running_loop().call_later(remaining_s + 0.001, self._ring_alarm)
+        else:
+            self._session.wake()
+
+    def _remaining_s(self) -> float:
+        return max(self._request.deadline - self._clock(), 0.001)
+
+
+def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFailed:
+    detail = f"{address}: {error.details()}"
+    metadata = tuple(error.trailing_metadata() or ())
+    if (rpc.REFUSED_FOR, rpc.NO_ROOM) in metadata:
+        return AttemptFailed("no room", detail, role)
+    if (rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY) in metadata:
+        return AttemptFailed("compiling", detail, role)
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        if role == "decode":
+            detail = error.details() or "the decode worker refused the request"
+        is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in metadata
+        param = str(dict(metadata).get(rpc.PARAM_AT_FAULT, ""))
+        return AttemptFailed("invalid", detail, role, is_grammar=is_grammar, param=param)
+    is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return AttemptFailed("absent" if is_absent else "failed", detail, role)
+
+
+async def _unpack_logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    """Other tasks get their turn while those of a long prompt are read."""
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(messages), READ_AT_ONCE):
+        if start:
+            await sleep(0)
+        found += map(unpack_logprobs, messages[start : start + READ_AT_ONCE])
+    return found
+
+
+def _finish_reason(reason: str) -> Literal["stop", "length"] | None:
+    if not reason:
+        return None
+    return "stop" if reason == "stop" else "length"

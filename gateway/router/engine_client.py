@@ -1,0 +1,95 @@
+"""The border between text and workers: a request in token ids, and the tokens that come back."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gateway.router.attempt_record import AttemptRecord
+from wire.logprobs import TokenLogprobs
+from wire.sampling import SamplingParams
+from wire.timing import Timing
+
+FinishReason = Literal["stop", "length"]
+Drafter = Literal["auto", "off", "ngram", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must match. Compiled, and perhaps refused, by the decode worker."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+    text: str  # empty for json_object
+    param: str  # the request's field it comes from, for errors
+    warnings: tuple[str, ...] = ()  # what answers may disregard of it, for the client
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How tokens are drafted. Never changes the tokens."""
+
+    drafter: Drafter = "auto"
+    max_draft_tokens: int = 0  # 0 leaves it to the worker
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRequest:
+    """What to generate: one answer."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]  # at least one
+    max_tokens: int  # at least one; prompt and answer fit the context
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]  # the model's own (unless ignore_eos) and the request's
+    min_tokens: int = 0  # before a stop token may come; at most max_tokens
+    num_logprobs: int | None = None  # log-probabilities of the tokens, and of this many most likely ones; None: none
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    grammar: Grammar | None = None
+    speculation: Speculation = Speculation()
+    cache_salt: str = ""  # KV is shared only between prompts with the same salt
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The next part of one answer."""
+
+    token_ids: tuple[int, ...]  # new tokens in order, a final stop token included; may be empty at the end
+    finish_reason: FinishReason | None  # set exactly once, on the last part
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
+    # of prompt_ids[1:], once, with the first part, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    # with the first part, as far as it is known (a stop string may end the rest unseen), and with the last, in full
+    timing: Timing | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """A request that the queue has let in, until the block of `EngineClient.admit` ends."""
+
+    num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the router only
+
+
+class EngineClient(Protocol):
+    """Everything below the text."""
+
+    def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
+        """Let a request into the queue with all its choices, or with none: once per request, around all of `generate`.
+
+        Until the block ends, each choice counts as waiting until it runs on a worker, and none is refused any more
+        because the queue is full. Raises errors.ApiError on entry: 429 when the queue has no room, 503 while draining.
+        """
+
+    def generate(
+        self, request: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+    ) -> AsyncIterator[Tokens]:
+        """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
+        its pages.
+
+        `attempts`: gets a record of each attempt.
+
+        Raises errors.ApiError: 400 when no worker can take it, 503 when no worker can serve it, 504 when it takes too
+        long.
+        """
+
+    def check_ready(self) -> str | None:
+        """Why the service cannot serve now; None when it can."""

@@ -1,0 +1,153 @@
+"""All workers of this gateway, by role and address. Lives on the asyncio thread."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+
+import structlog
+
+from gateway.router.decode_client import DecodeClient
+from gateway.router.placement import Role, WorkerView
+from gateway.router.worker_client import PrefillClient, WorkerClient
+from kvtransfer.layout import find_mismatch
+from runtime import rpc
+from runtime.rpc import OpenChannel
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    """Owns the clients. Subscribers are called whenever a worker may have got room, appeared or died."""
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        heartbeat_s: float,
+        stall_s: float,
+        context_tokens: int,
+        open_channel: OpenChannel = rpc.open_channel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """context_tokens: the longest prompt and answer that this gateway accepts."""
+        self._limits = heartbeat_s, stall_s
+        self._clock = clock
+        self._context_tokens = context_tokens
+        self._open_channel = open_channel
+        self._subscribers: list[Callable[[], None]] = [self._report_mismatches, self._report_outage]
+        self._is_started = False
+        self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
+        self._compared: set[str] = set()  # incarnations compared with all others in the set
+        self.on_join: Callable[[WorkerClient], None] = lambda _worker: None  # called when a worker appears
+        self.on_leave: Callable[[WorkerClient], None] = lambda _worker: None  # called when one has gone
+        self.prefill: dict[str, PrefillClient] = {}
+        self.decode: dict[str, DecodeClient] = {}
+        for address in prefill:
+            self.join("prefill", address)
+        for address in decode:
+            self.join("decode", address)
+
+    def join(self, role: Role, address: str, source: str = "", server_name: str = "") -> None:
+        """Connect to a worker. `source`: the DNS name that has the address. `server_name`: as in `OpenChannel`."""
+        channel = self._open_channel(address, server_name)
+        worker: WorkerClient
+        if role == "prefill":
+            worker = self.prefill[address] = PrefillClient(address, channel, *self._limits, source, self._clock)
+        else:
+            worker = self.decode[address] = DecodeClient(address, channel, *self._limits, source, self._clock)
+        worker.on_change = self._notify
+        self.on_join(worker)
+        if source:
+            log.info("worker found", role=role, address=address, source=source)
+        if self._is_started:
+            worker.start()
+
+    def leave(self, role: Role, address: str) -> WorkerClient:
+        """Forget a worker where no request runs. The caller closes it."""
+        worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
+        self.on_leave(worker)
+        self._compared.discard(worker.status.peer.incarnation)
+        log.info("worker left", role=role, address=address, source=worker.source)
+        return worker
+
+    def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
+        """Whether the worker gets no new requests, as DNS does not name it any more."""
+        worker = self.of_role(role)[address]
+        if worker.is_leaving != is_leaving:
+            worker.is_leaving = is_leaving
+            self._notify()
+
+    def mark_duplicates(self) -> None:
+        """A worker with two addresses gets requests at the first that answers, as long as that does."""
+        firsts: dict[str, str] = {}  # incarnation |-> address
+        for worker in self.workers():
+            first = worker.address
+            if worker.find_stall() is None and not worker.is_leaving:
+                first = firsts.setdefault(worker.status.peer.incarnation, first)
+            worker.duplicate_of = first if first != worker.address else ""
+
+    def _report_mismatches(self) -> None:
+        """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
+        for worker in self.workers():
+            status = worker.status
+            incarnation = status.peer.incarnation
+            if incarnation in self._compared or worker.find_trouble():
+                continue
+            self._compared.add(incarnation)
+            if status.context_tokens < self._context_tokens:
+                reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
+                log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
+            for prefill, decode in product(self.prefill.values(), self.decode.values()):
+                if worker in (prefill, decode):
+                    self._report_pair(prefill, decode)
+
+    def _report_pair(self, prefill: PrefillClient, decode: DecodeClient) -> None:
+        """Unless one of them was not alive yet: it is compared when it is."""
+        here, there = prefill.status.peer, decode.status.peer
+        if here.incarnation in self._compared and there.incarnation in self._compared:
+            mismatch = find_mismatch(here.layout, there.layout)
+            if mismatch is not None:
+                log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+
+    def _report_outage(self) -> None:
+        """Log once that no worker of a role takes requests any more, and once that one does again."""
+        effects: dict[Role, str] = {
+            "prefill": "--no-prefill says what follows",
+            "decode": "they wait, then get a 503",
+        }
+        for role, effect in effects.items():
+            troubles = {address: worker.find_trouble() for address, worker in self.of_role(role).items()}
+            was_serving = self._serving.get(role, False)
+            is_serving = bool(troubles) and not all(troubles.values())
+            if is_serving and not was_serving:
+                log.info(f"{role} workers take requests")
+            elif was_serving and not is_serving:
+                reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
+                log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
+            self._serving[role] = is_serving
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        self._subscribers.append(on_change)
+
+    def _notify(self) -> None:
+        for on_change in self._subscribers:
+            on_change()
+
+    def of_role(self, role: Role) -> Mapping[str, WorkerClient]:
+        """address |-> worker"""
+        return self.prefill if role == "prefill" else self.decode
+
+    def workers(self) -> list[WorkerClient]:
+        return [*self.prefill.values(), *self.decode.values()]
+
+    def views(self) -> list[WorkerView]:
+        return [worker.view() for worker in self.workers()]
+
+    def start(self) -> None:
+        self._is_started = True
+        for worker in self.workers():
+            worker.start()
+
+    async def close(self) -> None:
+        for worker in self.workers():
+            await worker.close()

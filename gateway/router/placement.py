@@ -1,0 +1,213 @@
+"""Which workers serve a request. Pure: views in, a decision out.
+
+Filter, score, pick: a worker that cannot serve is filtered out with a reason, the rest are scored by what they would
+have to compute and by load, and the one with the least cost is picked:
+
+    cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
+
+The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
+cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
+So a request goes where its prefix is as long as that saves more than the queue there costs, and a prefix that all
+requests have spreads over all workers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from gateway.router.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
+from runtime.config_parts import NoPrefill
+
+Role = Literal["prefill", "decode"]
+
+# What a full worker costs more than an idle one, in tokens of prefill. A decode worker takes 64 sequences: 128 tokens
+# each. An answer of 250 tokens waits 250 times for what one more sequence adds to a step (on an H100 with an 8B model
+# 2,000 tokens of KV take 80 us), 20 ms in all, and that worker's prefill computes 200 to 400 tokens meanwhile. A
+# prefill worker takes 16 prompts: 512 tokens each, a chunk.
+BUSY_TOKENS = 8192
+NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+NO_HAND_OFF = (
+    "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
+    "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
+)
+NO_LIMIT = 2**32 - 1  # local prefill of any length
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at one moment, as the gateway knows it."""
+
+    role: Role
+    address: str
+    incarnation: str
+    layout: bytes  # equal for workers that can exchange pages
+    is_alive: bool  # answers, makes progress, is not draining
+    trouble: str  # why not, when it is not
+    max_running: int
+    num_mine: int  # requests this gateway has there
+    is_full: bool  # refused a request since it last reported free room
+    free_pages: int  # that can be given out
+    num_pages: int
+    page_tokens: int  # tokens in a page
+    weights: str  # fingerprint of its model
+    host: str = ""  # equal for workers on one host
+    num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
+    num_cores: int = 0  # that it may use
+    num_others: int = 0  # requests that other gateways had there when it last answered
+    tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
+    tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
+    costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
+
+    @property
+    def num_running(self) -> int:
+        """Requests of all gateways."""
+        return self.num_mine + self.num_others
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one attempt goes. Without a prefill worker the decode worker prefills."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    local_prefill_max_tokens: int  # decode prefills by itself when at most this many positions are missing
+    num_cached: int = 0  # tokens whose KV decode probably has
+    is_fallback: bool = False  # decode prefills a long prompt because no prefill worker is alive
+    why: str = ""  # the prompt is computed where it is; empty: there was no choice
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Workers are alive, but have no room now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unready:
+    """No worker can serve."""
+
+    detail: str
+    role: Role = "decode"  # whose workers are missing
+
+
+def choose_placement(
+    workers: Sequence[WorkerView],
+    num_missing: int,
+    local_prefill_max_tokens: int | None,
+    avoid: frozenset[str] = frozenset(),
+    cached: Mapping[str, int] = NOTHING_CACHED,
+    no_prefill: NoPrefill = "fallback",
+) -> Placement | Wait | Unready:
+    """Place a request that needs KV for `num_missing` positions.
+
+    `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages.
+    Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
+    request before: such a worker is asked again only when no other can serve, and such a prefill worker never while
+    decode may prefill instead. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the
+    rest of a page behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback.
+    None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`);
+    on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
+    """
+    unready = find_unready(workers)
+    if unready is not None:
+        return unready
+
+    def cost(view: WorkerView) -> tuple[float, int, int]:
+        num_lacking = num_missing - cached.get(view.incarnation, 0)
+        return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
+
+    workers = _leave_out(workers, avoid, no_prefill) if avoid else workers
+    with_room = [view for view in workers if view.is_alive and _has_room(view)]
+    for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
+        num_cached = cached.get(decode.incarnation, 0)
+        known = [view for view in workers if view.role == "prefill" and view.layout == decode.layout]
+        partners = [view for view in known if view.is_alive]
+        num_lacking = num_missing - num_cached
+        limit, why = local_prefill_max_tokens, "within --local-prefill-max-tokens"
+        if limit is None:
+            limit, why = _find_limit(decode, partners or known, num_lacking)
+        is_rest = num_cached > 0 and num_lacking < decode.page_tokens
+        is_short = num_lacking <= limit or is_rest
+        if not partners and no_prefill == "fallback":
+            return Placement(decode, None, NO_LIMIT, num_cached, not is_short, "no prefill worker is alive")
+        if is_short:
+            why = why if num_lacking <= limit else "the rest of a page behind cached ones"
+            return Placement(decode, None, limit, num_cached, why=why)
+        partners = [view for view in partners if _has_room(view)]
+        if partners:
+            why = why if local_prefill_max_tokens is None else ""
+            return Placement(decode, min(partners, key=cost), limit, num_cached, why=why)
+    return (find_unready(workers, no_prefill) if with_room else None) or Wait()
+
+
+def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill: NoPrefill) -> list[WorkerView]:
+    """The workers without those to avoid, except those of a needed role that would have none alive."""
+    rest = [view for view in workers if view.incarnation not in avoid]
+    if no_prefill != "fallback" and not any(view.is_alive for view in rest if view.role == "prefill"):
+        rest += [view for view in workers if view.role == "prefill" and view.incarnation in avoid]
+    if find_unready(rest) is None:
+        return rest
+    return rest + [view for view in workers if view.role == "decode" and view.incarnation in avoid]
+
+
+def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
+    """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
+    if not any(view.is_alive for view in workers if view.role == "decode"):
+        return Unready(_describe_none(workers, "decode"))
+    return None if no_prefill == "fallback" else find_no_prefill(workers)
+
+
+def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
+    """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
+    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
+    prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
+    if any(view.layout in layouts for view in prefills):
+        return None
+    mismatch = "no prefill worker matches a decode worker; the gateway's log names the difference"
+    return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
+
+
+def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
+    troubles = [f"{view.address} {view.trouble}" for view in workers if view.role == role]
+    if troubles:
+        return f"no {role} worker is alive: " + "; ".join(troubles)
+    return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"
+
+
+def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens: int | None) -> str:
+    """Why decode workers compute all prompts although prefill workers are alive, and how to change it; or empty."""
+    alive = [view for view in workers if view.is_alive]
+    prefills = [view for view in alive if view.role == "prefill"]
+    for decode in (view for view in alive if view.role == "decode"):
+        if not _all_share_cores(decode, [view for view in prefills if view.layout == decode.layout]):
+            return ""
+    return NO_HAND_OFF if prefills and local_prefill_max_tokens is None else ""
+
+
+def _find_limit(decode: WorkerView, prefills: Sequence[WorkerView], num_lacking: int) -> tuple[int, str]:
+    """`local_prefill_max_tokens` for one request, chosen by what is known of the workers, and the reason."""
+    if _all_share_cores(decode, prefills):
+        return NO_LIMIT, "prefill workers compute with the decode worker's cores"
+    if any(view.num_threads for view in (decode, *prefills)):
+        return 0, ""
+    rates = [Rate(view.tokens_waiting, view.tokens_per_s) for view in prefills]
+    is_local, why = prefers_local(num_lacking, decode.num_running, decode.tokens_waiting, decode.costs, rates)
+    return num_lacking if is_local else 0, why
+
+
+def _all_share_cores(decode: WorkerView, prefills: Sequence[WorkerView]) -> bool:
+    return bool(prefills) and all(share_cores(decode, view) for view in prefills)
+
+
+def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:
+    """Whether both compute on one host's CPU with more threads than it has cores.
+
+    Each then computes while the other waits, and both read all weights: a prompt's tokens beside the answers' in the
+    decode worker's own steps cost less.
+    """
+    both = (decode.num_threads, prefill.num_threads)
+    return decode.host == prefill.host and min(both) > 0 and sum(both) > max(decode.num_cores, prefill.num_cores)
+
+
+def _has_room(view: WorkerView) -> bool:
+    return not view.is_full and view.num_mine < view.max_running

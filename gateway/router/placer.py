@@ -1,0 +1,103 @@
+"""Where a request goes, by load and by what workers probably have of its prompt. Pure.
+
+Equal prompts at the same time are computed once: a request waits while the decode worker to which it would go is about
+to have its KV for another one. That one has its places, so no two requests wait for each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.router.placement import Placement, Unready, Wait, WorkerView, choose_placement, explain_no_hand_off
+from gateway.router.prefix_index import PrefixIndex
+from gateway.router.request import Request
+from runtime.config_parts import NoPrefill
+from wire.page_keys import PageKey
+
+Coming = tuple[PageKey, str]  # last whole page of a prompt, incarnation of the decode worker that is about to have it
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The best decode worker is about to have the KV of the same whole pages for another request."""
+
+    key: PageKey  # of the last one
+
+
+class Placer:
+    """Chooses workers, and remembers which prompts they have."""
+
+    def __init__(
+        self,
+        local_prefill_max_tokens: int | None,
+        uses_cache: bool = True,
+        no_prefill: NoPrefill = "fallback",
+        expects_prefill: bool = True,
+    ) -> None:
+        """`uses_cache`: False chooses by load only. `expects_prefill`: whether there are to be prefill workers."""
+        self.no_prefill: NoPrefill = no_prefill
+        self.expects_prefill = expects_prefill
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._uses_cache = uses_cache
+        self._index = PrefixIndex()
+        self._coming: dict[PageKey, set[str]] = {}  # the parts of Coming; no set is empty
+
+    def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
+        """Why decode workers compute all prompts; empty where prompts are handed off, or there is no prefill worker."""
+        return explain_no_hand_off(workers, self._local_prefill_max_tokens)
+
+    def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
+        """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""
+        keys, _ = self._find_keys(workers, request)
+        return keys[-1] if keys else None
+
+    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
+        """Changes nothing: the caller that takes the placement calls `begin`."""
+        keys, page_tokens = self._find_keys(workers, request)
+        coming = self._coming.get(keys[-1], set()) if keys else set()
+        found = self._index.find(keys).items()
+        cached = {name: count * page_tokens for name, count in found if name not in request.mistaken}
+        cached |= dict.fromkeys(coming, len(keys) * page_tokens)
+        choice = choose_placement(
+            workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
+            "fallback" if request.emitted else self.no_prefill,  # an answer that has begun goes on
+        )  # fmt: skip
+        if isinstance(choice, Placement) and choice.decode.incarnation in coming:
+            return Held(keys[-1])
+        return choice
+
+    def begin(self, request: Request, placement: Placement) -> Coming | None:
+        """The request's KV is about to be there. What to `end`; None when it is there already."""
+        keys, page_tokens = self._find_keys([placement.decode], request)
+        if not keys or placement.num_cached == len(keys) * page_tokens:
+            return None
+        self._coming.setdefault(keys[-1], set()).add(placement.decode.incarnation)
+        return keys[-1], placement.decode.incarnation
+
+    def end(self, coming: Coming) -> None:
+        """The KV is there, or will never be."""
+        key, incarnation = coming
+        self._coming[key].remove(incarnation)
+        if not self._coming[key]:
+            del self._coming[key]
+
+    def remember(self, worker: WorkerView, request: Request) -> None:
+        """The worker has the KV of all the request's tokens but the last."""
+        if self._uses_cache:
+            keys = request.page_keys(worker.weights, worker.page_tokens)
+            self._index.remember(worker.incarnation, keys, worker.num_pages)
+
+    def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
+        """The worker has no more than the first `num_cached` tokens of the request."""
+        keys = request.page_keys(worker.weights, worker.page_tokens)
+        self._index.forget(worker.incarnation, keys[num_cached // max(worker.page_tokens, 1) :])
+
+    def keep(self, workers: Sequence[WorkerView]) -> None:
+        """Forget the incarnations that are not among these."""
+        self._index.keep({view.incarnation for view in workers})
+
+    def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
+        """Keys of the request's whole pages, and the tokens in a page: as the first living decode worker has them."""
+        decode = next((view for view in workers if view.role == "decode" and view.is_alive), None)
+        if decode is None or not self._uses_cache or request.num_prompt_logprobs is not None:
+            return (), 0
+        return request.page_keys(decode.weights, decode.page_tokens), decode.page_tokens

@@ -1,0 +1,278 @@
+"""The one queue where requests wait for places on workers: first come, first served, bounded. Pure.
+
+Started answers go before new requests, and among them the one whose client has waited longest for a token: otherwise
+answers that move from one dying worker to the next would always stand behind those that were there before.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from gateway.errors import ApiError, not_ready, overloaded
+from gateway.router.engine_client import Admitted
+from gateway.router.placement import Placement, Role, Unready, WorkerView, find_unready
+from gateway.router.placer import Coming, Held, Placer
+from gateway.router.request import Request
+from wire.page_keys import PageKey
+
+
+class Worker(Protocol):
+    """What the queue needs of a WorkerClient."""
+
+    role: Role
+    address: str
+    duplicate_of: str
+    num_mine: int  # places held by requests of this gateway
+
+    @property
+    def incarnation(self) -> str:
+        """Of the worker that would get a request."""
+
+    def view(self) -> WorkerView:
+        """What a policy may know of it now."""
+
+    def release(self, is_refused: bool = False) -> None:
+        """A place there is free again."""
+
+
+@dataclass(slots=True, eq=False)
+class Places:
+    """A place on a decode worker and perhaps one on a prefill worker, held until released.
+
+    While `coming` is set, equal prompts wait for the KV that is to come here.
+    """
+
+    placement: Placement
+    decode: Worker
+    prefill: Worker | None
+    coming: Coming | None
+    held: list[Worker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
+        for worker in self.held:
+            worker.num_mine += 1
+
+    def release(self, worker: Worker, is_refused: bool = False) -> None:
+        """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
+        if worker in self.held:
+            self.held.remove(worker)
+            worker.release(is_refused)
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request in the queue; once decided, it has places or an error."""
+
+    request: Request  # does not change while it waits
+    places: Places | None = None
+    error: ApiError | None = None
+
+
+class Queue:
+    """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
+
+    def __init__(self, workers: Iterable[Worker], placer: Placer, max_queue: int, patience_s: float) -> None:
+        """`patience_s`: how long requests wait while no worker can serve, counted from when one last could."""
+        self.placer = placer
+        self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
+        self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
+        self._workers: dict[tuple[Role, str], Worker] = {}
+        self._max_queue = max_queue
+        self._patience_s = patience_s
+        self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
+        self._waiting: deque[Waiter] = deque()
+        self._placed: set[Waiter] = set()
+        self._stuck: set[Waiter] = set()  # cannot be placed without a prefill worker, while these workers are alive:
+        self._stuck_while: frozenset[str] = frozenset()  # incarnations
+        self._num_apart = 0  # admitted and neither in the queue nor placed
+        for worker in workers:
+            self.add(worker)
+
+    def add(self, worker: Worker) -> None:
+        """It may get requests from now on."""
+        self._workers[worker.role, worker.address] = worker
+
+    def remove(self, worker: Worker) -> None:
+        """It gets no more. No request has a place there."""
+        del self._workers[worker.role, worker.address]
+
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Tokens of the requests in the queue whose KV is needed."""
+        return sum(waiter.request.num_missing for waiter in self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those that were admitted and will come into it."""
+        return len(self._waiting) + self._num_apart
+
+    @property
+    def num_placed(self) -> int:
+        return len(self._placed)
+
+    def views(self) -> list[WorkerView]:
+        """Of all workers, each once."""
+        return [worker.view() for worker in self._workers.values() if not worker.duplicate_of]
+
+    # -- being let in ------------------------------------------------------------------------------------------------
+
+    def admit(self, num_choices: int) -> Admitted:
+        """As EngineClient.admit, until `dismiss`. An empty queue admits any number."""
+        num_waiting = self.num_waiting
+        if num_waiting and num_waiting + num_choices > self._max_queue:
+            raise overloaded(_describe_full(num_waiting, num_choices, self._max_queue))
+        self._num_apart += num_choices
+        return Admitted(num_choices)
+
+    def dismiss(self, admitted: Admitted) -> None:
+        """Choices that never came do not count any more."""
+        self._num_apart -= admitted.num_unplaced
+        admitted.num_unplaced = 0
+
+    def begin_choice(self, admitted: Admitted) -> None:
+        """One of the request's choices is here: it joins next."""
+        if admitted.num_unplaced:
+            admitted.num_unplaced -= 1
+            self._num_apart -= 1
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """An admitted request waits for something else, and counts as if it were in the queue."""
+        self._num_apart += 1
+        try:
+            yield
+        finally:
+            self._num_apart -= 1
+
+    # -- waiting and leaving -----------------------------------------------------------------------------------------
+
+    def join(self, request: Request) -> Waiter:
+        """Retries go before new requests, and before retries whose clients got tokens later."""
+        waiter = Waiter(request)
+        insort(self._waiting, waiter, key=_turn)
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """Take it out of the queue, and give its places back. Idempotent."""
+        self._stuck.discard(waiter)
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+        self._placed.discard(waiter)
+        if waiter.places is not None:
+            for worker in list(waiter.places.held):
+                waiter.places.release(worker)
+            self._end_coming(waiter.places)
+
+    # -- what workers have of prompts --------------------------------------------------------------------------------
+
+    def remember(self, places: Places, request: Request, role: Role) -> None:
+        """The worker of that role has the KV of all the request's tokens but the last."""
+        worker = places.placement.decode if role == "decode" else places.placement.prefill
+        assert worker is not None
+        self.placer.remember(worker, request)
+        if role == "decode":
+            self._end_coming(places)
+
+    def _end_coming(self, places: Places) -> None:
+        if places.coming is not None:
+            self.placer.end(places.coming)
+            places.coming = None
+            self.on_change()
+
+    # -- deciding ----------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Waiter]:
+        """Requests whose wait is over: they have places, or an error. Call it at each change and after each poll."""
+        views = self.views()
+        unready = find_unready(views, self.placer.no_prefill)
+        if unready is None or unready.role == "prefill":
+            self._last_ready["decode"] = now
+            if unready is None:
+                self._last_ready["prefill"] = now
+            return self._place_all(views, unready is not None, now) if self._waiting else []
+        if not self._is_given_up("decode", now):
+            return []
+        refused, self._waiting, self._stuck = list(self._waiting), deque(), set()
+        for waiter in refused:
+            waiter.error = not_ready(unready.detail)
+        return refused
+
+    def _is_given_up(self, role: Role, now: float) -> bool:
+        """Whether requests stop waiting for a worker of the role: none could serve for too long."""
+        patience_s = 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
+        return now - self._last_ready.get(role, -float("inf")) >= patience_s
+
+    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
+        """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
+
+        FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
+        back, or needs a prefill worker and none is alive.
+        """
+        decided: list[Waiter] = []
+        self.placer.keep(views)
+        held = set[PageKey | None]()
+        spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
+        alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
+        if alive != self._stuck_while or self._is_given_up("prefill", now):
+            self._stuck_while, self._stuck = alive, set()
+        for waiter in [waiter for waiter in self._waiting if waiter not in self._stuck]:
+            request = waiter.request
+            if self.placer.find_key(views, request) in held:
+                continue
+            usable = views
+            if spared is not None:
+                usable = [view for view in views if view.role == "prefill" or view.incarnation in spared]
+            choice = self.placer.choose(usable, request)
+            if isinstance(choice, Placement):
+                self._place(waiter, choice)
+                decided.append(waiter)
+                views = self.views()
+            elif isinstance(choice, Held):
+                held.add(choice.key)
+            elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
+                if self._is_given_up("prefill", now):
+                    self._waiting.remove(waiter)
+                    waiter.error = not_ready(choice.detail)
+                    decided.append(waiter)
+                else:
+                    self._stuck.add(waiter)
+            else:
+                spared = frozenset(request.avoid) if spared is None else spared & request.avoid
+                if not spared:
+                    break
+        return decided
+
+    def _place(self, waiter: Waiter, choice: Placement) -> None:
+        self._waiting.remove(waiter)
+        self._placed.add(waiter)
+        self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
+        coming = self.placer.begin(waiter.request, choice)
+        decode = self._workers["decode", choice.decode.address]
+        prefill = self._workers["prefill", choice.prefill.address] if choice.prefill else None
+        waiter.places = Places(choice, decode, prefill, coming)
+
+    def check(self) -> None:
+        """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
+        held = [worker for waiter in self._placed if waiter.places for worker in waiter.places.held]
+        for worker in self._workers.values():
+            num_held = held.count(worker)
+            assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
+        assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
+        assert all(_turn(one) <= _turn(after) for one, after in pairwise(self._waiting)), "out of turn"
+
+
+def _turn(waiter: Waiter) -> tuple[bool, float]:
+    """The least goes first."""
+    return not waiter.request.is_retry, waiter.request.silent_since
+
+
+def _describe_full(num_waiting: int, num_choices: int, max_queue: int) -> str:
+    if num_choices == 1:
+        return f"{num_waiting} requests are waiting, the most allowed by --max-queue; try again"
+    limit = f"--max-queue, which is {max_queue}"
+    return f"{num_waiting} requests are waiting, and {num_choices} more exceed {limit}; try again"

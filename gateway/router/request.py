@@ -1,0 +1,177 @@
+"""A request on its way through the fleet: what its next attempt starts from, and whether there is a next one. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from gateway.errors import ApiError, bad_request, not_ready, took_too_long
+from gateway.router.engine_client import TokenizedRequest
+from gateway.router.placement import Role
+from wire.messages import pack_tokens
+from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
+
+MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
+MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
+MAX_STUCK = 3  # in all, with new tokens or without, that ended at a stuck worker: the request may be what hangs it
+GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
+
+
+@dataclass(eq=False)
+class AttemptFailed(Exception):  # noqa: N818  # it is mostly not an error: another attempt follows
+    """An attempt ended without the whole answer, because of the worker of `role`."""
+
+    # "lost": the worker or its stream is gone. "expired": it got no KV in time. "mistaken": it has less of the prompt
+    # than was expected
+    why: Literal["no room", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"]
+    detail: str
+    role: Role = "decode"
+    is_stuck: bool = False  # the worker is in a step that does not end
+    is_grammar: bool = False  # with "invalid": the grammar is at fault
+    param: str = ""  # and of it what comes from this field of the client's; empty: all, or unknown
+    is_failure: bool = False  # it counts against the request; set by `Request.go_on`
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request through all its attempts."""
+
+    wanted: TokenizedRequest
+    deadline: float  # when it has taken too long
+    patience_s: float  # how long it looks for a worker that answers
+    silent_since: float  # when its client last got tokens; before the first, when it arrived, or queues again
+    attempt: int = 1
+    num_failures: int = 0
+    stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
+    resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
+    is_new_again: bool = False  # requeued at the back: its grammar was not compiled
+    absent_since: float | None = None  # when it first found no worker, since one last took it
+    emitted: list[int] = field(default_factory=list)  # tokens the client has: never sent again, never taken back
+    avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
+    mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than expected
+    grammar_s: float = 0.0  # waited for its grammar in attempts that ended before it was compiled
+    queue_s: float = 0.0  # spent waiting for places in all attempts
+    is_prompt_scored: bool = False  # the client has the log-probabilities of the prompt
+    _prompt: bytes = field(init=False)  # packed
+    _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)  # (weights, page_tokens) |-> keys so far
+
+    def __post_init__(self) -> None:
+        self._prompt = _pack(self.wanted.prompt_ids)
+
+    @property
+    def packed_tokens(self) -> bytes:
+        """All tokens so far: what the present attempt starts from."""
+        return self._prompt + _pack(self.emitted)
+
+    def page_keys(self, weights: str, page_tokens: int) -> Sequence[PageKey]:
+        """Keys of the whole pages filled by all tokens so far but the last, whose KV the next step computes."""
+        keys = self._keys.setdefault((weights, page_tokens), [])
+        if page_tokens and len(keys) < self.num_missing // page_tokens:
+            parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt)
+            rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]
+            keys.extend(page_keys(parent, rest, page_tokens))
+        return keys
+
+    @property
+    def num_missing(self) -> int:
+        """Positions whose KV the present attempt needs before its first step."""
+        return len(self.wanted.prompt_ids) + len(self.emitted) - 1
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that are still to come."""
+        return self.wanted.max_tokens - len(self.emitted)
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether it goes before new requests."""
+        return self.attempt > 1 and not self.is_new_again
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """What the present attempt reports of the prompt: nothing twice."""
+        return None if self.is_prompt_scored else self.wanted.num_prompt_logprobs
+
+    def emit(self, token_ids: Sequence[int], now: float) -> None:
+        """The client gets these tokens."""
+        self.emitted.extend(token_ids)
+        if token_ids:
+            self.silent_since = now
+            self.num_failures = 0  # that workers die one after the other is not the fault of a request that gets on
+
+    def go_on(self, failed: AttemptFailed, decode: str, prefill: str | None, now: float) -> ApiError | None:
+        """Prepare for another attempt; returns the request's error where there is to be none.
+
+        `decode`, `prefill`: incarnations of the failed attempt's workers.
+        """
+        self.attempt += 1
+        culprit = prefill if failed.role == "prefill" and prefill else decode
+        match failed.why:
+            case "no room":
+                return None
+            case "mistaken" if decode not in self.mistaken:
+                self.mistaken.add(decode)
+                return None
+            case "compiling":
+                return self._pause(now)
+            case "invalid" if not self.emitted:  # later it is not the client's fault: another worker may do
+                return self.end_with(self._impossible(failed))
+            case "absent" if culprit == decode:
+                return self._look_on(failed.detail, decode, now)
+            case "lost":
+                self.stuck += [failed.detail] if failed.is_stuck else []
+                limit = MAX_LOSSES
+            case "expired":
+                limit = MAX_ATTEMPTS
+            case _:
+                limit = MAX_ATTEMPTS if culprit == decode else MAX_LOSSES  # at worst decode prefills by itself
+        failed.is_failure = True
+        self.num_failures += 1
+        self.avoid.add(culprit)
+        if now >= self.deadline:
+            return self.end_with(took_too_long())
+        if self.num_failures >= limit or len(self.stuck) >= MAX_STUCK:
+            count = max(self.num_failures, len(self.stuck))
+            message = f"gave up after {count} attempts; the last: {failed.detail}"
+            return ApiError(503, message, code="failed", retry_after_s=1)
+        return None
+
+    def _impossible(self, failed: AttemptFailed) -> ApiError:
+        grammar = self.wanted.grammar
+        if not failed.is_grammar or grammar is None:
+            return bad_request(failed.detail, None)
+        param = failed.param or grammar.param
+        return bad_request(f"{param} cannot be used: {failed.detail}", param)
+
+    def _pause(self, now: float) -> ApiError | None:
+        """The grammar is being compiled: others get the places meanwhile, and go first unless the client has tokens."""
+        self.absent_since = None
+        self.resumes_at = now + GRAMMAR_PAUSE_S
+        if self.resumes_at >= self.deadline:
+            return self.end_with(took_too_long())
+        if not self.emitted:
+            self.is_new_again, self.silent_since = True, self.resumes_at
+        return None
+
+    def _look_on(self, detail: str, decode: str, now: float) -> ApiError | None:
+        """The worker was gone: nothing was tried, so only time counts."""
+        self.avoid.add(decode)
+        if self.absent_since is None:
+            self.absent_since = now
+        if now >= self.deadline:
+            return self.end_with(took_too_long())
+        if now - self.absent_since >= self.patience_s:
+            return self.end_with(not_ready(f"found no worker for {self.patience_s:g} s; the last: {detail}"))
+        return None
+
+    def end_with(self, error: ApiError) -> ApiError:
+        """The request's error: one that is about time names the stuck worker that took it."""
+        if not self.stuck or error.code not in ("timeout", "not_ready"):
+            return error
+        late = "the request's time (--request-timeout-s) is over" if error.code == "timeout" else error.message
+        return not_ready(f"{late}; an attempt was lost because {self.stuck[-1]}")
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return pack_tokens(np.array(token_ids, np.int32))

@@ -1,0 +1,169 @@
+"""The life of a request below the text: wait for places, try, try again elsewhere, end. Lives on the asyncio thread."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from gateway.errors import ApiError, not_ready
+from gateway.router.attempt import Attempt
+from gateway.router.attempt_record import AttemptRecord
+from gateway.router.autoscaling import FleetMetrics, Goals
+from gateway.router.drain_gate import DRAINING, DrainGate
+from gateway.router.engine_client import Admitted, TokenizedRequest, Tokens
+from gateway.router.fleet import Fleet
+from gateway.router.placement import find_no_prefill, find_unready
+from gateway.router.placer import Placer
+from gateway.router.queue import Queue, Waiter
+from gateway.router.request import AttemptFailed, Request
+from runtime.ops import SECONDS_BUCKETS
+
+log = structlog.get_logger()
+
+
+class Router:
+    """The EngineClient of this gateway."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        max_queue: int,
+        request_timeout_s: float,
+        patience_s: float,
+        registry: CollectorRegistry,
+        goals: Goals,
+        placer: Placer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`patience_s`: how long requests wait for a worker to come back, while there is none.
+
+        `goals`: of the desired numbers of workers.
+        """
+        self.gate = DrainGate()
+        self._fleet = fleet
+        self._placer = placer
+        self._queue = Queue(fleet.workers(), placer, max_queue, patience_s)
+        self._queue.on_change = self._pump
+        fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
+        fleet.subscribe(self._pump)
+        self._decided: dict[Waiter, asyncio.Future[None]] = {}
+        self._request_timeout_s = request_timeout_s
+        self._patience_s = patience_s
+        self._clock = clock
+        registry.register(FleetMetrics(self._queue, goals))
+        text = "Time a request waits for a worker"
+        self._queue_seconds = Histogram(
+            "baton:request_queue_time_seconds", text, registry=registry, buckets=SECONDS_BUCKETS
+        )
+        self._failed_attempts = Counter(
+            "baton:attempts_failed", "Tries that ended without an answer", registry=registry
+        )
+
+    def check_ready(self) -> str | None:
+        if self.gate.is_draining():
+            return DRAINING
+        unready = find_unready(self._fleet.views(), self._placer.no_prefill)
+        return unready.detail if unready else None
+
+    def find_trouble(self) -> str | None:
+        """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
+        views = self._fleet.views()
+        if not self._placer.expects_prefill or find_unready(views):
+            return None
+        lacking = find_no_prefill(views)
+        effects = {"fallback": "decode workers prefill", "wait": "prompts wait", "fail": "prompts are refused"}
+        return f"{lacking.detail}; {effects[self._placer.no_prefill]}" if lacking else None
+
+    def explain_no_hand_off(self) -> str:
+        """Why prompts are not handed off although prefill workers are alive; or empty."""
+        return self._placer.explain_no_hand_off(self._fleet.views())
+
+    @contextmanager
+    def admit(self, num_choices: int) -> Iterator[Admitted]:
+        with self.gate.inside():
+            admitted = self._queue.admit(num_choices)
+            try:
+                yield admitted
+            finally:
+                self._queue.dismiss(admitted)
+
+    async def generate(
+        self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+    ) -> AsyncGenerator[Tokens, None]:
+        self._queue.begin_choice(admitted)
+        now = self._clock()
+        request = Request(wanted, now + self._request_timeout_s, self._patience_s, now)
+        try:
+            while True:
+                record = AttemptRecord(request.attempt, self._clock())
+                if attempts is not None:
+                    attempts.append(record)
+                with self.gate.waiting():
+                    waiter = await self._wait_for_places(request)
+                try:
+                    with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
+                        with self.gate.waiting():
+                            await attempt.reserve()
+                        while True:
+                            with self.gate.waiting():
+                                tokens = await attempt.next()
+                            yield tokens
+                            if tokens.finish_reason:
+                                return
+                except AttemptFailed as failed:
+                    error = request.go_on(failed, attempt.decode, attempt.prefill, self._clock())
+                    self._note(failed, wanted.request_id)
+                    record.close(self._clock(), failed.detail, failed.is_failure)
+                    if error is not None:
+                        raise error from failed
+        except ApiError as error:
+            record.close(self._clock())
+            record.reason, record.is_failure = error.message, True
+            raise
+        finally:
+            record.close(self._clock())
+
+    async def _wait_for_places(self, request: Request) -> Waiter:
+        """Raises ApiError where the request gets none."""
+        began = self._clock()
+        if request.resumes_at > began:
+            with self._queue.apart():
+                await asyncio.sleep(request.resumes_at - began)
+        waiter = self._queue.join(request)
+        decided = self._decided[waiter] = asyncio.get_running_loop().create_future()
+        timeout_s = request.deadline - self._clock()
+        self._pump()
+        try:
+            # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
+            async with asyncio.timeout(timeout_s):
+                await decided
+            if waiter.error is not None:
+                raise request.end_with(waiter.error)
+        except TimeoutError:
+            self._queue.leave(waiter)
+            raise request.end_with(not_ready(f"no worker had room within {timeout_s:.0f} s")) from None
+        except BaseException:
+            self._queue.leave(waiter)
+            raise
+        finally:
+            del self._decided[waiter]
+        waited_s = self._clock() - began
+        request.queue_s += waited_s
+        self._queue_seconds.observe(waited_s)
+        return waiter
+
+    def _pump(self) -> None:
+        """Something changed, or a worker answered, or was silent: so time counts. Wakes those whose wait is over."""
+        for waiter in self._queue.decide(self._clock()):
+            decided = self._decided[waiter]
+            if not decided.done():  # else the request was cancelled this very moment, and leaves
+                decided.set_result(None)
+
+    def _note(self, failed: AttemptFailed, request_id: str) -> None:
+        if failed.is_failure:
+            self._failed_attempts.inc()
+        write = log.warning if failed.is_failure else log.debug
+        write("attempt ended", request_id=request_id, reason=failed.detail, is_failure=failed.is_failure)

@@ -1,0 +1,262 @@
+"""One worker: its last status, what follows from that, and calls. Lives on the asyncio thread."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+
+import grpc
+import structlog
+
+from gateway.router.local_prefill import ChunkCosts
+from gateway.router.placement import Role, WorkerView
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from runtime import rpc
+from wire.stalls import find_stuck
+
+log = structlog.get_logger()
+
+POLL_S = 1.0  # between two calls for a worker's status, at most
+HURRY = 0.2  # fraction of the poll interval before re-polling a worker that refused
+RETRY_S = 0.2  # before a worker that did not answer is asked again
+QUIET_S = 1.5  # without an answer or an error to the first question, after which that is logged
+# How a call ends when no worker is there, or only an incarnation that drains or does not know our stream.
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+class WorkerClient:
+    """One worker: its channel, its last status, and the places that this gateway's requests have there."""
+
+    role: Role
+    stub_type: type[prefill_pb2_grpc.PrefillStub] | type[decode_pb2_grpc.DecodeStub]
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        heartbeat_s: float,
+        stall_s: float,
+        source: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`channel`: closed with the client. `heartbeat_s`: silence after which a worker counts as dead.
+
+        `stall_s`: see wire/stalls.py.
+        """
+        self.address = address
+        self.status = decode_pb2.WorkerStatus()
+        self.num_mine = 0  # places held by requests of this gateway
+        self.is_full = False  # refused a request since it last answered or a place there got free
+        self.was_asked = False  # it has answered, or failed to
+        self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
+        self.source = source  # the DNS name that it has; empty: named by its address
+        self.is_leaving = False  # DNS no longer lists it
+        self.duplicate_of = ""  # the other address of the same worker, which is used
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._stall_s = stall_s
+        self._channel = channel
+        self._stub = self.stub_type(channel)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_others = 0  # requests of other gateways at its last answer
+        self._heard = -float("inf")  # when it last answered
+        self._trouble = "has not answered yet"
+        self._is_doubted = False  # a call found no worker since it last answered
+        self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
+        self._pause_s = 0.0  # between the last poll and the next
+        self._next_poll = 0.0  # when to ask for its status again
+        self._hurry = asyncio.Event()  # `_next_poll` has moved closer
+        self._layout = b""
+        self._seen: tuple[object, ...] = ()  # what `_view` was made of
+        self._view: WorkerView | None = None
+
+    # -- asking for its status --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._spawn(self._poll())
+        self._spawn(self._report_quiet())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(_report_bug)
+        self._tasks.append(task)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                status = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
+            except grpc.aio.AioRpcError as error:
+                self._miss(error)
+            else:
+                self._learn(status)
+            while (pause_s := self._next_poll - self._clock()) > 0:
+                self._hurry.clear()
+                try:
+                    async with asyncio.timeout(pause_s):
+                        await self._hurry.wait()
+                except TimeoutError:
+                    break
+
+    async def _report_quiet(self) -> None:
+        await asyncio.sleep(QUIET_S)
+        if self._silence is None:
+            log.warning("worker does not answer", address=self.address, reason=f"nothing came for {QUIET_S:g} s")
+
+    def _learn(self, status: decode_pb2.WorkerStatus) -> None:
+        if self.status.peer.incarnation not in ("", status.peer.incarnation):
+            log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
+        elif self._silence:
+            log.info("worker answers again", address=self.address)
+        self._silence = ""
+        self.status = status
+        self._num_others = max(status.num_running - self.num_mine, 0)
+        self._layout = status.peer.layout.SerializeToString(deterministic=True)
+        self._view = None
+        self._heard = self._clock()
+        self._trouble = ""
+        self._is_doubted = False
+        self._end_poll(min(POLL_S, self._heartbeat_s / 3))  # so that one late answer is not silence
+
+    def _miss(self, error: grpc.aio.AioRpcError) -> None:
+        """No answer. The reason is logged when it is new. Distrust does not go away by waiting."""
+        distrust = rpc.find_distrust(error)
+        silence = f"does not answer ({distrust or error.code().name})"
+        if silence != self._silence and distrust is not None:
+            log.error("worker not trusted", address=self.address, reason=distrust)
+        elif silence != self._silence:
+            reason = f"{error.code().name}: {error.details()}"
+            log.warning("worker does not answer", address=self.address, reason=reason)
+        self._silence = self._trouble = silence
+        self._end_poll(RETRY_S)
+
+    def _end_poll(self, pause_s: float) -> None:
+        self.was_asked = True
+        self._pause_s, self._next_poll = pause_s, self._clock() + pause_s
+        self.is_full = False  # try it again at the latest now
+        self._judge()
+        self.on_change()
+
+    def _judge(self) -> None:
+        """What follows from the last answer, or its absence, for work under way."""
+
+    # -- what is known of it -----------------------------------------------------------------------------------------
+
+    def find_trouble(self) -> str | None:
+        """Why this worker cannot take work; None when it can."""
+        if (stall := self.find_stall()) is not None:
+            return stall
+        if self.status.draining:
+            return "is draining"
+        if self.is_leaving:
+            return f"is no longer in {self.source}"
+        if self.duplicate_of:
+            return f"is the worker at {self.duplicate_of}"
+        return "did not take a call" if self._is_doubted else None
+
+    def find_stall(self) -> str | None:
+        """Why the work that it has makes no progress; None when it does."""
+        return self.find_silence() or self.find_stuck()
+
+    def find_silence(self) -> str | None:
+        """Why it counts as dead; None while it answers."""
+        if self._clock() - self._heard > self._heartbeat_s:
+            return self._trouble or f"has been silent for more than {self._heartbeat_s:g} s"
+        return None
+
+    def find_stuck(self) -> str | None:
+        """Why its engine was stuck when it last answered; None if it was not."""
+        return find_stuck(self.status.step_age_s, self.status.step_predicted_s, self._stall_s)
+
+    @property
+    def incarnation(self) -> str:
+        """Of the worker that would get a request."""
+        return self.status.peer.incarnation
+
+    def view(self) -> WorkerView:
+        """What a policy may know of it."""
+        trouble = self.find_trouble()
+        seen = self.incarnation, trouble, self.num_mine, self.is_full
+        if self._view is None or seen != self._seen:
+            self._seen, self._view = seen, self._build_view(trouble)
+        return self._view
+
+    def _build_view(self, trouble: str | None) -> WorkerView:
+        status, peer, costs = self.status, self.status.peer, self.status.chunk_costs
+        return WorkerView(
+            role=self.role,
+            address=self.address,
+            incarnation=self.incarnation,
+            layout=self._layout,
+            is_alive=trouble is None,
+            trouble=trouble or "",
+            max_running=max(status.max_running, 1),
+            num_mine=self.num_mine,
+            num_others=self._num_others,
+            is_full=self.is_full,
+            free_pages=status.free_pages,
+            num_pages=peer.num_pages,
+            page_tokens=peer.layout.page_tokens,
+            weights=peer.layout.weights,
+            host=peer.host,
+            num_threads=status.threads,
+            num_cores=status.cores,
+            tokens_waiting=status.prompt_tokens_waiting,
+            tokens_per_s=status.prompt_tokens_per_second,
+            costs=ChunkCosts(
+                costs.quiet_seconds, costs.fixed_seconds, costs.token_seconds, costs.tokens, costs.read_token_seconds
+            ),
+        )
+
+    # -- places and calls --------------------------------------------------------------------------------------------
+
+    def release(self, is_refused: bool = False) -> None:
+        """A place here is free again. `is_refused`: the worker had no room for a request.
+
+        It then gets no other until a place there is free or it has been polled, soon.
+        """
+        self.num_mine -= 1
+        self.is_full = is_refused
+        if is_refused:
+            self._poll_soon()
+        self.on_change()
+
+    def _poll_soon(self) -> None:
+        self._next_poll = min(self._next_poll, self._clock() + HURRY * self._pause_s)
+        self._hurry.set()
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """Around a call. One that finds no worker: it gets no more work until it answers a poll, which comes soon."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in GONE:
+                self._is_doubted = True
+                self._poll_soon()
+            raise
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    """A client's tasks run until cancelled. One that ends otherwise leaves it dead, which must not be silent."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a link to a worker stopped working", exc_info=task.exception())
+
+
+class PrefillClient(WorkerClient):
+    """A prefill worker."""
+
+    role: Role = "prefill"
+    stub_type = prefill_pb2_grpc.PrefillStub
+    _stub: prefill_pb2_grpc.PrefillStub
+
+    async def run(self, request: prefill_pb2.RunRequest, timeout_s: float) -> prefill_pb2.RunResponse:
+        """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
+        with self._doubting():
+            response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
+        return response

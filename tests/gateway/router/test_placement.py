@@ -1,0 +1,333 @@
+"""Routing decisions: a table of cases, and properties over random fleets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.router.local_prefill import ChunkCosts
+from gateway.router.placement import (
+    BUSY_TOKENS,
+    NO_LIMIT,
+    Placement,
+    Unready,
+    Wait,
+    WorkerView,
+    choose_placement,
+    explain_no_hand_off,
+    find_unready,
+)
+from runtime.config_parts import NoPrefill
+from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
+
+DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
+OTHER: dict[str, Any] = {"layout": b"other"}
+
+
+def names(choice: Placement | Wait | Unready) -> object:
+    """A choice in short: ("D1", "P1"), ("D1", None), Wait or Unready."""
+    if isinstance(choice, Placement):
+        return choice.decode.incarnation, choice.prefill.incarnation if choice.prefill else None
+    return type(choice)
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "expected"),
+    [
+        ("a pair", [PREFILL, DECODE], ("D1", "P1")),
+        ("no worker", [], Unready),
+        ("no decode worker", [PREFILL], Unready),
+        ("the only decode worker is dead", [PREFILL, replace(DECODE, **DEAD)], Unready),
+        ("no prefill worker: decode prefills", [DECODE], ("D1", None)),
+        ("the only prefill worker is dead: decode prefills", [replace(PREFILL, **DEAD), DECODE], ("D1", None)),
+        ("the only prefill worker is incompatible", [replace(PREFILL, **OTHER), DECODE], ("D1", None)),
+        ("a full prefill worker is waited for", [replace(PREFILL, **FULL), DECODE], Wait),
+        ("a refusing prefill worker is waited for", [replace(PREFILL, is_full=True), DECODE], Wait),
+        ("a full decode worker is waited for", [PREFILL, replace(DECODE, **FULL)], Wait),
+        ("a refusing decode worker is waited for", [PREFILL, replace(DECODE, is_full=True)], Wait),
+        ("the idler decode worker", [PREFILL, replace(DECODE, num_mine=1), DECODE_2], ("D2", "P1")),
+        ("the idler prefill worker", [replace(PREFILL, num_mine=1), PREFILL_2, DECODE], ("D1", "P2")),
+        (
+            "load is a share of what a worker takes",
+            [PREFILL, replace(DECODE, num_mine=2, max_running=100), replace(DECODE_2, num_mine=1)],
+            ("D1", "P1"),
+        ),
+        ("other gateways' requests count", [PREFILL, replace(DECODE, num_others=1), DECODE_2], ("D2", "P1")),
+        ("at equal load fewer tokens waiting", [replace(PREFILL, tokens_waiting=9), PREFILL_2, DECODE], ("D1", "P2")),
+        ("at equal load more free pages", [PREFILL, DECODE, replace(DECODE_2, free_pages=11)], ("D2", "P1")),
+        (
+            "the idler decode worker has no compatible prefill worker with room",
+            [replace(PREFILL, **FULL), replace(PREFILL_2, **OTHER), DECODE, replace(DECODE_2, num_mine=1, **OTHER)],
+            ("D2", "P2"),
+        ),
+    ],
+)
+def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -> None:
+    assert names(choose_placement(workers, 100, 0)) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "cached", "expected"),
+    [
+        ("a beginning of the prompt", [PREFILL, DECODE, DECODE_2], {"D2": 160}, ("D2", "P1")),
+        ("the longest one", [PREFILL, DECODE, DECODE_2], {"D1": 176, "D2": 160}, ("D1", "P1")),
+        ("on prefill workers too", [PREFILL, PREFILL_2, DECODE], {"P2": 160}, ("D1", "P2")),
+        ("each role by itself", [PREFILL, PREFILL_2, DECODE, DECODE_2], {"P2": 160, "D2": 16}, ("D2", "P2")),
+        ("more free pages count less", [PREFILL, replace(DECODE, free_pages=99), DECODE_2], {"D2": 16}, ("D2", "P1")),
+        ("not where it failed before", [PREFILL, DECODE, replace(DECODE_2, **DEAD)], {"D2": 992}, ("D1", "P1")),
+        ("nor where no room is", [PREFILL, DECODE, replace(DECODE_2, **FULL)], {"D2": 992}, ("D1", "P1")),
+        ("all of it: no prefill worker", [PREFILL, DECODE, DECODE_2], {"D2": 1000}, ("D2", None)),
+        ("all but less than a page", [PREFILL, DECODE, DECODE_2], {"D2": 985}, ("D2", None)),
+        ("all but a page", [PREFILL, DECODE, DECODE_2], {"D2": 984}, ("D2", "P1")),
+        ("that prefill has it saves decode nothing", [PREFILL, DECODE], {"P1": 1000}, ("D1", "P1")),
+        ("without a prefill worker", [DECODE, DECODE_2], {"D2": 160}, ("D2", None)),
+    ],
+)
+def test_workers_that_probably_have_more_are_preferred(
+    case: str, workers: Sequence[WorkerView], cached: Mapping[str, int], expected: object
+) -> None:
+    assert names(choose_placement(workers, 1000, 0, cached=cached)) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("role", "cached_one", "idle_one"), [("decode", DECODE, DECODE_2), ("prefill", PREFILL, PREFILL_2)]
+)
+def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
+    role: str, cached_one: WorkerView, idle_one: WorkerView
+) -> None:
+    """A hot prefix does not pile up on one worker: each request there makes the idle worker more attractive."""
+    other = PREFILL if role == "decode" else DECODE
+    max_running, num_cached = 64, 1500
+    for num_mine in range(max_running):
+        busy = replace(cached_one, num_mine=num_mine, max_running=max_running)
+        choice = choose_placement([other, busy, idle_one], 2000, 0, cached={busy.incarnation: num_cached})
+        assert isinstance(choice, Placement)
+        chosen = choice.decode if role == "decode" else choice.prefill
+        is_worth_it = num_mine * BUSY_TOKENS / max_running < num_cached
+        assert (chosen == busy) == is_worth_it, num_mine
+    assert not is_worth_it
+
+
+@pytest.mark.parametrize(
+    ("case", "cached", "local", "expected"),
+    [
+        ("decode has all: what it may prefill is the setting", {"D1": 96}, 7, 7),
+        ("decode has nothing", {}, 7, 7),
+        ("the rest is short enough", {"D1": 92}, 8, 8),
+    ],
+)
+def test_decode_prefills_no_more_than_the_setting_while_a_prefill_worker_lives(
+    case: str, cached: Mapping[str, int], local: int, expected: int
+) -> None:
+    choice = choose_placement([PREFILL, DECODE], 100, local, cached=cached)
+    assert isinstance(choice, Placement), case
+    assert choice.local_prefill_max_tokens == expected and choice.num_cached == cached.get("D1", 0)
+    for workers, avoid in (([replace(PREFILL, **DEAD), DECODE], set[str]()), ([PREFILL, DECODE], {"P1"})):
+        choice = choose_placement(workers, 100, local, frozenset(avoid), cached)
+        assert isinstance(choice, Placement) and choice.local_prefill_max_tokens == NO_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("missing", "limit", "expected"),
+    [
+        (0, 0, ("D1", None)),
+        (1, 0, ("D1", "P1")),
+        (8, 8, ("D1", None)),
+        (9, 8, ("D1", "P1")),
+        (9999, NO_LIMIT, ("D1", None)),
+    ],
+)
+def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expected: object) -> None:
+    assert names(choose_placement([PREFILL, DECODE], missing, limit)) == expected
+
+
+@pytest.mark.parametrize(
+    ("avoid", "workers", "expected"),
+    [
+        ({"D1"}, [PREFILL, DECODE, replace(DECODE_2, num_mine=3)], ("D2", "P1")),
+        ({"D1"}, [PREFILL, DECODE], ("D1", "P1")),
+        ({"D1"}, [PREFILL, DECODE, replace(DECODE_2, **DEAD)], ("D1", "P1")),
+        ({"D1"}, [PREFILL, DECODE, replace(DECODE_2, **FULL)], Wait),
+        ({"P1"}, [PREFILL, replace(PREFILL_2, num_mine=3), DECODE], ("D1", "P2")),
+        ({"P1"}, [PREFILL, DECODE], ("D1", None)),
+        ({"D1", "D2"}, [PREFILL, DECODE, DECODE_2], ("D1", "P1")),
+        ({"D1", "P1"}, [PREFILL, DECODE], ("D1", None)),
+        ({"D1", "P1"}, [PREFILL, PREFILL_2, DECODE], ("D1", "P2")),
+        ({"gone"}, [PREFILL, DECODE], ("D1", "P1")),
+    ],
+)
+def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[WorkerView], expected: object) -> None:
+    assert names(choose_placement(workers, 100, 0, frozenset(avoid))) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "missing", "avoid", "expected"),
+    [
+        ("one is alive", [PREFILL, DECODE], 100, set(), ("D1", "P1")),
+        ("none is alive", [replace(PREFILL, **DEAD), DECODE], 100, set(), Unready),
+        ("none matches", [replace(PREFILL, **OTHER), DECODE], 100, set(), Unready),
+        ("what decode may prefill anyway needs none", [replace(PREFILL, **DEAD), DECODE], 8, set(), ("D1", None)),
+        ("none has room", [replace(PREFILL, **FULL), DECODE], 100, set(), Wait),
+        ("no decode worker has room", [replace(PREFILL, **DEAD), replace(DECODE, **FULL)], 100, set(), Wait),
+        ("one that failed is asked again", [PREFILL, DECODE], 100, {"P1"}, ("D1", "P1")),
+        ("but last", [PREFILL, replace(PREFILL_2, num_mine=3), DECODE], 100, {"P1"}, ("D1", "P2")),
+        (
+            "the idler decode worker has none, the other has one",
+            [PREFILL, replace(DECODE, num_mine=1), replace(DECODE_2, **OTHER)], 100, set(), ("D1", "P1"),
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("no_prefill", ["wait", "fail"])
+def test_decode_does_not_stand_in_for_prefill_where_it_must_not(
+    case: str, workers: Sequence[WorkerView], missing: int, avoid: set[str], expected: object, no_prefill: NoPrefill
+) -> None:
+    choice = choose_placement(workers, missing, 8, frozenset(avoid), no_prefill=no_prefill)
+    assert names(choice) == expected, case
+    if isinstance(choice, Unready):
+        assert choice.role == "prefill" and choice.detail.startswith("no prefill worker")
+        standing_in = choose_placement(workers, missing, 8, frozenset(avoid))
+        assert isinstance(standing_in, Placement) and standing_in.is_fallback
+
+
+def test_standing_in_is_for_what_decode_would_not_prefill_anyway() -> None:
+    for workers, missing, is_fallback in (
+        ([DECODE], 100, True),
+        ([PREFILL, DECODE], 8, False),
+        ([replace(PREFILL, **DEAD), DECODE], 8, False),
+        ([replace(PREFILL, **DEAD), DECODE], 9, True),
+    ):
+        choice = choose_placement(workers, missing, 8)
+        assert isinstance(choice, Placement) and choice.is_fallback is is_fallback
+
+
+def test_unready_names_every_decode_worker_and_its_trouble() -> None:
+    unknown = "no decode worker is known: name one with --decode; the log says which names DNS does not know"
+    assert find_unready([PREFILL]) == Unready(unknown)
+    dead = [replace(DECODE, **DEAD), replace(DECODE_2, is_alive=False, trouble="is draining")]
+    assert find_unready(dead) == Unready("no decode worker is alive: d:1 does not answer; d:2 is draining")
+    assert find_unready([*dead, replace(DECODE, address="d:3")]) is None
+
+
+@pytest.mark.parametrize(
+    ("decode_has", "prefill_has", "is_local"),
+    [
+        (("h", 2, 2), ("h", 2, 2), True),
+        (("h", 1, 2), ("h", 1, 2), False),  # one core each
+        (("h", 2, 3), ("h", 2, 3), True),
+        (("h", 2, 2), ("other", 2, 2), False),
+        (("h", 0, 2), ("h", 2, 2), False),  # decode computes on a GPU
+    ],
+)
+def test_decode_prefills_where_both_roles_want_the_same_cores(
+    decode_has: tuple[str, int, int], prefill_has: tuple[str, int, int], is_local: bool
+) -> None:
+    views = [
+        replace(view, host=host, num_threads=threads, num_cores=cores)
+        for view, (host, threads, cores) in ((DECODE, decode_has), (PREFILL, prefill_has))
+    ]
+    choice = choose_placement(views, 1000, None)
+    assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
+    assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
+    assert ("--local-prefill-max-tokens 0" in explain_no_hand_off(views, None)) is is_local
+    assert explain_no_hand_off(views[:1], None) == explain_no_hand_off(views, 0) == ""
+    forced = choose_placement(views, 1000, 0)
+    assert isinstance(forced, Placement) and forced.prefill is not None
+    elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
+    handed = choose_placement([*views, elsewhere], 1000, None)
+    assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
+    assert explain_no_hand_off([*views, elsewhere], None) == ""
+
+
+COSTS = ChunkCosts(0.0028, 0.0024, 2e-5, 256, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing", "decode_has", "prefill_has", "limit", "why"),
+    [
+        (None, 200, {}, {}, 200, "200 tokens cost 9 ms on the decode worker beside 0 answers, 10 ms by hand-off"),
+        (None, 1000, {}, {}, None, "1000 tokens cost 41 ms on the decode worker beside 0 answers, 31 ms by hand-off"),
+        (None, 200, {"num_mine": 3}, {}, None, "200 tokens cost 28 ms on the decode worker beside 3 answers"),
+        (None, 200, {}, {"num_threads": 4, "num_cores": 4}, None, ""),
+        (None, 200, {"costs": ChunkCosts()}, {}, None, ""),
+        (None, 200, {}, {"tokens_per_s": 0.0}, None, ""),
+        (None, 200, {"num_mine": 3}, {"tokens_waiting": 8000}, 200, "beside 3 answers, 210 ms by hand-off"),
+        (None, 200, {}, {"is_alive": False}, NO_LIMIT, "no prefill worker is alive"),
+        (0, 200, {}, {"tokens_waiting": 8000}, None, ""),
+        (512, 500, {"num_mine": 3}, {}, 512, "within --local-prefill-max-tokens"),
+    ],
+)
+def test_short_prompts_are_computed_where_that_costs_less_time(
+    setting: int | None, missing: int, decode_has: dict[str, Any], prefill_has: dict[str, Any], limit: int | None,
+    why: str,
+) -> None:  # fmt: skip
+    decode = replace(DECODE, **{"costs": COSTS, **decode_has})
+    prefill = replace(PREFILL, **{"tokens_per_s": 40_000.0, **prefill_has})
+    choice = choose_placement([prefill, decode], missing, setting)
+    assert isinstance(choice, Placement) and (choice.prefill is None) is (limit is not None)
+    assert choice.local_prefill_max_tokens == (setting or 0 if limit is None else limit)
+    assert why in choice.why and bool(why) is bool(choice.why)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerView]:
+    views = []
+    for number in range(draw(st.integers(0, 5))):
+        is_alive, max_running = draw(st.booleans()), draw(st.integers(1, 3))
+        one = draw(st.sampled_from([PREFILL, DECODE]))
+        changes: dict[str, Any] = {"address": f"host:{number}", "incarnation": f"I{number}", "max_running": max_running}
+        changes |= {"is_alive": is_alive, "num_mine": draw(st.integers(0, max_running)), "is_full": draw(st.booleans())}
+        changes |= {"layout": draw(st.sampled_from([b"a", b"b"])), "page_tokens": draw(st.sampled_from([1, 4]))}
+        views.append(replace(one, free_pages=draw(st.integers(0, 3)), **changes))
+    return views
+
+
+@settings(max_examples=100)
+@given(
+    fleet=fleets(),
+    missing=st.integers(0, 9),
+    limit=st.integers(0, 9),
+    avoid=st.frozensets(st.sampled_from([f"I{number}" for number in range(5)])),
+    had=st.lists(st.integers(0, 9), min_size=5, max_size=5),
+)
+def test_a_placement_can_serve(
+    fleet: list[WorkerView], missing: int, limit: int, avoid: frozenset[str], had: list[int]
+) -> None:
+    cached = {f"I{number}": min(have, missing) for number, have in enumerate(had)}
+    choice = choose_placement(fleet, missing, limit, avoid, cached)
+    decodes = [view for view in fleet if view.role == "decode" and view.is_alive]
+    if isinstance(choice, Unready):
+        assert not decodes
+    elif isinstance(choice, Wait):
+        assert decodes
+    else:
+        chosen = [choice.decode, *([choice.prefill] if choice.prefill else [])]
+        assert choice.decode.role == "decode"
+        for view in chosen:
+            assert view.is_alive and not view.is_full and view.num_mine < view.max_running
+        if choice.prefill is not None:
+            assert choice.prefill.role == "prefill" and choice.prefill.layout == choice.decode.layout
+            assert missing - cached[choice.decode.incarnation] > limit
+        elif choice.local_prefill_max_tokens == NO_LIMIT:
+            usable = [view for view in fleet if view.incarnation not in avoid]
+            assert not any(
+                view.role == "prefill" and view.is_alive and view.layout == choice.decode.layout for view in usable
+            )
+        else:
+            rest = missing - cached[choice.decode.incarnation]
+            assert rest <= limit or rest < choice.decode.page_tokens
+
+
+@settings(max_examples=100)
+@given(fleet=fleets())
+def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
+    """With local prefill for all, waiting means that every living decode worker is full."""
+    choice = choose_placement(fleet, 1, NO_LIMIT)
+    decodes = [view for view in fleet if view.role == "decode" and view.is_alive and not view.is_full]
+    open_decodes = [view for view in decodes if view.num_mine < view.max_running]
+    assert isinstance(choice, Placement) == bool(open_decodes)
+    if isinstance(choice, Placement):
+        least = min(view.num_mine / view.max_running for view in open_decodes)
+        assert choice.decode.num_mine / choice.decode.max_running == least

@@ -1,0 +1,366 @@
+"""Which requests wait, go next and are refused, and when workers get some: the real router in virtual time."""
+
+import pytest
+
+from gateway.router.placement import Role
+from runtime.config_parts import NoPrefill
+from tests.gateway.router.test_requests import COMPILING, LONG, NO_ROOM, answer, bound, check_error, finish
+from tests.support.fake_workers import FakeDecode
+from tests.support.virtual_fleet import HEARTBEAT_S, VirtualFleet, virtual_fleet, wanted
+
+
+def names(worker: FakeDecode) -> list[str]:
+    """Of the requests that came to a worker, in order."""
+    return [one.request.request_id for one in worker.sessions]
+
+
+def finish_all(fleet: VirtualFleet) -> None:
+    """Sessions end one after the other until none is left."""
+    while open_ := [one for worker in fleet.decodes for one in worker.sessions if not one.is_over]:
+        open_[0].emit(open_[0].request.max_tokens, "length")
+        fleet.run(0.1)
+
+
+# -- the limit -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_comes_in_with_all_its_choices_or_with_none() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        fleet.ask("running")
+        fleet.ask(*(wanted(f"five {number}") for number in range(5)))
+        four = fleet.ask(*(wanted(f"four {number}") for number in range(4)))
+        check_error(four, 429, "5 requests are waiting, and 4 more exceed --max-queue, which is 8; try again")
+        assert four.error and (four.error.code, four.error.retry_after_s) == ("overloaded", 1)
+        three = fleet.ask(*(wanted(f"three {number}") for number in range(3)))
+        check_error(fleet.ask(), 429, "8 requests are waiting, the most allowed by --max-queue; try again")
+        three.leave()
+        fleet.run()
+        assert fleet.router._queue.num_waiting == 5
+        finish_all(fleet)
+
+
+def test_an_empty_queue_admits_any_number_of_choices() -> None:
+    with virtual_fleet(max_queue=2, max_running=4) as fleet:
+        fleet.ask(*(wanted(f"r{number}") for number in range(7)))
+        assert len(fleet.decodes[0].sessions) == 4 and fleet.router._queue.num_waiting == 3
+        check_error(fleet.ask(), 429, "3 requests are waiting")
+        finish_all(fleet)
+
+
+# -- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_retries_keep_their_order_before_new_requests() -> None:
+    with virtual_fleet(max_running=3) as fleet:
+        (decode,) = fleet.decodes
+        decode.may_answer.clear()
+        decode.refusals.extend([NO_ROOM] * 3)
+        for name in "abcde":
+            fleet.ask(name)
+            fleet.run(0.1)
+        decode.may_answer.set()
+        fleet.run(0.3)
+        assert names(decode) == ["a", "b", "c"]
+        finish_all(fleet)
+        assert names(decode) == ["a", "b", "c", "d", "e"]
+
+
+def test_the_answer_that_has_been_silent_for_longest_goes_first() -> None:
+    with virtual_fleet(patience_s=5.0) as fleet:
+        (decode,) = fleet.decodes
+        for name in "abc":
+            fleet.ask(name)
+        for number in (1, 0):
+            fleet.run(1.0)
+            decode.sessions[number].emit(1)
+            fleet.run()
+        decode.break_streams()
+        fleet.run(1.0)
+        assert names(decode)[3:] == ["c", "b", "a"]
+        finish_all(fleet)
+
+
+def test_the_first_place_elsewhere_is_for_the_answer_that_has_been_silent_for_longest() -> None:
+    with virtual_fleet(decode=2, patience_s=9.0) as fleet:
+        one, other = fleet.decodes
+        other.status = {"draining": True}
+        fleet.run(1.0)
+        for name in "ab":
+            fleet.ask(name)
+        fleet.run(0.5)
+        one.sessions[0].emit(1)
+        other.status = {"max_running": 1}
+        fleet.run(1.0)
+        one.break_streams()
+        fleet.run()
+        assert names(other) == ["b"]
+        fleet.run(1.0)
+        finish_all(fleet)
+
+
+def test_of_answers_that_wait_the_one_silent_for_longest_goes_first_however_they_failed() -> None:
+    with virtual_fleet(patience_s=9.0) as fleet:
+        (decode,) = fleet.decodes
+        for name in "ab":
+            fleet.ask(name)
+        decode.status = {"draining": True}
+        fleet.run(1.0)
+        decode.sessions[0].emit(1)
+        for number in (0, 1):
+            decode.sessions[number].say([], "error", "a step failed")
+            fleet.run()
+        decode.status = {}
+        fleet.run(1.0)
+        assert names(decode)[2:] == ["b", "a"]
+        finish_all(fleet)
+
+
+def test_a_request_that_failed_after_its_grammar_was_compiled_is_a_retry_like_others() -> None:
+    with virtual_fleet(max_running=1, patience_s=9.0) as fleet:
+        (decode,) = fleet.decodes
+        decode.refusals.append(COMPILING)
+        fleet.ask(bound("bound"))
+        fleet.run(0.6)
+        fleet.ask("new")
+        decode.status = {"draining": True}
+        fleet.run(1.0)
+        decode.status = {}
+        decode.sessions[0].say([], "error", "a step failed")
+        fleet.run(1.0)
+        assert names(decode) == ["bound", "bound"]
+        finish_all(fleet)
+
+
+def test_choices_that_never_came_do_not_wait_any_more() -> None:
+    with virtual_fleet() as fleet:
+        with fleet.router.admit(3):
+            assert fleet.router._queue.num_waiting == 3
+        assert fleet.router._queue.num_waiting == 0
+
+
+def test_a_request_that_waited_for_its_grammar_goes_last_unless_its_client_has_tokens() -> None:
+    with virtual_fleet(max_running=2) as fleet:
+        (decode,) = fleet.decodes
+        fleet.ask(bound("started"))
+        decode.sessions[0].emit(1)
+        decode.sessions[0].say([], "error", "a step failed")
+        decode.refusals.extend([COMPILING] * 2)
+        fleet.run()
+        fleet.ask(bound("new"))
+        for name in ("r1", "r2", "r3"):
+            fleet.ask(name)
+        fleet.run(0.6)
+        finish_all(fleet)
+        assert names(decode) == ["started", "r1", "r2", "started", "r3", "new"]
+
+
+def test_a_request_lets_others_pass_only_on_workers_that_it_cannot_use() -> None:
+    with virtual_fleet(decode=2, max_running=1) as fleet:
+        first, second = fleet.decodes
+        for name in ("first", "second", "passing", "staying"):
+            fleet.ask(name)
+        second.sessions[0].say([], "error", "one bad moment")
+        fleet.run()
+        assert (names(first), names(second)) == (["first"], ["second", "passing"])
+        finish(fleet)
+        assert names(first) == ["first", "second"]
+        finish_all(fleet)
+
+
+# -- equal prompts at once -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["its KV is there", "it ended before"])
+def test_equal_prompts_wait_until_one_was_computed_and_others_pass_them(end: str) -> None:
+    with virtual_fleet(max_running=8) as fleet:
+        (decode,) = fleet.decodes
+        first = fleet.ask(wanted("first", prompt=LONG))
+        for name in ("second", "third"):
+            fleet.ask(wanted(name, prompt=(*LONG[:-1], 99)))
+        fleet.ask(wanted("salted", prompt=LONG, cache_salt="s"))
+        fleet.ask(wanted("short", prompt=LONG[:16]))  # no whole page: the last token belongs to the first step
+        assert names(decode) == ["first", "salted", "short"]
+        if end == "its KV is there":
+            decode.sessions[0].emit(1)
+            fleet.run()
+            assert names(decode)[3:] == ["second", "third"], "both find its pages"
+        else:
+            first.leave()
+            fleet.run()
+            assert names(decode)[3:] == ["second"], "the third waits for the second"
+        finish_all(fleet)
+
+
+# -- workers that cannot serve ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_a_poll_soon(role: Role) -> None:
+    with virtual_fleet(prefill=1) as fleet:
+        worker = fleet.decodes[0] if role == "decode" else fleet.prefills[0]
+        for one in fleet.prefills:
+            one.may_finish.clear()
+        fleet.ask("running")
+        fleet.run(0.3)
+        worker.refusals.append(NO_ROOM)
+        refused, num_polls = fleet.ask("refused"), worker.num_status_calls
+        assert names(fleet.decodes[0])[-1] == ("running" if role == "decode" else "refused")
+        fleet.run(0.15)
+        assert worker.num_status_calls == num_polls and fleet.router._queue.num_waiting == 1
+        fleet.run(0.1)
+        assert worker.num_status_calls == num_polls + 1 and fleet.router._queue.num_waiting == 0, "long before a second"
+        worker.refusals.append(NO_ROOM)
+        fleet.ask("next")
+        assert fleet.router._queue.num_waiting == 1
+        fleet.prefills[0].may_finish.set()
+        fleet.decodes[0].sessions[0].emit(4, "length")
+        fleet.run()
+        assert fleet.router._queue.num_waiting == 0, "a place is free"
+        finish_all(fleet)
+        assert refused.tokens == answer(4)
+
+
+@pytest.mark.parametrize("expects_prefill", [True, False])
+def test_standing_in_counts_where_prefill_workers_are_expected(expects_prefill: bool) -> None:
+    with virtual_fleet(expects_prefill=expects_prefill) as fleet:
+        fleet.ask()
+        assert fleet.registry.get_sample_value("baton:local_prefill_fallbacks_total") == expects_prefill
+        finish(fleet)
+
+
+@pytest.mark.parametrize("no_prefill", ["fallback", "wait", "fail"])
+def test_prompts_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
+    with virtual_fleet(prefill=1, patience_s=20.0, no_prefill=no_prefill, timeout_s=500.0) as fleet:
+        (decode,), (prefill,) = fleet.decodes, fleet.prefills
+        begun = fleet.ask("begun")
+        decode.sessions[0].emit(1)
+        fleet.kill(prefill)
+        fleet.run(HEARTBEAT_S + 1)
+        decode.sessions[0].say([], "error", "a step failed")
+        fleet.run()
+        assert names(decode) == ["begun", "begun"], "an answer that has begun goes on"
+        long, _short = fleet.ask("long"), fleet.ask(wanted("short", prompt=(1,)))
+        assert names(decode)[2:] == (["long", "short"] if no_prefill == "fallback" else ["short"])
+        fleet.run(30.0)
+        finish_all(fleet)
+        assert begun.tokens == answer(4)
+        if no_prefill == "fallback":
+            assert long.tokens == answer(4)
+            return
+        check_error(long, 503, "no prefill worker is alive: P1 does not answer (UNAVAILABLE)")
+        fleet.workers["P1"] = prefill
+        fleet.run(1.0)
+        again = fleet.ask("again")
+        assert len(prefill.runs) == 2
+        finish_all(fleet)
+        assert again.tokens == answer(4)
+
+
+def test_requests_that_wait_for_a_prefill_worker_are_not_looked_at_again_and_go_on_when_one_comes() -> None:
+    with virtual_fleet(prefill=1, patience_s=20.0, no_prefill="wait") as fleet:
+        (prefill,) = fleet.prefills
+        fleet.kill(prefill)
+        fleet.run(HEARTBEAT_S + 1)
+        client = fleet.ask()
+        assert len(fleet.router._queue._stuck) == 1
+        fleet.workers["P1"] = prefill
+        fleet.run(1.0)
+        finish(fleet)
+        assert client.tokens == answer(4) and len(prefill.runs) == 1
+
+
+def test_what_other_gateways_have_on_a_worker_counts() -> None:
+    with virtual_fleet(decode=2) as fleet:
+        first, second = fleet.decodes
+        fleet.ask("mine")
+        second.status = {"num_running": 1}
+        fleet.run(1.0)
+        fleet.ask("next")
+        assert names(first) == ["mine", "next"], "its own request there is no other's"
+        first.status = {"num_running": 8}
+        fleet.run(1.0)
+        fleet.ask("last")
+        assert names(second) == ["last"]
+        finish_all(fleet)
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: bool) -> None:
+    with virtual_fleet(patience_s=20.0) as fleet:
+        (decode,) = fleet.decodes
+        if not was_ready:
+            fleet.router._queue._last_ready.clear()
+        fleet.kill(decode)
+        fleet.run(HEARTBEAT_S + 1)
+        client = fleet.ask()
+        assert (client.error is None) == was_ready
+        fleet.run(20.0)
+        check_error(client, 503, "no decode worker is alive: D1 does not answer (UNAVAILABLE)")
+        assert client.error and (client.error.code, client.error.retry_after_s) == ("not_ready", 1)
+        assert fleet.router.check_ready() == client.error.message
+        fleet.workers["D1"] = decode
+        fleet.run(1.0)
+        again = fleet.ask("again")
+        finish(fleet)
+        assert again.tokens == answer(4) and fleet.router.check_ready() is None
+
+
+def test_started_answers_go_first_when_their_only_worker_comes_back_with_an_empty_cache() -> None:
+    with virtual_fleet(patience_s=30.0) as fleet:
+        before = fleet.decodes[0]
+        started = fleet.ask(wanted("started", prompt=LONG))
+        before.sessions[0].emit(1)
+        fleet.run()
+        assert len(fleet.placer._index) == 2
+        fleet.kill(before)
+        for name in ("r1", "r2"):
+            fleet.ask(name)
+        after = fleet.replace(before, "D2")
+        fleet.run(1.0)
+        assert names(after) == ["started", "r1", "r2"]
+        assert not fleet.placer._index.find(list(fleet.placer._index._keys.get("D1", [])))
+        after.sessions[0].emit(3, "length")
+        fleet.run()
+        assert len(started.tokens) == 4
+        finish_all(fleet)
+
+
+@pytest.mark.parametrize(
+    ("fields", "trouble", "is_lost"),
+    [
+        ({"draining": True}, "is draining", False),  # it finishes its requests
+        ({"step_age_s": 61.0}, "has been in one engine step for 61 s (--stall-s 60)", True),
+        ({"step_age_s": 61.0, "step_predicted_s": 13.0}, None, False),  # slow
+    ],
+)
+def test_a_worker_says_why_it_gets_no_work(fields: dict[str, float], trouble: str | None, is_lost: bool) -> None:
+    with virtual_fleet(patience_s=50.0) as fleet:
+        (decode,) = fleet.decodes
+        client = fleet.ask()
+        decode.status = fields
+        fleet.run(1.0)
+        assert fleet.fleet.decode["D1"].find_trouble() == trouble
+        assert (client.attempts[0].ended_s is not None) == is_lost
+        decode.status = {}
+        fleet.run(1.0)
+        finish(fleet)
+        assert client.tokens == answer(4)
+
+
+def test_trouble_of_a_stream_or_a_call_is_over_once_it_answers() -> None:
+    with virtual_fleet(patience_s=50.0) as fleet:
+        worker, (decode,) = fleet.fleet.decode["D1"], fleet.decodes
+        decode.break_streams()
+        fleet.run()
+        assert worker.find_trouble() == "has no open stream of tokens"
+        fleet.run(0.5)
+        assert worker.find_trouble() is None
+        decode.refusals.append((NO_ROOM[0].UNAVAILABLE, "connection refused"))
+        client = fleet.ask()
+        assert worker.find_trouble() == "did not take a call"
+        fleet.run(0.3)
+        finish(fleet)
+        assert client.tokens == answer(4) and worker.find_trouble() is None
+        fleet.kill(decode)
+        fleet.run(HEARTBEAT_S + 1)
+        assert worker.find_trouble() == "does not answer (UNAVAILABLE)"

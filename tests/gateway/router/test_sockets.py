@@ -1,0 +1,120 @@
+"""The router and workers with gRPC between them: a few of the virtual tests' cases, and what only sockets show."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack, aclosing
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from decode_worker import service
+from gateway.router.fleet import Fleet
+from protos import decode_pb2, kv_pb2
+from runtime import rpc
+from tests.gateway.router.test_requests import BAD_SCHEMA, NO_ROOM, answer, bound
+from tests.support.dispatching import bounded, failure, pair, routed
+from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal, serving
+from tests.support.real_workers import MAX_RUNNING, decode_worker, gateway, prefill_worker
+from tests.support.virtual_fleet import wanted
+
+WHOLE = (answer(4), "length")
+
+
+@bounded
+async def test_a_request_is_answered_refused_and_cancelled() -> None:
+    async with pair(is_manual=True) as (built, decode, prefill):
+        decode.refusals.append(NO_ROOM)
+        task = built.start(wanted())
+        await built.signal.until(lambda: prefill.num_done == 1)
+        decode.sessions[0].emit(4, "length")
+        assert await task == WHOLE
+        decode.refusals.append(BAD_SCHEMA)
+        error = await failure(built.start(bound()))
+        assert (error.status, error.param) == (400, "tools[1].function.parameters")
+        prefill.may_finish.clear()
+        task = built.start(wanted())
+        await built.signal.until(lambda: len(prefill.runs) == 2)
+        task.cancel()
+        await built.signal.until(lambda: bool(decode.aborted) and prefill.num_cancelled == 1)
+
+
+@bounded
+async def test_an_answer_goes_on_when_its_server_is_gone() -> None:
+    signal = Signal()
+    workers = [FakeDecode("D1", signal, is_manual=True), FakeDecode("D2", signal, is_manual=True)]
+    async with AsyncExitStack() as stack:
+        lives = [await stack.enter_async_context(AsyncExitStack()) for _ in workers]
+        pairs = zip(lives, workers, strict=True)
+        addresses = [await life.enter_async_context(serving(worker)) for life, worker in pairs]
+        built = await stack.enter_async_context(routed(signal, addresses))
+        async with aclosing(built.generate(wanted(max_tokens=6))) as stream:
+            first = asyncio.ensure_future(anext(stream))
+            await signal.until(lambda: any(worker.sessions for worker in workers))
+            one = next(number for number, worker in enumerate(workers) if worker.sessions)
+            workers[one].sessions[0].emit(2)
+            assert list((await first).token_ids) == answer(2)
+            rest = asyncio.ensure_future(anext(stream))
+            await lives[one].aclose()
+            await workers[1 - one].has_sessions(1)
+            workers[1 - one].sessions[0].emit(4, "length")
+            assert list((await rest).token_ids) == answer(6, 2)
+
+
+async def refused_for(call: Awaitable[object]) -> str:
+    """The reason in the trailing metadata of a RESOURCE_EXHAUSTED."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return str(dict(tuple(error.value.trailing_metadata() or ()))[rpc.REFUSED_FOR])
+
+
+def test_real_workers_say_what_they_have_not_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "GRAMMAR_WAIT_S", 0.01)
+
+    @bounded
+    async def scenario() -> None:
+        signal = Signal()
+        async with (
+            prefill_worker(signal) as prefill,
+            decode_worker(signal) as decode,
+            gateway(decode, signal) as opened,
+        ):
+            prefill.scheduler.max_running = decode.scheduler.max_running = 0
+            assert await refused_for(prefill.run(kv_pb2.Ticket(end=1), [1, 2])) == rpc.NO_ROOM
+            assert await refused_for(opened.reserve(1, [1, 2])) == rpc.NO_ROOM
+            grammar = decode_pb2.Grammar(kind="regex", text="a")
+            assert await refused_for(opened.reserve(1, [1, 2], grammar=grammar)) == rpc.GRAMMAR_BUSY
+            prefill.scheduler.max_running = decode.scheduler.max_running = MAX_RUNNING
+
+    scenario()
+
+
+def test_addresses_that_do_not_answer_are_logged_once_with_the_reason() -> None:
+    """One refuses connections, the other accepts them and never answers."""
+    logged: dict[str, list[str]] = {}
+
+    async def hear_nothing() -> None:
+        signal = Signal()
+        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as mute:
+            gone, silent = (f"127.0.0.1:{one.getsockname()[1]}" for one in (free, mute))
+            free.close()
+            async with AsyncExitStack() as stack:
+                fleet = Fleet([silent], [gone], PATIENCE_S, PATIENCE_S, 0)
+                stack.push_async_callback(fleet.close)
+                polls: list[None] = []  # one per failed poll of `gone`
+                fleet.subscribe(lambda: polls.append(None))
+                fleet.subscribe(signal.fire)
+                logs = stack.enter_context(capture_logs())
+                fleet.start()
+                logged.update({gone: [], silent: []})
+                await signal.until(lambda: len(polls) > 6 and any(one["address"] == silent for one in logs))
+                for one in logs:
+                    assert one["event"] == "worker does not answer"
+                    logged[one["address"]].append(one["reason"])
+
+    bounded(hear_nothing)()
+    (refused,), (nothing,) = logged.values()
+    assert refused.startswith("UNAVAILABLE: ") and "refused" in refused
+    assert nothing == "nothing came for 1.5 s"

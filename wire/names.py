@@ -1,0 +1,7 @@
+"""Choices that settings, the engine and transports name alike."""
+
+from typing import Literal
+
+Quantization = Literal["none", "fp8", "int8", "int4"]  # of layers; on CPUs int8 and int4 of embedding and head too
+KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
+Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
