@@ -13,11 +13,10 @@ from torch.nn import functional
 from bench.load.machine import measure_reading
 from engine.kernels.build import find_instruction_set
 from engine.kernels.cpu_math import choose_math, measure_rate
-from engine.weights.cache import OwnWeights
+from engine.weights.cache import Weights
 from engine.weights.groups import GROUP, Groups, with_zeros
-from engine.weights.packed import PackedLinear
+from engine.weights.packed import PackedLinear, pack
 from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
-from engine.weights.product_speed import pack
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
@@ -104,7 +103,7 @@ class Products:
 def pack_groups(groups: Groups, row_bits: int = ROW_BITS) -> PackedGroups:
     """In memory of its own."""
     shape = GroupsShape.of(groups, row_bits=row_bits)
-    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedGroups(memory, shape).fill(groups))
+    memory = Weights().take("", shape.num_bytes, lambda memory: PackedGroups(memory, shape).fill(groups))
     return PackedGroups(memory, shape)
 
 

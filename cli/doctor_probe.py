@@ -22,9 +22,8 @@ from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_co
 from engine.engine import check_kv_dtype, choose_device
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
-from engine.models.choose import load_any_config
-from engine.models.config import ModelConfig
-from engine.models.fallback_config import FallbackConfig
+from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.load import load_any_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from runtime.config import ServeConfig

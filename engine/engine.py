@@ -16,9 +16,8 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.largest_step import LargestStep, find_step_bytes
 from engine.layers.linear import Quantization
-from engine.models.config import ModelConfig
+from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fallback_config import FallbackConfig
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu

@@ -1,7 +1,6 @@
 """Small sums over ranks without NCCL: each rank's GPU reads the parts of all others in one kernel.
 
-Knows which GPUs can, for which sizes it pays, and how ranks open each other's buffers. Imports Triton: only
-`join_group` imports this, on a GPU.
+Imports Triton: only `join_group` imports this, on a GPU.
 """
 
 from collections.abc import Sequence

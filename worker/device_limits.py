@@ -10,10 +10,8 @@ import torch
 
 from engine.engine import resolve_kv_dtype
 from engine.largest_step import LargestStep
-from engine.models.config import ModelConfig
-from engine.models.fallback_config import FallbackConfig
-from engine.models.load import choose_dtype, resolve_model_folder
-from engine.models.sources import open_any_model
+from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.load import choose_dtype, open_any_model, resolve_model_folder
 from engine.weights.files import list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.graph_shapes import CHUNK_VALUES, PIECE_TOKENS, choose_shapes
-from engine.models.config import ModelConfig
-from engine.models.fallback_config import FallbackConfig
+from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT
@@ -137,10 +136,10 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         )  # fmt: skip
     table = build_table(config)
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
-    embedding, head = (sizes[next(product.stored()).name] for product in (table.embedding, table.lm_head))
+    embedding, head = (sizes[next(table.products[name].stored()).name] for name in ("embedding", "lm_head"))
     looked_up = 0 if config.is_tied else embedding
-    if table.token_inputs is not None:
-        looked_up += sizes[next(table.token_inputs.embedding.stored()).name]
+    if token_embedding := table.products.get("token_embedding"):
+        looked_up += sizes[next(token_embedding.stored()).name]
     num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
     num_idle, inner_size = 0, config.intermediate_size
     if config.moe is not None:

@@ -19,9 +19,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.models.choose import has_native_code
 from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
-from engine.models.read_config import load_config
+from engine.models.read_config import has_native_code, load_config
 from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT, SMOLLM2

@@ -16,8 +16,8 @@ from engine.models.read_config import build_config
 from engine.models.table import build_table
 from engine.ops.choose import ops_for
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.choose import choose_format
 from engine.weights.entry import TensorEntry
+from engine.weights.formats import choose_format
 from engine.weights.reader import Reader
 from worker.scheduler import num_rows_for
 
@@ -63,16 +63,12 @@ class RandomCheckpoint(Checkpoint):
             name: TensorEntry(Path(), "BF16", shape, 0, 2 * torch.Size(shape).numel()) for name, shape in shapes.items()
         }
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         """See `Checkpoint.tensor`, but on the device."""
         shape = self.entries[name].shape
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device).mul_(shape[1] ** -0.5)
-
-    def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint.borrow`, but on the device."""
-        return self.tensor(name)
 
 
 def load_random(

@@ -8,7 +8,7 @@
 // which costs more; sums of a group's codes are exact. With AMX, many rows stay bfloat16.
 #include "cpu_multiply.h"
 
-// What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
+// What a group's tables hold besides its scales; Tables of engine/weights/groups.py. BatonProduct's form is
 // 2 * tables + (bits == 8), or kNarrow for 4 bits with scales times rows of 8 bits.
 enum Tables {
     kScales,      // nothing: the middle code, 8 or 128, stands for 0; float16

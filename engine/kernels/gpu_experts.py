@@ -2,7 +2,7 @@
 
 A slot is one row's use of one expert: slot t k + s is the s-th expert of row t. Sums are float32; their order depends
 on the weights' shape alone. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not
-measured: nothing here has run on a card yet. Twins: engine/layers/{activation,grouped_experts}.py.
+measured: nothing here has run on a card yet. Twins: engine/ops/base.py, engine/layers/moe.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """y = x W^T on a GPU where W is in groups of 32 along K: codes of 4 or 8 bits, and tables with a value for each group.
 
-The layout is that of weights/stored_groups.py. Sums are float32; their order depends on W's shape and not on the other
+The layout is that of weights/groups.py. Sums are float32; their order depends on W's shape and not on the other
 rows, except that one row and several rows use different kernels. Needs Triton: import it where a CUDA device is chosen.
 Tile sizes are reasoned, not measured: nothing here has run on a card yet. Twin: Ops.multiply_groups.
 """

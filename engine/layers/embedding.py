@@ -1,4 +1,6 @@
-"""Token ids to hidden rows. Knows the table's memory layout, and which rows this rank has."""
+"""Token ids to hidden rows."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,14 +9,11 @@ from torch.nn import functional
 from engine.ranks import Ranks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
     """A whole table."""
 
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: Tensor) -> None:
-        """weight: [V, H]"""
-        self.weight = weight
+    weight: Tensor  # [V, H]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -33,21 +32,16 @@ class Embedding:
         return functional.embedding(token_ids, self.weight)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class SummedEmbedding(Embedding):
     """A table divided over ranks by rows: each rank contributes zeros for rows it lacks, and the results are added."""
 
-    __slots__ = ("_first", "_own", "_ranks")
-
-    def __init__(self, own: Embedding, first: int, ranks: Ranks) -> None:
-        """own: the rows of the tokens from `first` on."""
-        super().__init__(own.weight)
-        self._own = own
-        self._first = first
-        self._ranks = ranks
+    own: Embedding  # the rows of the tokens from `first` on
+    first: int
+    ranks: Ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 |-> [T, H]"""
-        own = token_ids - self._first
-        is_here = (own >= 0) & (own < len(self._own))
-        rows = self._own(torch.where(is_here, own, 0))
-        return self._ranks.all_reduce_(rows.mul_(is_here[:, None]))
+        own = token_ids - self.first
+        is_here = (own >= 0) & (own < len(self.own))
+        rows = self.own(torch.where(is_here, own, 0))
+        return self.ranks.all_reduce_(rows.mul_(is_here[:, None]))

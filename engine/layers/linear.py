@@ -1,16 +1,21 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.moe_config import Activation
-from engine.ops.base import Ops
+from engine.layers.config import Activation
+from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
+from engine.weights.fp8 import Fp8Matrix
+from engine.weights.groups import StoredGroups
 from wire.names import Quantization as Quantization
+
+MAX_CODE = 127  # of 8 bits
 
 
 class Linear(Protocol):
@@ -21,103 +26,145 @@ class Linear(Protocol):
         ...
 
 
-@runtime_checkable
-class TakesGate(Protocol):
-    """A `Linear` that may apply the gate while it reads its rows."""
-
-    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """gate_up: [T, 2 K], see `Ops.gate` |-> [T, N]. May overwrite it."""
-        ...
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class SummedLinear:
     """A product, or experts, divided over ranks by inputs: the ranks' results are added."""
 
-    __slots__ = ("_own", "_ranks")
-
-    def __init__(self, own: Callable[..., Tensor], ranks: Ranks) -> None:
-        self._own = own
-        self._ranks = ranks
+    own: Callable[..., Tensor]
+    ranks: Ranks
 
     def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
-        return self._ranks.all_reduce_(self._own(rows, *routes))
+        return self.ranks.all_reduce_(self.own(rows, *routes))
 
     def add_norm_(self, hidden: Tensor, rows: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
         """`Ops.add_norm_` of the layer's result, in one kernel with the ranks' sum where there is one."""
-        return self._ranks.add_norm_(hidden, self._own(rows), weight, eps, ops.add_norm_)
+        return self.ranks.add_norm_(hidden, self.own(rows), weight, eps, ops.add_norm_)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Normed:
     """A product, an MLP or experts, with norms of its own around it."""
 
-    __slots__ = ("_after", "_before", "_eps", "_ops", "_own")
-
-    def __init__(
-        self, own: Callable[..., Tensor], ops: Ops, eps: float, before: Tensor, after: Tensor | None = None
-    ) -> None:
-        """before: [K], after: [N]"""
-        self._own = own
-        self._ops = ops
-        self._eps = eps
-        self._before = before
-        self._after = after
+    own: Callable[..., Tensor]
+    ops: Ops
+    eps: float
+    before: Tensor  # [K]
+    after: Tensor | None = None  # [N]
 
     def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
         """rows: [T, K] |-> [T, N]. Does not modify them."""
-        out = self._own(self._ops.norm(rows, self._before, self._eps), *routes)
-        return out if self._after is None else self._ops.norm(out, self._after, self._eps)
+        out = self.own(self.ops.norm(rows, self.before, self.eps), *routes)
+        return out if self.after is None else self.ops.norm(out, self.after, self.eps)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
     """Gate and up, then down."""
 
-    __slots__ = ("_down", "_fused", "_gated")
-
-    def __init__(self, gated: Linear, down: Linear) -> None:
-        self._gated = gated
-        self._down = down
-        self._fused = (gated, down) if isinstance(gated, GatedLinear) and isinstance(down, TakesGate) else None
+    gated: Linear
+    down: Linear
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, H] |-> [T, H]"""
-        if self._fused is not None:
-            gated, down = self._fused
-            return down.multiply_gated(gated.gate_up(rows), gated.activation)
-        return self._down(self._gated(rows))
+        if isinstance(self.gated, GatedLinear) and isinstance(self.down, Fp8Linear):
+            return self.down.multiply_gated(self.gated.gate_up(rows), self.gated.activation)
+        return self.down(self.gated(rows))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class GatedLinear:
     """gate and up joined, where one product computes both, gate first."""
 
-    __slots__ = ("_ops", "activation", "gate_up")
-
-    def __init__(self, gate_up: Linear, ops: Ops, activation: Activation = "silu") -> None:
-        self.gate_up = gate_up
-        self._ops = ops
-        self.activation = activation
+    gate_up: Linear
+    ops: Ops
+    activation: Activation = "silu"
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._ops.gate(self.gate_up(rows), self.activation)
+        return self.ops.gate(self.gate_up(rows), self.activation)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear:
     """W row-major in the model's dtype, possibly a view of a read-only file mapping."""
 
-    __slots__ = ("_bias", "_has_fast_row", "_weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: [N, K]; bias: [N] in the same dtype and on the same device, or None."""
-        self._weight = weight
-        self._bias = bias
-        # For one row in half precision on the CPU, torch's matrix-vector kernel reads weights 1.2 (bfloat16) to 2 times
-        # (float16) as fast as its general product; both sum in float32.
-        self._has_fast_row = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+    weight: Tensor
+    bias: Tensor | None = None  # [N] in the same dtype and on the same device
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._has_fast_row and rows.shape[0] == 1:
-            return self._multiply_row(rows[0]).unsqueeze(0)
-        return functional.linear(rows, self._weight, self._bias)
+        weight, bias = self.weight, self.bias
+        # For one row in half precision on the CPU, torch's matrix-vector kernel reads weights 1.2 (bfloat16) to 2 times
+        # (float16) as fast as its general product; both sum in float32.
+        if len(rows) == 1 and weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16):
+            row = rows[0]
+            return (torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)).unsqueeze(0)
+        return functional.linear(rows, weight, bias)
 
-    def _multiply_row(self, row: Tensor) -> Tensor:
-        """[K] |-> [N]"""
-        return torch.mv(self._weight, row) if self._bias is None else torch.addmv(self._bias, self._weight, row)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WidenedLinear:
+    """y = x W^T summed and returned in float32. W: [N, K] row-major, possibly straight from a read-only mapping."""
+
+    weight: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows: [S, K] in the dtype of the weights |-> [S, N] float32."""
+        if self.weight.dtype is torch.float32:
+            return functional.linear(rows, self.weight)
+        if self.weight.is_cuda:
+            return torch.mm(rows, self.weight.T, out_dtype=torch.float32)
+        return multiply_widened(rows, self.weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Linear:
+    """W in e4m3. A float32 sum; see `Ops.multiply_fp8`."""
+
+    weight: Fp8Matrix  # contiguous
+    bias: Tensor | None  # [N] in the model's dtype
+    ops: Ops
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.ops.multiply_fp8(rows, *self.weight, self.bias)
+
+    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up: [T, 2 K], see `Ops.gate` |-> [T, N]. May overwrite it."""
+        return self.ops.multiply_gated_fp8(gate_up, activation, *self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupsLinear:
+    """W in groups of 32 along K; see `Ops.multiply_groups`."""
+
+    weight: StoredGroups
+    bias: Tensor | None  # [N] in the model's dtype
+    ops: Ops
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.ops.multiply_groups(rows, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Linear:
+    """In 8 bits, by torch: the slow twin of packed ones, and their fallback.
+
+    y[t, n] = s[t] scale[n] * sum_k x[t, k] w[n, k] + b[n], of codes x and w: exact integers;
+    returns bfloat16 or float32.
+    """
+
+    codes: Tensor  # [N, K] int8
+    scale: Tensor  # [N, 1] float32, with the codes from `round_rows`
+    bias: Tensor | None = None  # [N]
+    dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        codes, scale = round_rows(rows)
+        sums = codes.double() @ self.codes.double().T  # [T, N]: integers, exact
+        product = sums.float() * (self.scale.T * scale)
+        return (product if self.bias is None else product.add_(self.bias)).to(self.dtype)
+
+
+def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows: [T, K] |-> codes [T, K] int8, scale [T, 1] float32. The largest value of a row becomes 127 or -127."""
+    scale = rows.abs().amax(dim=1, keepdim=True).float() / MAX_CODE  # [T, 1]
+    factor = torch.where(scale > 0, 1 / scale, 0.0)
+    return (rows.double() * factor.double()).round().to(torch.int8), scale  # rounded once, like the kernel

@@ -1,7 +1,6 @@
 """Rotary position embedding: frequencies per dimension pair, and the decoder's rotation table.
 
-Has the scalings below as free functions; knows neither config files nor models. Formulas and the order of float32
-operations are those of transformers' `modeling_rope_utils.py`, so that tables agree to the last bits.
+Formulas and the order of float32 operations are those of transformers' `modeling_rope_utils.py`, to the last bits.
 """
 
 import math
@@ -10,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.layers.rope_config import RopeConfig
+from engine.layers.config import RopeConfig
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

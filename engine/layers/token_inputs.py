@@ -1,49 +1,44 @@
 """What each layer is given of each token beside the hidden row (Gemma 4's per-layer inputs)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from engine.layers.activation import activate
+from engine.layers.config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
-from engine.layers.moe_config import Activation
-from engine.ops.base import Ops
+from engine.ops.base import Ops, activate
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenInputs:
     """For all layers: the token's row in a table of its own, and a product of its first hidden row, averaged."""
 
-    __slots__ = ("_embedding", "_eps", "_multiplier", "_norm", "_ops", "_projection")
-
-    def __init__(self, embedding: Embedding, projection: Linear, norm: Tensor, ops: Ops, eps: float) -> None:
-        """embedding: V rows of L P; projection: H -> L P; norm: [P]"""
-        self._embedding = embedding
-        self._projection = projection
-        self._norm = norm
-        self._ops = ops
-        self._eps = eps
-        self._multiplier = float(torch.tensor(len(norm) ** 0.5, dtype=embedding.dtype))  # rounded as in transformers
+    embedding: Embedding  # V rows of L P
+    projection: Linear  # H -> L P
+    norm: Tensor  # [P]
+    ops: Ops
+    eps: float
 
     def __call__(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """[T], [T, H] |-> [T, L, P]"""
-        size = len(self._norm)
-        projected = self._projection(hidden) * hidden.shape[1] ** -0.5  # [T, L P]
-        normed = self._ops.norm(projected.view(-1, size), self._norm, self._eps)
-        embedded = (self._embedding(token_ids) * self._multiplier).view(-1, size)
+        size = len(self.norm)
+        multiplier = float(torch.tensor(size**0.5, dtype=self.embedding.dtype))  # rounded as in transformers
+        projected = self.projection(hidden) * hidden.shape[1] ** -0.5  # [T, L P]
+        normed = self.ops.norm(projected.view(-1, size), self.norm, self.eps)
+        embedded = (self.embedding(token_ids) * multiplier).view(-1, size)
         return ((normed + embedded) * 2**-0.5).view(len(token_ids), -1, size)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class InputBlock:
     """Of one layer: its input, gated by the hidden row."""
 
-    __slots__ = ("_activation", "_gate", "_projection")
-
-    def __init__(self, gate: Linear, projection: Linear, activation: Activation) -> None:
-        """gate: H -> P; projection: P -> H"""
-        self._gate = gate
-        self._projection = projection
-        self._activation = activation
+    gate: Linear  # H -> P
+    projection: Linear  # P -> H
+    activation: Activation
 
     def __call__(self, rows: Tensor, own: Tensor) -> Tensor:
         """[T, H], [T, P] |-> [T, H]. Does not modify them."""
-        return self._projection(activate(self._gate(rows), own, self._activation))
+        return self.projection(activate(self.gate(rows), own, self.activation))

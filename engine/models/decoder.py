@@ -1,7 +1,7 @@
 """The decoder of all native families: one ragged batch in, hidden rows and logits out.
 
-Knows tensors and the order of operations, which is transformers'; nothing of files, requests or sampling. The backend
-decides how attention accesses pages, `Linear` the memory layout of weights.
+The order of operations is transformers'. The backend decides how attention accesses pages, `Linear` the memory layout
+of weights.
 """
 
 from collections.abc import Sequence
@@ -127,35 +127,37 @@ class Decoder:
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
         flow, parts = self.embed(batch.token_ids, batch.positions), _divide(batch)
-        for index in range(len(self._layers)):
-            mixed = self._mix(index, flow, batch.states, parts, attention)
+        for index, layer in enumerate(self._layers):
+            if layer.recurrent is None:
+                mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
+            else:
+                mixed = self._recur(index, layer.recurrent, layer.qkv_proj(flow.normed), batch.states, parts)
             if self.is_done(index, batch):
                 return flow.normed[:0]
             self.finish_layer(index, flow, mixed, batch.logits_rows if index == len(self._layers) - 1 else None)
         return flow.normed
 
-    def _mix(
-        self, index: int, flow: Flow, states: States | None, parts: Sequence[tuple[slice, StateRows]],
-        attention: AttentionBackend,
-    ) -> Tensor:  # fmt: skip
-        """What the layer takes from other rows of the sequences: [T, Hq, D], or [T, N] without attention.
+    def _recur(
+        self,
+        index: int,
+        layer: DeltaNet | GatedConv,
+        rows: Tensor,
+        states: States | None,
+        parts: Sequence[tuple[slice, StateRows]],
+    ) -> Tensor:
+        """What a layer without attention takes from other rows: [T, ...] of its first product |-> [T, N].
 
-        states, parts: of the batch, see `_divide`.
+        Updates the states. states, parts: of the batch, see `_divide`.
         """
-        layer = self._layers[index]
-        if layer.recurrent is None:
-            return attention.attend(*self.project(index, flow))
         assert states is not None
-        rows = layer.qkv_proj(flow.normed)
         own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
-        mixed = [self._recur(layer.recurrent, rows[part], at, own) for part, at in parts]
+        mixed = [
+            self.ops.delta_net(rows[part], layer, at, DeltaStates(*own))
+            if isinstance(layer, DeltaNet)
+            else self.ops.gated_conv(rows[part], layer, at, *own)
+            for part, at in parts
+        ]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-
-    def _recur(self, layer: DeltaNet | GatedConv, rows: Tensor, at: StateRows, states: Sequence[Tensor]) -> Tensor:
-        """rows: [t, ...] of in_proj |-> [t, C]; updates the states."""
-        if isinstance(layer, DeltaNet):
-            return self.ops.delta_net(rows, layer, at, DeltaStates(*states))
-        return self.ops.gated_conv(rows, layer, at, *states)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Flow:
         """Both [T] |-> what the first layer gets."""
@@ -274,10 +276,8 @@ class Decoder:
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         parts = torch.split(qkv[:, : sum(sizes)], sizes, 1)  # [T, Hq D], [T, Hkv D]
         squares = torch.stack([part.float().square().mean(1) for part in parts], 1)  # [T, 2]
-        if ranks.size > 1:
-            squares = (
-                ranks.all_reduce_(squares) / ranks.size
-            )  # ranks have equally many; shared KV heads count equally often
+        if ranks.size > 1:  # ranks have equally many; shared KV heads count equally often
+            squares = ranks.all_reduce_(squares) / ranks.size
         scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
         for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
             part.copy_(part.float() * own_scale[:, None] * own_weight.float())

@@ -1,7 +1,4 @@
-"""A model that runs by transformers' own code, over Baton's pages. Same interface as `Decoder`.
-
-transformers computes everything but attention, which goes to the step's backend. Knows no family of models.
-"""
+"""A model that runs by transformers' own code, over Baton's pages: all but attention. Same interface as `Decoder`."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,9 +13,8 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch, select
-from engine.models.fallback_attention import SERVE
-from engine.models.fallback_config import FallbackConfig
-from engine.models.fallback_states import build_cache, find_cache_name, load_states, store_states
+from engine.models.config import FallbackConfig
+from engine.models.fallback_hooks import SERVE, build_cache, find_cache_name, load_states, store_states
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 
@@ -115,7 +111,7 @@ class FallbackModel:
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, options: Mapping[str, Any]
     ) -> Tensor:
-        """See `fallback_attention.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
+        """See `fallback_hooks.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
         assert self._attention is not None
         head_dim, num_rotated = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
         flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # [B T, H, D] each

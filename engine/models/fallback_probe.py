@@ -1,7 +1,6 @@
 """What transformers' own code of a model asks of attention, and whether pages can give it.
 
-Found by one forward on the meta device, with neither weights nor memory. Knows transformers' interfaces, no family of
-models. `fallback_model` serves what passes here, after `fallback_check`.
+Found by one forward on the meta device, with neither weights nor memory.
 """
 
 import copy
@@ -22,10 +21,9 @@ from transformers import (
 )
 
 from engine.attention.shape import AttentionShape
-from engine.models.fallback_attention import POSITIONS, PROBE
-from engine.models.fallback_config import FallbackConfig, KeptState
-from engine.models.fallback_states import build_cache, find_cache_name, keeps_states, read_kept
-from engine.models.json_values import read_json
+from engine.json_values import read_json
+from engine.models.config import FallbackConfig, KeptState
+from engine.models.fallback_hooks import POSITIONS, PROBE, build_cache, find_cache_name, keeps_states, read_kept
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
 LAYER_TYPES = {*ATTENTION_TYPES, "linear_attention", "conv", "moe", "mlp"}

@@ -7,6 +7,7 @@ and keys in pairs are ordered anew like those of models whose rope is interleave
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -18,7 +19,7 @@ from engine.models.table import build_table
 from engine.weights.checkpoint import FLOATS, Checkpoint
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
-from engine.weights.groups import GROUP, Groups, round_to_8_bits
+from engine.weights.groups import Groups, round_to_8_bits
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -55,24 +56,33 @@ class GgufCheckpoint(Checkpoint):
         self._places |= {name: _Place(entry) for name, entry in stored.items() if name not in used}
         self.entries = {name: _logical(place) for name, place in self._places.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        """See `Checkpoint`. Quantised ones: float32."""
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        """Each has a mapping of its own."""
         place = self._places[name]
-        rows = read_dense(place.entry.dtype, _rows(place))
-        tensor = rows.view(self.entries[name].shape)
+        tensor = _blocks(place).dense().view(self.entries[name].shape)
         return tensor + place.added if place.added else tensor
 
-    def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint`: each tensor has a mapping of its own."""
-        return self.tensor(name)
+    def coded(self, name: str, index: int | None = None) -> "Blocks | None":
+        """See `Checkpoint`. Experts have names of their own."""
+        place = self._places[name]
+        is_matrix = place.entry.dtype not in FLOATS and len(self.entries[name].shape) == 2
+        return _blocks(place) if is_matrix else None
 
-    def groups(self, name: str) -> Groups | None:
-        """See `Checkpoint`. Those of more complicated formats, mostly of 6 bits, are rounded to 8."""
-        place, shape = self._places[name], self.entries[name].shape
-        if place.entry.dtype in FLOATS or len(shape) != 2 or shape[1] % GROUP:
-            return None
-        found = read_groups(place.entry.dtype, _rows(place))
-        return round_to_8_bits(self.tensor(name)) if found is None else found
+
+class Blocks(NamedTuple):
+    dtype: str
+    rows: Tensor  # [N, bytes] uint8, a view of the file's mapping
+
+    def dense(self) -> Tensor:
+        """[N, K]: floats as stored, others float32."""
+        return read_dense(self.dtype, self.rows)
+
+    def groups(self) -> Groups | None:
+        """Those of more complicated formats, mostly of 6 bits, are rounded to 8."""
+        return read_groups(self.dtype, self.rows) or round_to_8_bits(self.dense())
+
+    def fp8(self) -> None:
+        return None
 
 
 def _logical(place: _Place) -> TensorEntry:
@@ -83,11 +93,10 @@ def _logical(place: _Place) -> TensorEntry:
     return replace(entry, shape=entry.shape[1:], num_bytes=entry.num_bytes // entry.shape[0])
 
 
-def _rows(place: _Place) -> Tensor:
-    """[rows, bytes] uint8, a view of the file's mapping."""
+def _blocks(place: _Place) -> Blocks:
     entry, shape = place.entry, _logical(place).shape
     mapped = torch.from_file(str(entry.path), shared=False, size=entry.begin_bytes + entry.num_bytes, dtype=torch.uint8)
     data = mapped[entry.begin_bytes :]
     if place.expert is not None:
         data = data.view(entry.shape[0], -1)[place.expert]
-    return data.view(shape[0] if len(shape) > 1 else 1, -1)
+    return Blocks(entry.dtype, data.view(shape[0] if len(shape) > 1 else 1, -1))

@@ -6,32 +6,36 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 import hashlib
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
 
+from engine.json_values import read_json
 from engine.kernels.build import cache_folder
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, check_tensors
-from engine.models.choose import has_native_code
-from engine.models.config import ModelConfig
+from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fallback_config import FallbackConfig
+from engine.models.gguf import GgufCheckpoint
+from engine.models.gguf_config import PAIRED, architecture_of
 from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
-from engine.models.json_values import read_json
-from engine.models.sources import open_model
-from engine.models.table import shard_config
+from engine.models.read_config import has_native_code, load_config
+from engine.models.table import build_table, shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
-from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
-from engine.weights.checkpoint import FLOATS, Checkpoint
-from engine.weights.choose import choose_format
-from engine.weights.entry import TensorEntry, read_samples
+from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
+from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
+from engine.weights.entry import TensorEntry
 from engine.weights.files import is_path, list_shards, read_header
+from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
+from engine.weights.gguf_file import read_gguf
 from engine.weights.packed import can_pack
+from engine.weights.quantised import QuantisedCheckpoint
 from engine.weights.reader import OnProgress, Reader
 from engine.weights.table import Shard
 
@@ -40,7 +44,41 @@ DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
+LANGUAGE_MODEL = "model.language_model."
 PACKED_VERSION = 4  # of the layout of packed weights, and of how they are chosen
+
+
+def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
+    """`load_config` for any model. Without native code: by transformers on the meta device, in seconds."""
+    if has_native_code(folder):
+        return load_config(folder)
+    from engine.models.fallback_probe import probe
+
+    return probe(folder)
+
+
+def open_any_model(folder: Path) -> tuple[ModelConfig | FallbackConfig, Checkpoint]:
+    """`open_model` for any model. Without native code: by transformers on the meta device, in seconds."""
+    return open_model(folder) if has_native_code(folder) else (load_any_config(folder), SafetensorsCheckpoint(folder))
+
+
+def open_model(folder: Path) -> tuple[ModelConfig, Checkpoint]:
+    """Reads configurations and headers. Raises FileNotFoundError for a missing file, ValueError for a bad one."""
+    config, shards = load_config(folder), list_shards(folder)
+    if shards[0].suffix != ".gguf":
+        plain = SafetensorsCheckpoint(folder)
+        if f"{LANGUAGE_MODEL}embed_tokens.weight" in plain.entries:  # of some copies of models with several parts
+            config = replace(config, prefix=LANGUAGE_MODEL, head="lm_head")
+        if config.scheme is None:
+            return config, plain
+        wanted = {tensor.name for tensor in build_table(config).stored()}
+        return config, QuantisedCheckpoint(plain, config.scheme, wanted)
+    headers = [read_gguf(shard) for shard in shards]
+    architecture = architecture_of(headers[0].metadata)
+    if architecture in PAIRED:
+        config = replace(config, rope_is_interleaved=True)  # so the rows are ordered anew where they are read
+    stored = {name: entry for header in headers for name, entry in header.entries.items()}
+    return config, GgufCheckpoint(architecture, config, stored)
 
 
 def load_model(
@@ -81,12 +119,12 @@ def load_model(
     is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
     num_bytes = 2 * sum(math.prod(entry.shape) for entry in checkpoint.entries.values()) // ranks.size  # at most
     if not is_packed or num_bytes < SMALLEST_FILE_BYTES:
-        return build(OwnWeights() if is_packed else None)
+        return build(Weights() if is_packed else None)
     name = _name_weights(folder, quantization, ranks)
     try:
         shared = share_weights(cache_folder(), name, num_bytes, build)
     except (CannotShareError, OSError) as error:  # of which a folder that cannot be made
-        decoder = build(OwnWeights())
+        decoder = build(Weights())
         decoder.why_unshared = str(error)
         return decoder
     decoder = build(shared)
@@ -169,21 +207,24 @@ def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str
     hasher = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     digests: dict[str, bytes] = {}  # tensor name |-> digest
     for path in list_shards(folder):
-        digests |= _digest_tensors(path, read_header(path))
+        with path.open("rb") as file:
+            for name, entry in read_header(path).items():
+                described = json.dumps([name, entry.dtype, entry.shape]).encode()
+                sampled = _read_samples(file.fileno(), entry)
+                digests[name] = hashlib.sha256(described + sampled).digest()
     for name in sorted(digests):
         hasher.update(digests[name])
     prefix = "" if quantization == "none" else f"{quantization}:"
     return prefix + hasher.hexdigest()
 
 
-def _digest_tensors(path: Path, entries: dict[str, TensorEntry]) -> dict[str, bytes]:
-    digests = {}
-    with path.open("rb") as file:
-        for name, entry in entries.items():
-            described = json.dumps([name, entry.dtype, entry.shape]).encode()
-            sampled = read_samples(file.fileno(), entry, SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES)
-            digests[name] = hashlib.sha256(described + sampled).digest()
-    return digests
+def _read_samples(file_descriptor: int, entry: TensorEntry) -> bytes:
+    """Evenly spaced windows of a tensor's bytes, including its first and last; all of it if it is that small."""
+    if entry.num_bytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
+        return os.pread(file_descriptor, entry.num_bytes, entry.begin_bytes)
+    stride = (entry.num_bytes - SAMPLE_WINDOW_BYTES) / (SAMPLE_WINDOWS - 1)
+    begins = [entry.begin_bytes + math.floor(index * stride) for index in range(SAMPLE_WINDOWS)]
+    return b"".join(os.pread(file_descriptor, SAMPLE_WINDOW_BYTES, begin) for begin in begins)
 
 
 def resolve_model_folder(name_or_path: str) -> Path:

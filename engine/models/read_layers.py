@@ -1,22 +1,35 @@
-"""config.json |-> what differs from layer to layer beside windows, ropes and experts.
+"""config.json |-> what layers have: windows, ropes, heads and shared keys and values (Gemma 4), recurrent layers.
 
-That is heads and shared keys and values (Gemma 4), and what stands in the place of attention (Qwen3.5, LFM2).
+Ropes have two spellings: transformers 5's and older files'.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from engine.layers.recurrent_config import DeltaNetConfig, GatedConvConfig, Recurrent
+from engine.json_values import Json, collection, flag, integer, number, number_unless_zero, numbers
+from engine.layers.config import (
+    ROPE_KINDS,
+    DeltaNetConfig,
+    GatedConvConfig,
+    Recurrent,
+    RopeConfig,
+    yarn_attention_factor,
+)
 from engine.models.config import LayerConfig
 from engine.models.families import Family
-from engine.models.json_values import Json, collection, flag, integer
 
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"  # in layer_types
 HEAD_KEYS = ("num_key_value_heads", "head_dim")
+DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
 WIDE_HEAD_DIM = 512  # of full layers, where no file says it
+DEFAULT_THETA = 10000.0
+NEEDED = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}  # kind |-> keys
+ORIGINAL = "original_max_position_embeddings"
 
 
-def read_kinds(config: Json, default: list[str], other: str) -> list[str]:
+def _read_kinds(config: Json, default: list[str], other: str) -> list[str]:
     """Each layer's type, full_attention or `other`: layer_types, or by default what other keys say."""
     kinds = collection(config, "layer_types", list) or default
     if unknown := [kind for kind in kinds if kind not in (FULL, other)]:
@@ -26,17 +39,123 @@ def read_kinds(config: Json, default: list[str], other: str) -> list[str]:
     return kinds
 
 
+def read_windows(config: Json, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window in tokens; None: it sees all."""
+    how = family.windows
+    is_on = how in ("all", "by_type") or (how != "none" and flag(config, "use_sliding_window"))
+    window = integer(config, "sliding_window") if is_on and config.get("sliding_window") is not None else None
+    if how in ("none", "all", "switched"):
+        return (window,) * num_layers
+    if how == "by_layer":
+        first = integer(config, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
+        default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
+    else:
+        every = integer(config, "sliding_window_pattern", family.full_every or 1)
+        default = [FULL if window is None or (layer + 1) % every == 0 else SLIDING for layer in range(num_layers)]
+    kinds = _read_kinds(config, default, SLIDING)
+    if family.has_varied_layers:
+        kinds = [*kinds[:-1], FULL]
+    if SLIDING in kinds and window is None:
+        raise ValueError(f"layer_types asks for {SLIDING}, but use_sliding_window and sliding_window do not")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def read_ropes(
+    config: Json, family: Family, windows: Sequence[int | None], trained_context: int, head_dim: int
+) -> tuple[tuple[RopeConfig, ...], list[int | None]]:
+    """The distinct ropes, and the index of each layer's; None: its queries and keys are not rotated."""
+    given = collection(config, "rope_scaling", dict) or collection(config, "rope_parameters", dict)
+    rope_of: list[int | None] = [0] * len(windows)
+    if family.rope_layers:
+        step = integer(config, "no_rope_layer_interval")
+        default = [int((layer + 1) % step != 0) for layer in range(len(windows))]
+        has_rope = collection(config, "no_rope_layers", list) or default  # 1: the layer has one
+        if len(has_rope) != len(windows):
+            raise ValueError(f"no_rope_layers has {len(has_rope)} entries for num_hidden_layers {len(windows)}")
+        rope_of = [0 if one else None for one in has_rope]
+    if not family.ropes_by_type:
+        return (_read_rope(config, given, family, trained_context, head_dim),), rope_of
+    if isinstance(given.get(FULL), Mapping):  # transformers 5
+        both = [collection(given, kind, dict) for kind in (FULL, SLIDING)]
+    else:  # older files: scaling is of full layers
+        theta = number(config, "rope_local_base_freq", DEFAULT_THETA, above=1)
+        both = [given, {"rope_type": "default", "rope_theta": theta}]
+    full, sliding = (_read_rope(config, one, family, trained_context, head_dim) for one in both)
+    return (full, sliding), [0 if window is None else 1 for window in windows]
+
+
+def _read_rope(
+    config: Json, given: Mapping[str, Any], family: Family, trained_context: int, head_dim: int
+) -> RopeConfig:
+    """One rope: `given`, with theta and the rotated part perhaps beside it."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind in family.longrope_names:
+        kind = "longrope"
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(f"rope_parameters per layer type ({', '.join(given)}) are not supported; supported: one rope")
+    part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    theta = number(given if "rope_theta" in given else config, "rope_theta", DEFAULT_THETA, above=1)
+    if kind == "proportional":
+        share = number({"partial_rotary_factor": 1.0 if part is None else part}, "partial_rotary_factor")
+        if share > 1:
+            raise ValueError(f"partial_rotary_factor {share} is not supported; supported: up to 1")
+        return RopeConfig(kind, theta, number(given, "factor", 1.0), turned_share=share)
+    rotated = 0
+    if family.has_partial_rope and part is not None:
+        rotated = int(head_dim * number({"partial_rotary_factor": part}, "partial_rotary_factor"))
+        if not 0 < rotated <= head_dim or rotated % 2:
+            raise ValueError(f"partial_rotary_factor {part} of head_dim {head_dim} is not an even number of dimensions")
+    elif part not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {part} is not supported; supported: 1.0")
+    rotated = 0 if rotated == head_dim else rotated
+    if kind == "default":
+        return RopeConfig(kind, theta, rotated_dims=rotated)
+    for key in NEEDED.get(kind, []):
+        if given.get(key) is None:
+            raise ValueError(f"rope type {kind!r} needs a `{key}`")
+    if kind == "linear":
+        return RopeConfig(kind, theta, number(given, "factor"), rotated_dims=rotated)
+    original = integer(config if ORIGINAL in config else given, ORIGINAL, trained_context)
+    factor = number(given, "factor", trained_context / original)
+    if kind == "longrope":
+        # transformers changes the frequencies with the longest position of a batch; here a model has one set
+        key = "long_factor" if trained_context > original else "short_factor"
+        stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        return RopeConfig(
+            kind, theta, factor, original, rotated_dims=rotated,
+            factors=numbers(given, key, (rotated or head_dim) // 2),
+            attention_factor=number(given, "attention_factor", stretch),
+        )  # fmt: skip
+    if kind == "llama3":
+        low, high = number(given, "low_freq_factor"), number(given, "high_freq_factor")
+        return RopeConfig(kind, theta, factor, original, low, high, rotated_dims=rotated)
+    mscales = number_unless_zero(given, "mscale", 0.0), number_unless_zero(given, "mscale_all_dim", 0.0)
+    return RopeConfig(
+        kind,
+        theta,
+        factor,
+        original,
+        beta_fast=number_unless_zero(given, "beta_fast", 32.0),
+        beta_slow=number_unless_zero(given, "beta_slow", 1.0),
+        truncate=flag(given, "truncate", True),
+        attention_factor=number(given, "attention_factor", yarn_attention_factor(factor, *mscales)),
+        rotated_dims=rotated,
+    )
+
+
 def read_recurrent(config: Json, family: Family, num_layers: int) -> tuple[Recurrent | None, list[bool]]:
-    """What stands in the place of attention, and whether each layer has attention. ValueError like `load_config`."""
+    """What stands in the place of attention, and whether each layer has attention."""
     layers = range(num_layers)
     if family.mixer == "attention":
         return None, [True for _ in layers]
     if family.mixer == "delta_net":
         every = integer(config, "full_attention_interval")
-        kinds = read_kinds(config, [LINEAR if (layer + 1) % every else FULL for layer in layers], LINEAR)
+        kinds = _read_kinds(config, [LINEAR if (layer + 1) % every else FULL for layer in layers], LINEAR)
     else:
         indices = collection(config, "full_attn_idxs", list) or list(layers)
-        kinds = read_kinds(config, [FULL if layer in indices else CONV for layer in layers], CONV)
+        kinds = _read_kinds(config, [FULL if layer in indices else CONV for layer in layers], CONV)
     if FULL not in kinds:
         raise ValueError(f"layer_types without {FULL} is not supported; supported: at least one such layer")
     has_attention = [kind == FULL for kind in kinds]
@@ -68,8 +187,8 @@ def _read_gated_conv(config: Json) -> GatedConvConfig:
     return GatedConvConfig(num_heads, hidden_size // num_heads, kernel, flag(config, "conv_bias"))
 
 
-def vary_layers(config: Json, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Gemma 4's layers. ValueError like `load_config`.
+def read_kv_heads(config: Json, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Gemma 4's layers, which differ in heads and MLPs.
 
     The last num_kv_shared_layers read the keys and values of the last layer of their kind before them, and may have
     MLPs of twice the size.

@@ -2,19 +2,21 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.layers import recurrent
-from engine.layers.activation import activate
-from engine.layers.head import multiply_widened
-from engine.layers.moe_config import Activation
+from engine.layers.config import Activation
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import read_fields, sample
-from engine.weights.fp8_matrix import Fp8Matrix
-from engine.weights.stored_groups import StoredGroups
+from engine.weights.fp8 import Fp8Matrix
+from engine.weights.groups import StoredGroups
+
+LIMIT, SLOPE = 7.0, 1.702  # gpt-oss's clamp, and the steepness of its sigmoid
+BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time
 
 
 class Ops:
@@ -80,3 +82,25 @@ class Ops:
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:
         """`sample` into `out`, [S] int64, with fields on the logits' device. Does not modify `logits`."""
         out.copy_(sample(logits.clone(), read_fields(fields)))
+
+
+def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """gate, up: [T, I] |-> [T, I] in their dtype; rounds like transformers. Does not modify its arguments."""
+    if activation == "silu":
+        return functional.silu(gate) * up
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh") * up
+    gate, up = gate.clamp(max=LIMIT), up.clamp(min=-LIMIT, max=LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SLOPE))
+
+
+def multiply_widened(rows: Tensor, weight: Tensor) -> Tensor:
+    """[S, K], [N, K] |-> [S, N] float32: any device, any dtype. Widens one block of weights at a time, for all rows."""
+    num_outputs, depth = weight.shape
+    wide = rows.float()  # [S, K]
+    logits = torch.empty(len(rows), num_outputs, dtype=torch.float32, device=rows.device)
+    step = max(1, BLOCK_BYTES // (4 * depth))
+    for begin in range(0, num_outputs, step):
+        block = weight[begin : begin + step].float()  # [at most step, K]
+        logits[:, begin : begin + step] = functional.linear(wide, block)
+    return logits

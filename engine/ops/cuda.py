@@ -5,14 +5,13 @@ from torch import Tensor
 
 from engine.kernels import gpu_blocks, gpu_experts, gpu_groups, gpu_layers, gpu_linear, gpu_sampling, gpu_states
 from engine.kernels.sampling_fields import SamplingTensors
-from engine.layers.moe_config import Activation
+from engine.layers.config import Activation
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
-from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
-from engine.weights.fp8_matrix import BLOCK
-from engine.weights.stored_groups import StoredGroups
+from engine.weights.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
+from engine.weights.groups import StoredGroups
 
 
 class CudaOps(Ops):

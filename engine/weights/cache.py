@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -30,33 +30,23 @@ POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 END_MAGIC = b"BATONWTS"
 
 
-class Weights(Protocol):
-    """Gives each packed tensor its memory."""
+class Weights:
+    """Gives each packed tensor its memory: in this process."""
 
     def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
         """The tensor `name`, [num_bytes or more] uint8, filled by `fill` unless it already is."""
-        ...
-
-    def find(self, begin: str) -> str | None:
-        """The name that begins so, of a tensor that is filled."""
-        ...
-
-
-class OwnWeights:
-    """`Weights` in this process's memory."""
-
-    def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
         memory = torch.zeros(num_bytes + PADDING_BYTES + 64, dtype=torch.uint8)
         tensor = memory[-memory.data_ptr() % 64 :][: num_bytes + PADDING_BYTES]
         fill(tensor[:num_bytes])
         return tensor
 
     def find(self, begin: str) -> str | None:
+        """The name that begins so, of a tensor that is filled."""
         return None
 
 
-class WrittenWeights:
-    """`Weights` in a file being written. A tensor is valid until the next `take`."""
+class WrittenWeights(Weights):
+    """In a file being written. A tensor is valid until the next `take`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -75,9 +65,6 @@ class WrittenWeights:
         self._end += length
         return tensor
 
-    def find(self, begin: str) -> str | None:
-        return None
-
     def finish(self) -> None:
         """Write the index and its length at the end."""
         index = json.dumps(self._index).encode()
@@ -88,8 +75,8 @@ class WrittenWeights:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # a new read gets huge pages
 
 
-class MappedWeights:
-    """`Weights` in a complete file; all processes that map it share its pages."""
+class MappedWeights(Weights):
+    """In a complete file; all processes that map it share its pages."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError if the file is damaged, OSError if it cannot be read."""
@@ -116,7 +103,6 @@ class MappedWeights:
         return self._all[begin : begin + length]
 
     def find(self, begin: str) -> str | None:
-        """See `Weights`."""
         return next((name for name in self._index if name.startswith(begin)), None)
 
 

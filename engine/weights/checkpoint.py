@@ -1,13 +1,13 @@
 """The tensors of a checkpoint: their places, and their data, mapped into memory on demand.
 
-Knows nothing of models. A tensor that needs no conversion stays a view of the file's mapping, so all processes of a
-host that load the same checkpoint share its pages.
+A tensor that needs no conversion stays a view of the file's mapping: all processes of a host share its pages.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,26 @@ from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
-from engine.weights.fp8_matrix import Fp8Matrix
+from engine.weights.fp8 import Fp8Matrix
 from engine.weights.groups import Groups
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
+
+
+class StoredMatrix(Protocol):
+    """A matrix [N, K] as a file has it in few bits."""
+
+    def dense(self) -> Tensor:
+        """float32"""
+        ...
+
+    def groups(self) -> Groups | None:
+        """Equal values, if the form fits."""
+        ...
+
+    def fp8(self) -> Fp8Matrix | None:
+        """Equal values, if it is e4m3 with scales that fit."""
+        ...
 
 
 class Checkpoint(ABC):
@@ -28,30 +44,15 @@ class Checkpoint(ABC):
     dtypes: Collection[str]  # of entries that can be read
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         """The tensor on the CPU: in its own dtype a read-only view of a mapping, else in float32. KeyError if absent.
 
-        The mapping lives as long as this object or any of its tensors.
+        The mapping is freed with the tensor, after one read; is_kept: it lives as long as this object or its tensors.
         """
 
-    @abstractmethod
-    def borrow(self, name: str) -> Tensor:
-        """Like `tensor`, but through a mapping that is freed with the tensor: for one read. KeyError if absent."""
-
-    def groups(self, name: str) -> Groups | None:
-        """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
-        return None
-
-    def fp8(self, name: str) -> Fp8Matrix | None:
-        """A matrix with equal values, if the file has it in e4m3 with scales that fit. KeyError if absent."""
-        return None
-
-    def stacked(self, name: str, index: int) -> Tensor | None:
-        """One matrix of a tensor of several, if they are computed one by one; None: it is a view of the tensor."""
-        return None
-
-    def stacked_groups(self, name: str, index: int) -> Groups | None:
-        """The transpose of that matrix, if the file has it in a form that fits."""
+    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
+        """A matrix that the file has in few bits, or one of a tensor of several, whose transpose it is; None: it has
+        floats, or several that are no matrices of their own. KeyError if absent."""
         return None
 
 
@@ -67,17 +68,11 @@ class SafetensorsCheckpoint(Checkpoint):
         for path in list_shards(folder):
             self.entries.update(read_header(path))
 
-    def tensor(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         path = self.entries[name].path
-        if path not in self._files:
+        if is_kept and path not in self._files:
             self._files[path] = _open(path)
-        tensor: Tensor = self._files[path].get_tensor(name)
-        return tensor
-
-    def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
-        with _open(self.entries[name].path) as file:
+        with nullcontext(self._files[path]) if is_kept else _open(path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 

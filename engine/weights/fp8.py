@@ -1,17 +1,16 @@
-"""A linear layer with e4m3 weights, and a float32 scale per output or block. Knows their rounding and the product.
+"""e4m3 weights with a float32 scale per output or block: their values, rounding to them, and torch's product of them.
 
-On a GPU the path depends on the number of rows: few rows are multiplied as they are; many are rounded to e4m3 too,
-because the matrix units take both operands in one type. Other devices use the slow twin. The GPU paths have not run
-on a card yet.
+The GPU paths have not run on a card yet.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.layers.moe_config import Activation
-from engine.ops.base import Ops
-from engine.weights.fp8_matrix import BLOCK, E4M3
-
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128  # columns that share a scale, if not all do
 E4M3_MAX = 448.0
 SMALLEST_PEAK = 1e-12  # gives a row of zeros a scale
 NEEDED_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply e4m3
@@ -22,24 +21,31 @@ FAST_DEPTH = 8192
 ALIGNED = 16  # elements: torch._scaled_mm needs both sizes of W to be multiples of it
 
 
-class Fp8Linear:
-    """y[t, n] = sum_k x[t, k] w[n, k] + b[n], summed in float32, where w are the values of a `Fp8Matrix`."""
+class Fp8Matrix(NamedTuple):
+    """w[n, k] = codes[n, k] * scale[n, k // BLOCK], or * scale[n], rounded to float32."""
 
-    __slots__ = ("_bias", "_codes", "_ops", "_scale")
+    codes: Tensor  # [N, K] e4m3
+    scale: Tensor  # [N, ceil(K / BLOCK)] or [N] float32
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, ops: Ops) -> None:
-        """codes, scale: a `Fp8Matrix`, contiguous, or from `quantise_rows`; bias: [N] in the model's dtype."""
-        self._codes = codes
-        self._scale = scale
-        self._bias = bias
-        self._ops = ops
+    def dense(self) -> Tensor:
+        """[N, K] float32"""
+        if self.scale.ndim == 1:
+            return self.codes.float() * self.scale[:, None]
+        return self.codes.float() * self.scale.repeat_interleave(BLOCK, 1)[:, : self.codes.shape[1]]
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._ops.multiply_fp8(rows, self._codes, self._scale, self._bias)
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Fp8Matrix":
+        """`change`: of rows, which both have."""
+        return Fp8Matrix(change(self.codes), change(self.scale))
 
-    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """See `layers.linear.TakesGate`."""
-        return self._ops.multiply_gated_fp8(gate_up, activation, self._codes, self._scale, self._bias)
+    def columns(self, begin: int, count: int) -> "Fp8Matrix | None":
+        """Columns from `begin` on; None if they cut a block."""
+        end, depth = begin + count, self.codes.shape[1]
+        codes = self.codes.narrow(1, begin, count)
+        if self.scale.ndim == 1:
+            return Fp8Matrix(codes, self.scale)
+        if begin % BLOCK or (end % BLOCK and end != depth):
+            return None
+        return Fp8Matrix(codes, self.scale[:, begin // BLOCK : -(-end // BLOCK)])
 
 
 def can_round(codes: Tensor, scale: Tensor) -> bool:
@@ -49,10 +55,8 @@ def can_round(codes: Tensor, scale: Tensor) -> bool:
     return not any(size % ALIGNED for size in codes.shape)
 
 
-def multiply_codes(
-    rows: Tensor, row_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None
-) -> Tensor:  # fmt: skip
-    """The same, where x is rows * row_scale: matrix units run at twice their bfloat16 speed.
+def multiply_codes(rows: Tensor, row_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`Ops.multiply_fp8` of rows * row_scale: matrix units run at twice their bfloat16 speed.
 
     rows: [T, K] e4m3; row_scale: [T, 1]; scale: [N] |-> [T, N] bfloat16. Rounding x and w puts an output off by about
     2.6 % of the root of the sum of its terms' squares for each of the two.

@@ -4,6 +4,7 @@ Bits of the formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-commo
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,52 +60,45 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return (packed[..., None] >> shifts & 1).flatten(-2) << 4
 
 
-def _q4_0(blocks: Tensor) -> Groups:
-    return with_zeros(_nibbles(blocks[..., 2:]).flatten(1), _half(blocks, 0), 8, 4)
+def _read_4_bits(blocks: Tensor, zero: int | None, *, has_fifth: bool = False) -> Groups:
+    """A scale, a minimum or none, fifth bits or none, nibbles. zero: the code that stands for it, without a minimum."""
+    begin = 4 if zero is None else 2
+    codes, bits = _nibbles(blocks[..., begin + 4 * has_fifth :]), 8 if has_fifth else 4
+    if has_fifth:
+        codes |= _fifth_bits(blocks[..., begin : begin + 4])
+    codes, scale = codes.flatten(1), _half(blocks, 0)
+    return Groups(codes, scale, _half(blocks, 2), bits) if zero is None else with_zeros(codes, scale, zero, bits)
 
 
-def _q4_1(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[..., 4:]).flatten(1), _half(blocks, 0), _half(blocks, 2), 4)
-
-
-def _q5_0(blocks: Tensor) -> Groups:
-    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return with_zeros(codes.flatten(1), _half(blocks, 0), 16, 8)
-
-
-def _q5_1(blocks: Tensor) -> Groups:
-    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Groups(codes.flatten(1), _half(blocks, 0), _half(blocks, 2), 8)
-
-
-def _q8_0(blocks: Tensor) -> Groups:
+def _read_8_bits(blocks: Tensor) -> Groups:
     return with_zeros(blocks[..., 2:].flatten(1) ^ 128, _half(blocks, 0), 128, 8)  # as if 128 were added
 
 
-def _tables(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and minimums of Q4_K and Q5_K, of 6 bits times a block's: [N, B * 8] each."""
+def _read_super(blocks: Tensor, *, has_fifth: bool = False) -> Groups:
+    """Q4_K and Q5_K: 8 groups, whose scales and minimums have 6 bits and are multiplied by a block's."""
     low, middle, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scale = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
     minimum = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
-    return (
+    nibbles = blocks[..., 48 if has_fifth else 16 :].unflatten(-1, (-1, GROUP))  # type: ignore[no-untyped-call]
+    codes = _nibbles(nibbles).unflatten(-1, (2, GROUP)).flatten(2, 3)  # type: ignore[no-untyped-call]  # [N, B, 8, 32]
+    if has_fifth:
+        shifts = torch.arange(SUPER, dtype=torch.uint8)[:, None]
+        codes |= (blocks[..., None, 16:48] >> shifts & 1) << 4
+    return Groups(
+        codes.flatten(1),
         (_half(blocks, 0)[..., None] * scale.float()).flatten(1),
         -(_half(blocks, 2)[..., None] * minimum.float()).flatten(1),
+        8 if has_fifth else 4,
     )
 
 
-def _q4_k(blocks: Tensor) -> Groups:
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (-1, GROUP)))  # type: ignore[no-untyped-call]
-    return Groups(codes.flatten(1), *_tables(blocks), 4)
-
-
-def _q5_k(blocks: Tensor) -> Groups:
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (-1, GROUP))).unflatten(-1, (2, GROUP))  # type: ignore[no-untyped-call]
-    shifts = torch.arange(SUPER, dtype=torch.uint8)[:, None]
-    high = (blocks[..., None, 16:48] >> shifts & 1) << 4  # [N, B, 8, 32]
-    return Groups((low.flatten(2, 3) | high).flatten(1), *_tables(blocks), 8)
-
-
 DECODERS: dict[str, Callable[[Tensor], Groups]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
-}  # fmt: skip
+    "Q4_0": partial(_read_4_bits, zero=8),
+    "Q4_1": partial(_read_4_bits, zero=None),
+    "Q5_0": partial(_read_4_bits, zero=16, has_fifth=True),
+    "Q5_1": partial(_read_4_bits, zero=None, has_fifth=True),
+    "Q8_0": _read_8_bits,
+    "Q4_K": _read_super,
+    "Q5_K": partial(_read_super, has_fifth=True),
+}
 QUANTISED = (*DECODERS, *OTHERS)

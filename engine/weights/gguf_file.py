@@ -1,6 +1,5 @@
-"""GGUF files: their metadata, and the tensors that their headers describe. Trusts no number before it is checked.
+"""GGUF files: their metadata, and the tensors that their headers describe. No number is used before it is checked.
 
-Knows the format, nothing of models. Imports no torch, so that commands can look at a file at once.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

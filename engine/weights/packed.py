@@ -1,10 +1,10 @@
 """Linear layers over packed weights, by C++ kernels, on CPUs; matrices in tiles of bfloat16 or 8 bits.
 
-Kernels check nothing; this file checks all arguments. Knows the layout of packed matrices, not where their memory
-comes from.
+Kernels check nothing; this file checks all arguments.
 """
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,16 @@ from torch.nn import functional
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
 from engine.layers.embedding import Embedding
+from engine.weights.cache import Weights
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # 4-byte words along K; bytes of both panels of a block
 UNPACKED_VALUES = 4 << 20  # at once, for torch's product: 8 MiB
 NEVER = 1 << 62  # rows
+TIMED_SIZE = 2048  # outputs and depth of the products that are timed
+FROM_ROWS = {128: 32, 8: 4, 1: 1}  # rows that are timed |-> the range that they stand for begins here
+CLEARLY = 1.25  # times as fast: a difference that other work on the machine does not make
+TRIES = 3
 
 
 class Epilogue(IntEnum):
@@ -51,8 +56,8 @@ class MatrixShape(ABC):
     depth: int  # K
 
     @property
-    def num_blocks(self) -> int:
-        return -(-self.num_columns // BLOCK_COLUMNS)
+    def num_padded(self) -> int:
+        return -(-self.num_columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
     @property
     @abstractmethod
@@ -91,7 +96,7 @@ class Matrix(ABC):
     def _fits(self, rows: Tensor, first_panel: int, step: int) -> bool:
         """Whether rows [n, K] fit into every `step`-th panel."""
         last_panel = first_panel + step * (-(-len(rows) // PANEL_COLUMNS) - 1)
-        return rows.shape[1] == self.shape.depth and last_panel < 2 * self.shape.num_blocks
+        return rows.shape[1] == self.shape.depth and PANEL_COLUMNS * last_panel < self.shape.num_padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +109,12 @@ class PackedShape(MatrixShape):
     def tile_bytes(self) -> int:
         """Bytes of all tiles."""
         tile_depth = TILE_LINE_WORDS * (4 if self.is_8bit else 2)
-        return self.num_blocks * -(-self.depth // tile_depth) * TILE_BYTES
+        return self.num_padded // BLOCK_COLUMNS * -(-self.depth // tile_depth) * TILE_BYTES
 
     @property
     def num_bytes(self) -> int:
         """Tiles, then for 8 bits each column's scale and shift."""
-        return self.tile_bytes + (8 * BLOCK_COLUMNS * self.num_blocks if self.is_8bit else 0)
+        return self.tile_bytes + (8 * self.num_padded if self.is_8bit else 0)
 
 
 class PackedMatrix(Matrix):
@@ -120,10 +125,9 @@ class PackedMatrix(Matrix):
 
     def __init__(self, memory: Tensor, shape: PackedShape) -> None:
         super().__init__(memory, shape)
-        columns = BLOCK_COLUMNS * shape.num_blocks
         tables = memory[shape.tile_bytes : shape.num_bytes].view(torch.int32)
-        self.scale = tables[:columns].view(torch.float32)  # [N padded], or empty
-        self.shift = tables[columns:]  # [N padded], or empty
+        self.scale = tables[: shape.num_padded].view(torch.float32)  # [N padded], or empty
+        self.shift = tables[shape.num_padded :]  # [N padded], or empty
 
     def fill(self, rows: Tensor, first_panel: int = 0, step: int = 1) -> None:
         """Pack rows [n, K] bfloat16 into every `step`-th panel. The memory must be zeros before the first call."""
@@ -140,7 +144,7 @@ class PackedMatrix(Matrix):
 
     def take_panels(self, first: int, count: int) -> Tensor:
         """[PANEL_COLUMNS * count, K] bfloat16: the columns from a panel on, for torch's product."""
-        if self.shape.is_8bit or not 0 <= first <= first + count <= 2 * self.shape.num_blocks:
+        if self.shape.is_8bit or not 0 <= first <= first + count <= self.shape.num_padded // PANEL_COLUMNS:
             raise ValueError(f"panels {first} to {first + count} cannot be taken from {self.shape}")
         columns = torch.empty(PANEL_COLUMNS * count, self.shape.depth, dtype=torch.bfloat16)
         _load().baton_unpack(
@@ -181,7 +185,7 @@ class PackedLinear:
     ) -> None:  # fmt: skip
         """bias: [N padded] float32, in `panel_order`. torch_rows: from how many rows on torch multiplies bfloat16."""
         shape = matrix.shape
-        if bias is not None and (bias.dtype is not torch.float32 or len(bias) != BLOCK_COLUMNS * shape.num_blocks):
+        if bias is not None and (bias.dtype is not torch.float32 or len(bias) != shape.num_padded):
             raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected float32 of {shape} padded")
         self._matrix = matrix
         self._bias = bias
@@ -215,7 +219,7 @@ class PackedLinear:
 
     def _by_torch(self, matrix: PackedMatrix, rows: Tensor) -> Tensor:
         """The same with torch's product, of a part of the columns at a time."""
-        num_panels = 2 * matrix.shape.num_blocks
+        num_panels = matrix.shape.num_padded // PANEL_COLUMNS
         at_once = max(UNPACKED_VALUES // (matrix.shape.depth * PANEL_COLUMNS), 1)
         out = torch.empty(len(rows), num_panels * PANEL_COLUMNS, dtype=torch.bfloat16)
         for first in range(0, num_panels, at_once):
@@ -229,21 +233,52 @@ class PackedLinear:
         return out[:, : self.num_outputs].contiguous()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedEmbedding(Embedding):
-    """A packed table: tied to a head, it shares the head's weights."""
+    """A packed table: tied to a head, it shares the head's weights. `weight` is empty."""
 
-    __slots__ = ("_matrix",)
-
-    def __init__(self, matrix: Matrix) -> None:
-        super().__init__(torch.empty(0, dtype=torch.bfloat16))
-        self._matrix = matrix
+    matrix: Matrix
 
     def __len__(self) -> int:
-        return self._matrix.shape.num_columns
+        return self.matrix.shape.num_columns
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 |-> [T, H]"""
-        return self._matrix.take_rows(token_ids)
+        return self.matrix.take_rows(token_ids)
+
+
+@cache
+def choose_torch_rows() -> int:
+    """From how many rows on torch's product, with unpacking, is clearly faster than the kernel; NEVER as a rule.
+
+    It happens where torch uses instructions that the compiler does not know, such as AMX with GCC 10.
+    """
+    matrix = pack(torch.randn(TIMED_SIZE, TIMED_SIZE, dtype=torch.bfloat16))
+    kernel, by_torch = PackedLinear(matrix), PackedLinear(matrix, torch_rows=0)
+    chosen = NEVER
+    for num_rows, first in FROM_ROWS.items():
+        rows = torch.randn(num_rows, TIMED_SIZE, dtype=torch.bfloat16)
+        if CLEARLY * time_best(lambda: by_torch(rows)) > time_best(lambda: kernel(rows)):  # noqa: B023  called here
+            break
+        chosen = first
+    return chosen
+
+
+def pack(weight: Tensor, *, is_8bit: bool = False) -> PackedMatrix:
+    """[N, K] bfloat16, in memory of its own."""
+    shape = PackedShape(len(weight), weight.shape[1], is_8bit)
+    memory = Weights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
+    return PackedMatrix(memory, shape)
+
+
+def time_best(call: Callable[[], Tensor]) -> float:
+    """Seconds, the best of few tries."""
+    call()
+    taken = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 def can_pack() -> bool:

@@ -1,12 +1,11 @@
 """Packed weights in groups of 32 along K, of 4 or 8 bits, for `PackedLinear`, by cpu_groups.cpp; rounding to them.
 
-Rows are rounded per group while they are multiplied. Knows the layout, not where memory comes from.
+Rows are rounded per group while they are multiplied.
 """
 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 import torch
@@ -14,43 +13,11 @@ from torch import Tensor
 
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
-from engine.weights.groups import GROUP, SHRINKS, Groups, round_to_4_bits, with_zeros
-from engine.weights.packed import BLOCK_COLUMNS, BatonProduct, Matrix, MatrixShape
+from engine.weights.groups import GROUP, SHRINKS, Groups, Tables, round_to_4_bits, with_zeros
+from engine.weights.packed import BatonProduct, Matrix, MatrixShape
 
 ROW_BITS = 13  # of a row's codes, which keep what a real model's outliers and near ties need
 NARROW = 10  # BatonProduct's form: 4 bits with SCALES times rows of 8 bits
-
-
-class Tables(IntEnum):
-    """What is stored for each group besides its codes; enum Tables of cpu_groups.cpp."""
-
-    SCALES = 0  # float16; the middle code, 8 or 128, stands for 0
-    ZEROS = 1  # float16: scales, and the codes that stand for 0
-    MINIMUMS = 2  # float16: scales and minimums
-    SCALES_32 = 3  # the same in float32
-    MINIMUMS_32 = 4
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self >= Tables.SCALES_32 else torch.float16
-
-    @property
-    def column_bytes(self) -> int:
-        """Of a group."""
-        return self.dtype.itemsize * (1 if self in (Tables.SCALES, Tables.SCALES_32) else 2)
-
-    def fit(self, groups: Groups) -> tuple[Tensor, Tensor] | None:
-        """Scales and the second table, [N, K / 32] `dtype` each, if they give exactly what `groups` holds."""
-        scale = groups.scale.to(self.dtype)
-        if self in (Tables.MINIMUMS, Tables.MINIMUMS_32):
-            second = groups.minimum.to(self.dtype)
-            minimum = second.float()
-        else:
-            middle = torch.tensor(1 << groups.bits - 1).half()
-            second = (-groups.minimum / groups.scale).nan_to_num().round().half() if self is Tables.ZEROS else middle
-            minimum = -(groups.scale * second.float())
-        is_exact = torch.equal(scale.float(), groups.scale) and torch.equal(minimum, groups.minimum)
-        return (scale, second) if is_exact and bool((scale + second).isfinite().all()) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +41,9 @@ class GroupsShape(MatrixShape):
         With as few `row_bits` as this form can have, 8 or 13.
         """
         num_rows, depth = sum(len(part.codes) for part in parts), parts[0].codes.shape[1]
-        for tables in sorted(Tables, key=lambda tables: tables.column_bytes):
-            if all(tables.fit(part) is not None for part in parts):
-                is_narrow = row_bits == 8 and parts[0].bits == 4 and tables is Tables.SCALES
-                return cls(num_rows, depth, parts[0].bits, tables, 8 if is_narrow else ROW_BITS)
-        raise ValueError("scales or minimums of groups are not finite")
+        tables = Tables.smallest(parts)
+        is_narrow = row_bits == 8 and parts[0].bits == 4 and tables is Tables.SCALES
+        return cls(num_rows, depth, parts[0].bits, tables, 8 if is_narrow else ROW_BITS)
 
     @classmethod
     def named(cls, name: str, num_columns: int, depth: int) -> "GroupsShape":
@@ -93,7 +58,7 @@ class GroupsShape(MatrixShape):
 
     @property
     def num_bytes(self) -> int:
-        num_groups = self.num_blocks * BLOCK_COLUMNS * (self.depth // GROUP)
+        num_groups = self.num_padded * (self.depth // GROUP)
         return num_groups * (GROUP * self.bits // 8 + self.tables.column_bytes)
 
     @property
@@ -110,10 +75,6 @@ class PackedGroups(Matrix):
 
     __slots__ = ()
     shape: GroupsShape
-
-    def __init__(self, memory: Tensor, shape: GroupsShape) -> None:
-        """See `Matrix`."""
-        super().__init__(memory, shape)
 
     def fill(self, groups: Groups, first_panel: int = 0, step: int = 1) -> None:
         """Pack rows into every `step`-th panel. The memory must be zeros before the first call."""

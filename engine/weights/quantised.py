@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import FLOATS, Checkpoint
-from engine.weights.fp8_matrix import Fp8Matrix
-from engine.weights.groups import Groups
 from engine.weights.quantised_forms import DTYPES, FORMS, Coded, Form, Headers, Layout
 from engine.weights.scheme import Scheme
 
@@ -71,41 +69,22 @@ class QuantisedCheckpoint(Checkpoint):
         self.entries[name] = replace(entries[form.main], dtype=layout.dtype, shape=layout.shape, num_bytes=num_bytes)
         self._matrices[name] = _Matrix(form, layout, {suffix: base + suffix for suffix in suffixes})
 
-    def tensor(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
-        return self.borrow(name) if name in self._matrices else self._stored.tensor(name)
-
-    def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         if name not in self._matrices:
-            return self._stored.borrow(name)
+            return self._stored.tensor(name, is_kept=is_kept)
         if count := self._matrices[name].layout.num_stacked:
             return torch.stack([self._read(name, index).dense().T for index in range(count)])
         return self._read(name).dense()
 
-    def stacked(self, name: str, index: int) -> Tensor | None:
-        """See `Checkpoint`."""
-        return self._read(name, index).dense().T if name in self._matrices else None
-
-    def groups(self, name: str) -> Groups | None:
-        """See `Checkpoint`."""
-        is_one = name in self._matrices and not self._matrices[name].layout.num_stacked
-        return self._read(name).groups() if is_one else None
-
-    def fp8(self, name: str) -> Fp8Matrix | None:
-        """See `Checkpoint`."""
-        is_fp8 = name in self._matrices and self._matrices[name].layout.dtype == "FP8"
-        return self._read(name).fp8() if is_fp8 else None
-
-    def stacked_groups(self, name: str, index: int) -> Groups | None:
-        """See `Checkpoint`."""
-        return self._read(name, index).groups() if name in self._matrices else None
+    def coded(self, name: str, index: int | None = None) -> Coded | None:
+        is_one = name in self._matrices and (index is None) == (not self._matrices[name].layout.num_stacked)
+        return self._read(name, index) if is_one else None
 
     def _read(self, name: str, index: int | None = None) -> Coded:
         """index: of a stacked matrix."""
         matrix = self._matrices[name]
         form, layout = matrix.form, matrix.layout
-        parts = {suffix: self._stored.borrow(part) for suffix, part in matrix.parts.items()}
+        parts = {suffix: self._stored.tensor(part) for suffix, part in matrix.parts.items()}
         if index is not None:
             parts = {suffix: part[index] for suffix, part in parts.items()}
         codes, scale, zeros = form.decode(parts, layout, self._scheme)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.entry import TensorEntry
-from engine.weights.fp8_matrix import BLOCK, E4M3, Fp8Matrix
+from engine.weights.fp8 import BLOCK, E4M3, Fp8Matrix
 from engine.weights.groups import GROUP, Groups, with_zeros
 from engine.weights.scheme import Block, Scheme
 

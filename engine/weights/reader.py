@@ -1,4 +1,4 @@
-"""Reads this rank's part of a checkpoint's tensors and reports progress. Knows neither models nor layouts."""
+"""Reads this rank's part of a checkpoint's tensors and reports progress."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.weights.checkpoint import Checkpoint
-from engine.weights.fp8_matrix import Fp8Matrix
+from engine.weights.checkpoint import FLOATS, Checkpoint, StoredMatrix
+from engine.weights.fp8 import Fp8Matrix
 from engine.weights.groups import Groups
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
@@ -36,23 +36,21 @@ class Reader:
     def vector(self, vector: Vector, dtype: torch.dtype | None = None) -> Tensor:
         """[n]"""
         self._count(vector.name)
-        tensor = self._rows_of(self.checkpoint.borrow(vector.name), vector.axis)
+        tensor = self._rows_of(self.checkpoint.tensor(vector.name), vector.axis)
         return tensor.to(self.device, dtype or self.dtype)
 
     def weights(self, product: Product) -> list[Tensor]:
         """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
-        return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
+        return [self._weight(product, part) for part in product.parts]
 
     def groups(self, product: Product) -> list[Groups] | None:
         """Each part of a product, [n, K], if the file has them all in groups. Counts nothing."""
-        found = [groups for part in product.parts if (groups := self._groups(product, part)) is not None]
-        return found if len(found) == len(product.parts) else None
+        return self._coded(product, lambda matrix: matrix.groups())
 
     def fp8(self, product: Product) -> list[Fp8Matrix] | None:
         """Each part of a product, [n, K], if the file has them all in e4m3 with scales alike. Counts nothing."""
-        found = [matrix for part in product.parts if (matrix := self._fp8(product, part)) is not None]
-        is_whole = len(found) == len(product.parts) and len({matrix.scale.ndim for matrix in found}) == 1
-        return found if is_whole else None
+        found = self._coded(product, lambda matrix: matrix.fp8())
+        return found if found and len({matrix.scale.ndim for matrix in found}) == 1 else None
 
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
@@ -64,8 +62,8 @@ class Reader:
             return fused
         (borrowed,) = self.weights(product)
         tensor = borrowed.to(self.device, self.dtype)
-        if tensor is borrowed:
-            tensor = self._weight(product, product.parts[0], self.checkpoint.tensor)
+        if tensor is borrowed and self.checkpoint.entries[product.parts[0].weight].dtype in FLOATS:
+            tensor = self._weight(product, product.parts[0], is_kept=True)
             tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page before the first request
         return tensor
 
@@ -75,7 +73,7 @@ class Reader:
         for part in product.parts:
             if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
                 self._count(part.bias)
-                own = _select(_matrix(self.checkpoint.borrow(part.bias), part), part)
+                own = _select(_matrix(self.checkpoint.tensor(part.bias), part), part)
                 found.append(self._rows_of(own, part.rows).to(self.device, self.dtype))
         return found
 
@@ -84,27 +82,28 @@ class Reader:
         biases = self.biases(product)
         return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
 
-    def _weight(self, product: Product, part: Part, read: Callable[[str], Tensor]) -> Tensor:
+    def _weight(self, product: Product, part: Part, *, is_kept: bool = False) -> Tensor:
         self._count(part.weight)
-        tensor = None if part.index is None else self.checkpoint.stacked(part.weight, part.index)
-        if tensor is None:
-            tensor = _matrix(read(part.weight), part)
+        stored = self.checkpoint.coded(part.weight, part.index)
+        if stored is None:
+            tensor = _matrix(self.checkpoint.tensor(part.weight, is_kept=is_kept), part)
+        else:
+            tensor = stored.dense() if part.index is None else stored.dense().T
         columns = product.inputs.of(self.shard)
         rows = self._rows_of(_select(tensor.T if part.is_transposed else tensor, part), part.rows)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
 
-    def _groups(self, product: Product, part: Part) -> Groups | None:
-        checkpoint, index = self.checkpoint, part.index
-        groups = checkpoint.groups(part.weight) if index is None else checkpoint.stacked_groups(part.weight, index)
-        if groups is None or part.is_transposed == (index is None):  # only stacked ones are the transpose's
-            return None
-        return self._cut(groups, product, part)
-
-    def _fp8(self, product: Product, part: Part) -> Fp8Matrix | None:
-        if part.index is not None or part.is_transposed:
-            return None
-        matrix = self.checkpoint.fp8(part.weight)
-        return None if matrix is None else self._cut(matrix, product, part)
+    def _coded(self, product: Product, take: Callable[[StoredMatrix], Matrix | None]) -> list[Matrix] | None:
+        found = []
+        for part in product.parts:
+            is_direct = part.is_transposed == (part.index is not None)  # only stacked ones are the transpose's
+            stored = self.checkpoint.coded(part.weight, part.index) if is_direct else None
+            matrix = None if stored is None else take(stored)
+            own = None if matrix is None else self._cut(matrix, product, part)
+            if own is None:
+                return None
+            found.append(own)
+        return found
 
     def _cut(self, matrix: Matrix, product: Product, part: Part) -> Matrix | None:
         """The part's own; None if its columns cut what shares a scale."""

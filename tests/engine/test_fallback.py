@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bench.batches import Part, pack
-from engine.attention.choose import choose_for_layers
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
@@ -26,14 +25,14 @@ from engine.engine import build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models import fallback_probe
-from engine.models.choose import load_any_config
 from engine.models.decoder import Decoder
-from engine.models.fallback_check import check, reference_attention
+from engine.models.fallback import check, reference_attention
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config
-from engine.models.load import load_model
+from engine.models.load import load_any_config, load_model
 from engine.ranks import Ranks
 from engine.runner import Runner
+from tests.support.families import rope
 from tests.support.threads import one_thread
 from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model
 from wire.kv_layout import KvPart
@@ -48,6 +47,7 @@ PROMPTS = [
 ]
 CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
+LONGROPE = rope("longrope", 10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 
 TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.24
     "afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
@@ -73,22 +73,8 @@ def generate(model: Any) -> list[list[int]]:
     ]
 
 
-def serve(model: Any) -> list[list[int]]:
-    """The prompts in ragged chunks, then decode steps of both, by a runner over pages."""
-    config = model.config
-    attention = choose_for_layers(
-        config.attention_shapes, config.windows, PAGE_TOKENS, CPU, model.dtype, has_sinks=config.has_sinks
-    ).backend
-    shape = PoolShape(NUM_PAGES, config.kv_parts, PAGE_TOKENS, model.dtype)
-    pages = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
-    rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
-    if config.state_parts:
-        slots = PoolShape(NUM_SLOTS, config.state_parts, 1, torch.float32)
-        rows.states = slots.split(torch.full((NUM_SLOTS, slots.page_elements), float("nan")))
-    return serve_by(Runner(model, attention, pages, rows), rows)
-
-
-def serve_by(runner: Runner, rows: InputBatch) -> list[list[int]]:
+def serve(runner: Runner, rows: InputBatch) -> list[list[int]]:
+    """The prompts in ragged chunks, then decode steps of both."""
     for row, prompt in enumerate(PROMPTS):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
@@ -117,20 +103,16 @@ def serve_logits(model: FallbackModel) -> Tensor:
     return model.logits(model.forward(batch, pool, attention))
 
 
-def load(model_type: str, **special: Any) -> FallbackModel:
+def load(model_type: str, dtype: torch.dtype = torch.float32, **special: Any) -> FallbackModel:
     """In memory."""
     config = tiny_config(model_type, **special)
-    return FallbackModel(tiny_model(config), probe_config(config))
+    return FallbackModel(tiny_model(config, dtype), probe_config(config))
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_greedy_answers_equal_generate(model_type: str) -> None:
-    config = tiny_config(model_type)
-    model = tiny_model(config)
-    expected = generate(model)
-    fallback = FallbackModel(model, probe_config(config))
-    check(fallback)
-    assert serve(fallback) == expected
+def test_logits_over_pages_are_those_of_transformers_alone(model_type: str) -> None:
+    """In ragged chunks and decode steps. Tokens by an engine: see test_saved_checkpoints."""
+    check(load(model_type))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma3n_text", "olmo_hybrid"])
@@ -142,7 +124,7 @@ def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
         str(tmp_path), "", "auto", "cpu", 1, PAGE_TOKENS, 2, lambda *_: (NUM_PAGES, NUM_SLOTS),
         lambda *done: progress.append(done),
     )  # fmt: skip
-    assert serve_by(engine.runner, engine.rows) == generate(model)
+    assert serve(engine.runner, engine.rows) == generate(model)
     assert progress[-1][0] == progress[-1][1] > 0
     assert engine.find_weaknesses()["slow model"].startswith(f"Baton has no code for {model_type}: ")
     assert engine.config == load_any_config(tmp_path) and engine.pool.shape.parts == engine.config.kv_parts
@@ -160,16 +142,16 @@ def test_a_step_may_begin_earlier_than_planned() -> None:
 
 def test_models_of_one_process_do_not_meet() -> None:
     first, second = load("gemma2"), load("gpt_neox")
-    expected = serve(first), serve(second)
+    expected = [serve_logits(model) for model in (first, second)]
     third = load("gemma2", sliding_window=4)
-    assert (serve(first), serve(second)) == expected and serve(third) != expected[0]
+    assert all(map(torch.equal, map(serve_logits, (first, second)), expected))
+    assert not torch.equal(serve_logits(third), expected[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gpt_oss", "qwen3_moe", "deepseek_v2"])
 def test_half_precision_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
-    config = tiny_config(model_type)
-    check(FallbackModel(tiny_model(config, dtype), probe_config(config)))
+    check(load(model_type, dtype))
 
 
 def test_geometry() -> None:
@@ -298,25 +280,25 @@ def test_the_check_notices_wrong_attention(wrong: dict[str, Any]) -> None:
         check(FallbackModel(tiny_model(config), replace(probe_config(config), **wrong)))
 
 
-def test_longrope_ends_where_frequencies_would_depend_on_neighbours() -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
-    model = load("phi3", rope_parameters=rope, original_max_position_embeddings=64)
-    assert model.config.context_tokens == 64
+@pytest.mark.parametrize(
+    ("model_type", "special", "context", "beyond"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, 64, CONTEXT),
+        ("llama", {"rope_parameters": rope("dynamic", 10000.0, factor=4.0)}, CONTEXT, 4 * CONTEXT),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_ropes_end_where_frequencies_would_depend_on_neighbours(
+    model_type: str, special: dict[str, Any], context: int, beyond: int
+) -> None:
+    model = load(model_type, **special)
+    assert model.config.context_tokens == context
     check(model)
-    model.config = replace(model.config, context_tokens=CONTEXT)
-    with pytest.raises(ValueError, match="other logits than alone"):
-        check(model)
-
-
-def test_dynamic_rope_is_exact_up_to_the_context() -> None:
-    model = load("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
-    check(model)
-    model.config = replace(model.config, context_tokens=4 * CONTEXT)
+    model.config = replace(model.config, context_tokens=beyond)
     with pytest.raises(ValueError, match="other logits than alone"):
         check(model)
 
 
 def test_configs_are_read_without_torch() -> None:
-    code = "import sys, engine.models.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, engine.models.read_config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,5 +1,6 @@
-"""Every native family against transformers' own code, on tiny checkpoints: chunks, batches, windows, experts."""
+"""Every native family, and odd shapes, against transformers' own code on tiny checkpoints: chunks, batches, windows."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,38 +10,72 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.json_values import read_json
 from engine.layers.linear import Quantization
 from engine.models import load as weights
-from engine.models.json_values import read_json
 from engine.models.read_config import build_config, load_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from tests.support.attention import needs_compiler
-from tests.support.checkpoints import write_checkpoint
-from tests.support.families import FAMILIES
+from tests.support.checkpoints import write_checkpoint, write_config
+from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
 from wire.kv_layout import KvPart, StatePart
 
 HYBRIDS = ["qwen3_5_text", "qwen3_5_moe", "lfm2", "lfm2_moe"]
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    name: str = request.param
-    return name, write_checkpoint(tmp_path_factory.mktemp(name), name)
+def shape(family: str, num_heads: int, num_kv_heads: int, head_dim: int, tied: bool, **rest: Any) -> dict[str, Any]:
+    """Keyword arguments of `write_checkpoint`."""
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return {"family": family, "tied": tied, **heads, **rest}
+
+
+# Each GQA ratio (1, 3, 8), head_dim (64, 80, 128), tying, rope, window and sharding occurs.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-linear": shape("llama", 6, 2, 80, True, hidden=192, rope_scaling=LINEAR),
+    "llama-llama3-bias-sharded": shape(
+        "llama", 8, 1, 128, False, rope_scaling=LLAMA3, attention_bias=True, mlp_bias=True, shards=3, layers=3
+    ),
+    "mistral-yarn": shape("mistral", 3, 3, 80, False, rope_scaling=YARN),
+    "mistral-window": shape("mistral", 8, 1, 64, True, sliding_window=21),
+    "qwen2-window-linear": shape("qwen2", 2, 2, 128, False, layers=3, sliding_window=16, rope_scaling=LINEAR),
+    "qwen3-window-sharded": shape("qwen3", 3, 1, 128, False, sliding_window=17, shards=2),
+}
+CHECKPOINTS = {name: {"family": name} for name in FAMILIES} | SHAPES
+PACKED = {  # one for each kind of product, and in 8 bits for each layout of experts; see test_packed.py
+    "none": ("llama", "gemma4_e2b", "gpt_oss", "granite", "glm4_moe", "lfm2_moe", "olmo2", "phi3", "qwen3_5_moe"),
+    "int8": ("gpt_oss", "gemma4_26b_a4b", "qwen3_5_moe"),
+}
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A checkpoint, and transformers' logits [n, V] of each of PROMPTS."""
+
+    folder: Path
+    logits: list[Tensor]
 
 
 def compute_expected(name: str, folder: Path) -> list[Tensor]:
-    """Logits [n, V] of each of PROMPTS by transformers."""
     model_class: Any = getattr(transformers, FAMILIES[name].model)
-    reference = model_class.from_pretrained(folder).eval()
+    reference, loading = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
     with torch.inference_mode():
-        return [reference(prompt[None], use_cache=False).logits[0] for prompt in PROMPTS]
+        return [reference.eval()(prompt[None], use_cache=False).logits[0] for prompt in PROMPTS]
 
 
-def test_logits_are_those_of_transformers(family: tuple[str, Path]) -> None:
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    settings = CHECKPOINTS[request.param]
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), **settings)
+    return Twin(folder, compute_expected(settings["family"], folder))
+
+
+def test_logits_are_those_of_transformers(twin: Twin) -> None:
     """Prompts in chunks, some tokens one at a time, several sequences in a batch."""
-    steps, expected = Steps(family[1]), compute_expected(*family)
+    steps = Steps(twin.folder)
     with torch.inference_mode():
         found: list[list[Tensor]] = [[], [], []]
         for spans in (
@@ -48,29 +83,53 @@ def test_logits_are_those_of_transformers(family: tuple[str, Path]) -> None:
         ):  # fmt: skip
             for (which, *_), logits in zip(spans, steps.step(*spans), strict=True):
                 found[which].append(logits)
-    for parts, truth in zip(found, expected, strict=True):
+    for parts, truth in zip(found, twin.logits, strict=True):
         torch.testing.assert_close(torch.cat(parts), truth, rtol=1e-4, atol=5e-4)
         assert torch.equal(torch.cat(parts).argmax(-1), truth.argmax(-1))
 
 
-def test_a_row_is_the_same_alone_and_among_others(family: tuple[str, Path]) -> None:
-    """In bfloat16, which the CPU's kernels multiply row by row."""
-    _, folder = family
-    alone, among = Steps(folder, "bfloat16"), Steps(folder, "bfloat16")
+@needs_compiler
+@pytest.mark.parametrize(("quantization", "family"), [(how, name) for how, names in PACKED.items() for name in names])
+def test_packed_weights_from_a_file_are_those_in_memory(
+    family: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is the same alone and among others. Rounding changes logits by a part of them."""
+    folder = write_checkpoint(tmp_path / "model", family)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with torch.inference_mode():
-        for which in range(3):
-            alone.step((which, 0, 8))
-            among.step((which, 0, 8))
-        together = among.step(*((which, 8, 9) for which in range(3)))
-        for which in range(3):
-            (own,) = alone.step((which, 8, 9))
-            assert torch.equal(own, together[which]), which
+        (own,) = Steps(folder, "bfloat16", quantization).step((0, 0, 40))
+        (truth,) = Steps(folder).step((0, 0, 40))
+        assert (own - truth).norm() < 0.4 * truth.norm()
+        monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
+        written, mapped = Steps(folder, "bfloat16", quantization), Steps(folder, "bfloat16", quantization)
+        assert written.decoder.mapped_bytes and mapped.decoder.mapped_bytes
+        written.step((0, 0, 40), (1, 0, 8), (2, 0, 8))
+        assert torch.equal(mapped.step((0, 0, 40))[0], own)
+        for which in (1, 2):
+            mapped.step((which, 0, 8))
+        among = written.step((0, 40, 41), (1, 8, 9), (2, 8, 9))
+        for which, at in enumerate((40, 8, 8)):
+            assert torch.equal(mapped.step((which, at, at + 1))[0], among[which]), which
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window-linear", "qwen3_moe"])
+def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
+    settings = CHECKPOINTS[name]
+    folder = write_checkpoint(tmp_path, **settings)
+    (truth, *_) = compute_expected(settings["family"], folder)
+    steps = Steps(folder, dtype)
+    model_class: Any = getattr(transformers, FAMILIES[settings["family"]].model)
+    with torch.inference_mode():
+        (logits,) = steps.step((0, 0, 75))
+        theirs = model_class.from_pretrained(folder, dtype=steps.decoder.dtype)(PROMPTS[0][None]).logits[0].float()
+    assert (logits - truth).norm() < 2 * (theirs - truth).norm() + 1e-3 * truth.norm()
 
 
 def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
     """Files from before transformers 5 have the rope's values beside each other, and other keys for experts."""
     for name in FAMILIES:
-        config = dict(read_json(write_checkpoint(tmp_path / name, name) / "config.json"))
+        config = dict(read_json(write_config(tmp_path / name, name) / "config.json"))
         text = dict(config.get("text_config") or config)
         if "per_layer_config" in text:  # Gemma 4's older files have keys for its full layers
             full = next(iter(text.pop("per_layer_config").values()))
@@ -93,31 +152,11 @@ def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
         assert build_config(old) == load_config(tmp_path / name), name
 
 
-@needs_compiler
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_packed_weights_from_a_file_are_those_in_memory(
-    family: tuple[str, Path], quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what rounding adds to logits is no more than a part of them: experts of other choices add most."""
-    _, folder = family
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    span = (0, 0, 40)
-    with torch.inference_mode():
-        (own,) = Steps(folder, "bfloat16", quantization).step(span)
-        monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
-        for _ in ("written", "mapped"):
-            steps = Steps(folder, "bfloat16", quantization)
-            assert steps.decoder.mapped_bytes
-            assert torch.equal(steps.step(span)[0], own)
-        (truth,) = Steps(folder).step(span)
-    assert (own - truth).norm() < 0.4 * truth.norm()
-
-
 def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> None:
-    small = load_config(write_checkpoint(tmp_path / "e2b", "gemma4_e2b"))
+    small = load_config(write_config(tmp_path / "e2b", "gemma4_e2b"))
     assert [layer.kv_layer for layer in small.layers] == [None] * 4 + [2, 3]
     assert small.kv_parts == (KvPart(2, 2, 32), KvPart(2, 2, 64)) and small.windows == (8, None, 8, None)
-    large = load_config(write_checkpoint(tmp_path / "31b", "gemma4_31b"))
+    large = load_config(write_config(tmp_path / "31b", "gemma4_31b"))
     assert large.kv_parts == (KvPart(1, 2, 32), KvPart(1, 1, 64))
     assert shard_config(large, Shard(1, 2)).kv_parts == (KvPart(1, 1, 32), KvPart(1, 1, 64))
 
@@ -135,26 +174,6 @@ def test_weights_that_shared_layers_do_not_use_may_be_in_the_file(tmp_path: Path
     assert torch.equal(Steps(folder).step((0, 0, 20))[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_kv_shared_layers": 5}, "leaves no layer whose keys and values fit those of layer 1"),
-        ({"num_kv_shared_layers": 7}, "leaves no layer whose keys and values fit those of layer 0"),
-        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be an integer from 0"),
-        ({"per_layer_config": {"1": {"sliding_window": 4}}}, "per_layer_config with sliding_window is not supported"),
-        ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "4 heads are to be divided"),
-        ({"per_layer_config": {"1": {"head_dim": 15}}}, "head_dim even"),
-        ({"per_layer_config": {"1": 15}}, "1 must be an object, not 15"),
-        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input 100 .* supported: vocab_size, 320"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
-    ],
-)
-def test_what_gemma_4_cannot_be_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = read_json(write_checkpoint(tmp_path, "gemma4_e2b") / "config.json")
-    with pytest.raises(ValueError, match=message):
-        build_config({**config, "text_config": {**config["text_config"], **change}})
-
-
 def test_the_last_layer_is_full_and_images_may_see_both_ways() -> None:
     layers = {"num_hidden_layers": 7, "hidden_size": 64, "hidden_size_per_layer_input": 0}
     config = build_config({"model_type": "gemma4_text", "use_bidirectional_attention": "vision", **layers})
@@ -168,7 +187,7 @@ def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
     """Chunks of several sizes without logits, then single tokens."""
     expected = compute_expected(name, write_checkpoint(tmp_path, name))
     with torch.inference_mode():
-        for size in (1, 5, 16):
+        for size in (5, 16):
             steps = Steps(tmp_path)
             for begin in range(0, 32, size):
                 steps.step(*((which, begin, min(begin + size, 32)) for which in range(3)), has_logits=False)
@@ -179,11 +198,11 @@ def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_without_attention_have_slots_and_no_pages(tmp_path: Path) -> None:
-    qwen = load_config(write_checkpoint(tmp_path / "qwen", "qwen3_5_text"))
+    qwen = load_config(write_config(tmp_path / "qwen", "qwen3_5_text"))
     assert qwen.kv_parts == (KvPart(1, 2, 32),) and qwen.windows == (None,)
     convolution = StatePart(2, 2, (16, 3))
     assert qwen.state_parts == (convolution, convolution, StatePart(2, 4, (32, 3)), StatePart(2, 4, (16, 32)))
-    lfm = load_config(write_checkpoint(tmp_path / "lfm", "lfm2"))
+    lfm = load_config(write_config(tmp_path / "lfm", "lfm2"))
     assert lfm.kv_parts == (KvPart(1, 2, 32),) and lfm.state_parts == (StatePart(2, 4, (32, 2)),)
     assert [part.num_heads for part in shard_config(qwen, Shard(1, 2)).state_parts] == [1, 1, 2, 2]
     assert [part.num_heads for part in shard_config(lfm, Shard(0, 4)).state_parts] == [1]
@@ -215,7 +234,7 @@ def test_sizes_of_mlps_are_those_of_transformers(change: dict[str, Any], tmp_pat
 
 
 def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
-    config = dict(read_json(write_checkpoint(tmp_path, "lfm2", tied=False) / "config.json"))
+    config = dict(read_json(write_config(tmp_path, "lfm2", tied=False) / "config.json"))
     config |= {"block_ff_dim": config.pop("intermediate_size"), "tie_embedding": config.pop("tie_word_embeddings")}
     config |= {"full_attn_idxs": [1], "layer_types": None}
     assert build_config(config) == load_config(tmp_path)
@@ -235,9 +254,27 @@ def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
         ("lfm2", {"conv_L_cache": "3"}, "conv_L_cache must be an integer from 2 .* not '3'"),
         ("lfm2", {"conv_bias": 1}, "conv_bias must be true or false"),
         ("lfm2", {"num_attention_heads": 6, "head_dim": 32}, "num_attention_heads 6 does not divide hidden_size 128"),
+        ("gemma4_e2b", {"num_kv_shared_layers": 5}, "leaves no layer whose keys and values fit those of layer 1"),
+        ("gemma4_e2b", {"num_kv_shared_layers": 7}, "leaves no layer whose keys and values fit those of layer 0"),
+        ("gemma4_e2b", {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be an integer from 0"),
+        (
+            "gemma4_e2b",
+            {"per_layer_config": {"1": {"sliding_window": 4}}},
+            "per_layer_config with sliding_window is not supported",
+        ),
+        ("gemma4_e2b", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "4 heads are to be divided"),
+        ("gemma4_e2b", {"per_layer_config": {"1": {"head_dim": 15}}}, "head_dim even"),
+        ("gemma4_e2b", {"per_layer_config": {"1": 15}}, "1 must be an object, not 15"),
+        (
+            "gemma4_e2b",
+            {"vocab_size_per_layer_input": 100},
+            "vocab_size_per_layer_input 100 .* supported: vocab_size, 320",
+        ),
+        ("gemma4_e2b", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ],
 )
-def test_what_hybrids_cannot_be_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = read_json(write_checkpoint(tmp_path, name) / "config.json")
+def test_what_a_family_cannot_be_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = dict(read_json(write_config(tmp_path, name) / "config.json"))
+    text = {"text_config": {**config["text_config"], **change}} if "text_config" in config else change
     with pytest.raises(ValueError, match=message):
-        build_config({**config, **change})
+        build_config(config | text)

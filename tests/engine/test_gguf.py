@@ -20,9 +20,8 @@ from engine.llm import LLM
 from engine.models import load
 from engine.models.gguf_config import build_config_json
 from engine.models.gguf_folder import make_gguf_folder
-from engine.models.load import load_model, weight_fingerprint
+from engine.models.load import load_model, open_model, weight_fingerprint
 from engine.models.read_config import build_config, load_config
-from engine.models.sources import open_model
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.gguf_file import list_gguf_shards, read_gguf
 from tests.support.attention import needs_compiler
@@ -72,20 +71,12 @@ def test_an_architecture_is_its_family(family: str, tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", family, rope_theta=5e4, **extra)
     made = as_folder(write_gguf(plain, tmp_path / "x.gguf", architecture, is_paired=is_paired))
     (expected, truth), (config, found) = open_model(plain), open_model(made)
-    same: tuple[str, ...] = (
-        "layers",
-        "ropes",
-        "norms",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "is_tied",
-        "moe",
+    same = (
+        "layers ropes norms num_heads num_kv_heads head_dim vocab_size is_tied moe attention_scale attention_softcap "
+        "logits_softcap embedding_multiplier residual_multiplier logits_divisor rms_eps context_tokens activation "
+        "qk_norm has_qkv_bias"
     )
-    same += ("attention_scale", "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier")
-    same += ("logits_divisor", "rms_eps", "context_tokens", "activation", "qk_norm", "has_qkv_bias")
-    for name in same:
+    for name in same.split():
         one, other = getattr(config, name), getattr(expected, name)
         assert one == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other), name
     load_model(made, "float32", CPU)  # checks names and shapes
@@ -111,7 +102,8 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     prompts = [list(range(2, 40)), [7, 9]]
     found = LLM(str(path), dtype="float32").generate(prompts, max_tokens=8)
     _config, checkpoint = open_model(folder)
-    assert checkpoint.groups("model.layers.0.mlp.down_proj.weight") is not None
+    coded = checkpoint.coded("model.layers.0.mlp.down_proj.weight")
+    assert coded is not None and coded.groups() is not None
     assert weight_fingerprint(folder) != weight_fingerprint(plain)
     assert LLM(str(plain), dtype="float32").generate(prompts, max_tokens=8) == found
     assert LLM(str(path), dtype="bfloat16").generate(prompts[1:], max_tokens=2)  # by kernels for its own codes

@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 
 from engine.kernels import gpu_groups
-from engine.layers.linear import Linear, PlainLinear, Quantization
+from engine.layers.linear import Fp8Linear, GroupsLinear, Linear, PlainLinear, Quantization
 from engine.models.assemble import build_decoder
-from engine.models.load import check_quantization, load_model
-from engine.models.sources import open_model
+from engine.models.load import check_quantization, load_model, open_model
 from engine.ops.base import Ops
 from engine.ops.cuda import CudaOps
 from engine.ranks import ONE_RANK
-from engine.weights.choose import choose_format
-from engine.weights.fp8 import Fp8Linear, has_fp8
-from engine.weights.gpu_formats import GpuFormat, GroupsLinear
-from engine.weights.groups import Groups, round_to_4_bits, with_zeros
+from engine.weights.formats import GpuFormat, choose_format
+from engine.weights.fp8 import has_fp8
+from engine.weights.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
 from engine.weights.reader import Reader
-from engine.weights.stored_groups import StoredGroups, store_groups
 from engine.weights.table import Shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
@@ -124,7 +121,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def products_of(decoder: Any) -> list[Linear]:
     (layer,) = decoder._layers
-    return [layer.qkv_proj, layer.o_proj, layer.mlp._gated.gate_up, layer.mlp._down]
+    return [layer.qkv_proj, layer.o_proj, layer.mlp.gated.gate_up, layer.mlp.down]
 
 
 @pytest.mark.parametrize(
@@ -167,8 +164,8 @@ def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> Non
     assert isinstance(last, PlainLinear), "200 columns are no groups"
     for layer, exact in zip(rounded, products_of(plain), strict=False):
         assert isinstance(layer, GroupsLinear) and isinstance(exact, PlainLinear)
-        assert torch.equal(layer._weight.dense(), round_to_4_bits(exact._weight.bfloat16()).dense())
-        assert layer._weight.second is None and layer._weight.scale.dtype is torch.float16
+        assert torch.equal(layer.weight.dense(), round_to_4_bits(exact.weight.bfloat16()).dense())
+        assert layer.weight.second is None and layer.weight.scale.dtype is torch.float16
     assert torch.equal(decoder._embedding.weight, plain._embedding.weight.bfloat16())
 
 
@@ -187,7 +184,7 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
     assert not has_fp8(CUDA) and has_fp8(CPU)
     config, checkpoint = open_model(write_models(tmp_path / "fp8", "fp8-block")[0])
     for dtype, has in ((torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        monkeypatch.setattr("engine.weights.gpu_formats.has_fp8", lambda device, has=has: has)
+        monkeypatch.setattr("engine.weights.formats.has_fp8", lambda device, has=has: has)
         decoder = build_decoder(config, GpuFormat(Reader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
         is_kept = has and dtype is torch.bfloat16
         assert [type(one) for one in products_of(decoder)] == [Fp8Linear if is_kept else PlainLinear] * 4

@@ -29,7 +29,7 @@ from engine.models.read_config import build_config
 from engine.ops.cuda import CudaOps
 from engine.runner import Runner
 from engine.sampling import gpu as gpu_sampling
-from engine.weights.choose import choose_format
+from engine.weights.formats import choose_format
 from engine.weights.reader import Reader
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError

@@ -12,17 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from bench.batches import Part, pack
-from engine.attention.qkv import QKV
-from engine.batch import Batch
-from engine.layers.head import WidenedLinear
-from engine.layers.rope import FREQUENCIES
-from engine.layers.rope_config import ROPE_KINDS
+from engine.layers.config import ROPE_KINDS
+from engine.layers.linear import WidenedLinear
+from engine.layers.rope import FREQUENCIES, build_rope_table
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import build_config, load_config
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from tests.support.checkpoints import write_checkpoint
+from tests.support.forward import logits_of
 
 CPU = torch.device("cpu")
 VOCAB = 300
@@ -54,10 +53,15 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
     old = build_config(BASE | {"rope_theta": 5e5, "rope_scaling": scaling})
     new = build_config(BASE | {"rope_parameters": {**scaling, "rope_theta": 5e5}})
     assert old == new
-    theirs = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
+    theirs: Any = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
     frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, CPU)
-    torch.testing.assert_close(FREQUENCIES[old.ropes[0].kind](old.ropes[0], old.head_dim), frequencies, rtol=0, atol=0)
-    assert old.ropes[0].attention_factor == pytest.approx(attention_factor or factor)
+    rope = old.ropes[0]
+    torch.testing.assert_close(FREQUENCIES[rope.kind](rope, old.head_dim), frequencies, rtol=0, atol=0)
+    assert rope.attention_factor == pytest.approx(attention_factor or factor)
+    positions = torch.arange(old.context_tokens)
+    expected = LlamaRotaryEmbedding(theirs)(torch.empty(1), positions[None])  # cos and sin
+    for found, twin in zip(build_rope_table(rope, old.head_dim, len(positions)).unbind(1), expected, strict=True):
+        torch.testing.assert_close(found, twin[0, :, : old.head_dim // 2], rtol=0, atol=0)
 
 
 def test_windows_per_layer() -> None:
@@ -86,32 +90,23 @@ def test_windows_per_layer() -> None:
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"model_type": []}, r"model_type \[\] is not supported"),
         ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 2\*\*53, not '64'"),
-        ({"hidden_size": 10**400}, "hidden_size must be an integer from 1 .* not 1000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number .* not nan"),
         ({"rope_theta": float("inf")}, "rope_theta must be a number .* not inf"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta must be a number .* not 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number above 0 .* not '2'"),
-        ({"rope_scaling": {"type": "yarn", "factor": -1}}, "factor must be a number above 0 .* not -1"),
-        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "factor must be a number .* not 1e[+]308"),
-        ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "truncate must be true or false, not 'no'"),
         ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": None}}, "original_max_.* not None"),
-        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor must be .* not 0"),
         ({"quantization_config": "x"}, "quantization_config must be an object, not 'x'"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
         (QWEN | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         (QWEN | {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 4"),
         (QWEN | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         (QWEN | {"layer_types": 4}, "layer_types must be a list, not 4"),
-        (QWEN | {"layer_types": [[]] * 4}, "layer_types .* not supported"),
-        (QWEN | {"max_window_layers": "28"}, "max_window_layers must be an integer from 0 .* not '28'"),
         (QWEN | {"use_sliding_window": "no"}, "use_sliding_window must be true or false, not 'no'"),
     ],
 )
@@ -254,47 +249,22 @@ def test_loading_maps_counts_and_ignores(folder: Path) -> None:
     assert progress[-1] == (total, total)
     assert progress == sorted(progress)
     checkpoint = SafetensorsCheckpoint(folder)
-    first, again = (checkpoint.tensor("model.norm.weight") for _ in range(2))
+    first, again = (checkpoint.tensor("model.norm.weight", is_kept=True) for _ in range(2))
     assert first.data_ptr() == again.data_ptr()  # one mapping, no copies
-
-
-class NoAttention:
-    """Attends to nothing: enough to see what a model multiplies its last hidden state by."""
-
-    name = "none"
-    is_capturable = False
-
-    def plan(self, pool: Tensor, batch: Batch) -> None:
-        pass
-
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        pass
-
-    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "NoAttention":
-        return self
-
-    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        return torch.zeros_like(heads.ready()[0])
-
-
-def logits_of(folder: Path) -> Tensor:
-    """Logits of one token, [1, VOCAB]: linear in lm_head."""
-    batch = pack([Part([5], 0, [0], 1)], 16, CPU)
-    decoder = load_model(folder, "auto", CPU)
-    return decoder.logits(decoder.forward(batch, torch.empty(0), NoAttention()))
 
 
 def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", vocab=VOCAB, tied=True)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
-    plain = logits_of(folder)
+    ids = [5, 7, 9]
+    plain = logits_of(load_model(folder, "auto", CPU), ids)
     edit_weights(folder, {"lm_head.weight": embedding.clone()})
-    torch.testing.assert_close(logits_of(folder), plain)
     decoder = load_model(folder, "auto", CPU)
+    torch.testing.assert_close(logits_of(decoder, ids), plain)
     assert isinstance(decoder._lm_head, WidenedLinear)
-    assert decoder._lm_head._weight is decoder._embedding.weight
+    assert decoder._lm_head.weight is decoder._embedding.weight
     edit_weights(folder, {"lm_head.weight": 2 * embedding})
-    torch.testing.assert_close(logits_of(folder), 2 * plain)
+    torch.testing.assert_close(logits_of(load_model(folder, "auto", CPU), ids), 2 * plain)
 
 
 def test_fingerprint(folder: Path, tmp_path: Path) -> None:

@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.assemble import check_tensors
-from engine.models.load import choose_dtype, load_model
-from engine.models.read_quantization import read_scheme
-from engine.models.sources import open_model
-from engine.models.table import build_table, list_weights
+from engine.models.load import choose_dtype, load_model, open_model
+from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import Reader
+from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
 from tests.support.forward import logits_of
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 
 CPU = torch.device("cpu")
 NAMES = [*FORMATS, "mxfp4"]
+DAMAGED = ["fp8-block", "ct-int8-zeros", "ct-pack4-zeros", "awq", "gptq4", "mxfp4"]  # one of each form
 FILE = "model.safetensors"
 LAYER = "model.layers.0."
 MATRIX = f"{LAYER}mlp.down_proj"  # [128, 192]: blocks of 128 are cut
@@ -51,18 +51,19 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
     assert checkpoint.entries.keys() == expected.keys()
     for tensor, values in expected.items():
         assert checkpoint.entries[tensor].shape == values.shape
-        assert torch.equal(checkpoint.tensor(tensor), values) and torch.equal(checkpoint.borrow(tensor), values)
-        groups = checkpoint.groups(tensor)
+        assert torch.equal(checkpoint.tensor(tensor), values)
+        coded = checkpoint.coded(tensor)
         if (tensor in stored and stored[tensor].dtype is values.dtype) or name == "mxfp4":
-            assert groups is None
+            assert coded is None
             continue
+        assert coded is not None
         format, base = FORMATS[name], tensor.removesuffix("weight")
         left_out = (f"{base}bias", f"{base}input_scale", f"{base}k_scale")
         own = [part for part in stored if part.startswith(base) and part not in left_out]
         assert checkpoint.entries[tensor].dtype == format.dtype
         assert checkpoint.entries[tensor].num_bytes == sum(stored[part].nbytes for part in own)
+        groups, matrix = coded.groups(), coded.fp8()
         assert (groups is not None) == format.has_groups
-        matrix = checkpoint.fp8(tensor)
         assert (matrix is not None) == (format.kind == "fp8" and name != "ct-fp8-block")  # whose blocks are others
         if matrix is not None:
             assert torch.equal(matrix.dense(), values) and matrix.codes.dtype is torch.float8_e4m3fn
@@ -74,7 +75,7 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in NAMES), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
+    [*((name, "float32") for name in DAMAGED), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
 )  # in bfloat16 those without groups: kernels may round others
 def test_a_model_has_the_logits_of_its_plain_twin(models: dict[str, tuple[Path, Path]], name: str, dtype: str) -> None:
     progress: list[tuple[int, int]] = []
@@ -91,7 +92,7 @@ def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], nam
     config, checkpoint = open_model(models[name][0])
     whole, halves = read(checkpoint), [read(checkpoint, Shard(rank, 2)) for rank in range(2)]
     num_grouped = num_fp8 = 0
-    for product in (one for one in list_weights(build_table(config)) if isinstance(one, Product)):
+    for product in (one for one in build_table(config).weights() if isinstance(one, Product)):
         axis, groups, fp8 = int(product.inputs.is_divided), whole.groups(product), whole.fp8(product)
         num_grouped += groups is not None
         for index, weight in enumerate(whole.weights(product)):
@@ -163,11 +164,15 @@ def test_what_says_nothing_of_weights_is_ignored() -> None:
 
 def open_with(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE)
+    read_all(folder)
+
+
+def read_all(folder: Path) -> None:
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
     choose_dtype(config, checkpoint, "auto")
     for name in checkpoint.entries:
-        checkpoint.borrow(name)
+        checkpoint.tensor(name)
 
 
 DAMAGE: dict[str, Callable[[Tensor], Tensor | None]] = {
@@ -180,7 +185,7 @@ DAMAGE: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DAMAGED)
 def test_tensors_that_do_not_fit_are_named(
     models: dict[str, tuple[Path, Path]], name: str, damage: str, tmp_path: Path
 ) -> None:
@@ -228,7 +233,6 @@ def test_values_that_do_not_fit_are_named(
         open_with(tmp_path, tensors | ({} if value is None else {f"{MATRIX}.{part}": value}))
 
 
-DAMAGED = ["fp8-block", "ct-int8-zeros", "ct-pack4-zeros", "awq", "gptq4", "mxfp4"]
 SIZES = st.one_of(st.integers(-2, 300), st.sampled_from([2**31, 2**40, 2**63, 10**30, True, 1.5, "2", None]))
 FIELDS: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just("shape"), st.one_of(SIZES, st.lists(SIZES, max_size=4))),
@@ -240,9 +244,7 @@ FIELDS: st.SearchStrategy[tuple[str, Any]] = st.one_of(
 @settings(max_examples=300, deadline=None, database=None)
 @given(data=st.data())
 def test_damaged_headers_are_value_errors(models: dict[str, tuple[Path, Path]], data: st.DataObject) -> None:
-    source = models[
-        data.draw(st.sampled_from(["fp8-block", "ct-int8-zeros", "ct-pack4-zeros", "awq", "gptq4", "mxfp4"]))
-    ][0]
+    source = models[data.draw(st.sampled_from(DAMAGED))][0]
     folder = source.parent / "damaged"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text((source / "config.json").read_text())
@@ -255,8 +257,4 @@ def test_damaged_headers_are_value_errors(models: dict[str, tuple[Path, Path]], 
     text = json.dumps(header).encode()
     (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
     with suppress(ValueError):
-        config, checkpoint = open_model(folder)
-        check_tensors(config, checkpoint)
-        choose_dtype(config, checkpoint, "auto")
-        for name in checkpoint.entries:
-            checkpoint.borrow(name)
+        read_all(folder)

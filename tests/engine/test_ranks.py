@@ -3,28 +3,24 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from demo.paths import TARGET_DIR
 from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
-from engine.models.table import build_table, list_weights, shard_config
+from engine.models.table import build_table, shard_config
 from engine.ranks import Ranks
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import Reader
 from engine.weights.table import Axis, Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
-from tests.support.forward import Steps
 from tests.support.threads import on_one_thread
 
 RUN_S = 240
@@ -42,17 +38,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {},  # norms over all heads of all ranks
     "phi3": {},  # packed weights
     "qwen3_moe": {},
+    "qwen3_5_moe": {"num_kv_heads": 1},  # states, gates beside queries, a shared expert with a gate
+    "lfm2_moe": {},  # states, biases of convolutions
 }
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe": {"num_kv_heads": 1},  # gates beside queries, a shared expert with a gate
-    "lfm2_moe": {},  # biases of convolutions
-}
-ALL = FAMILIES | HYBRIDS
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [write_checkpoint(tmp_path_factory.mktemp(family), family, **settings) for family, settings in ALL.items()]
+    return [
+        write_checkpoint(tmp_path_factory.mktemp(family), family, **settings) for family, settings in FAMILIES.items()
+    ]
 
 
 def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list[list[list[int]]]]]:
@@ -69,57 +64,15 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
 
 def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tmp_path: Path) -> None:
     """Of two. For four see test_rank_pairs.py."""
-    models = models[: len(FAMILIES)]
     with on_one_thread():
         alone = [rank_process.run(model, Ranks()) for model in models]
     assert run_ranks(models, tmp_path, 2) == [[alone] * 2] * 2
 
 
-class ThreadRanks(Ranks):
-    """One of two ranks that are threads."""
-
-    size = 2
-
-    def __init__(self, rank: int, given: list[Tensor], barrier: Barrier) -> None:
-        """given, barrier: of both ranks."""
-        self.rank, self._given, self._barrier = rank, given, barrier
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._exchange(tensor, lambda parts: parts[0] + parts[1]))
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._exchange(tensor, lambda parts: torch.cat(parts, -1))
-
-    def _exchange(self, tensor: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        self._given[self.rank] = tensor
-        self._barrier.wait(RUN_S)
-        joined = join(self._given)
-        self._barrier.wait(RUN_S)
-        return joined
-
-
-def run_steps(folder: Path, ranks: Ranks) -> Tensor:
-    """[T, V] of a prompt in two chunks, then beside another, and of a token of each."""
-    with torch.inference_mode():
-        steps = Steps(folder, ranks=ranks)
-        steps.step((0, 0, 30), has_logits=False)
-        return torch.cat([*steps.step((0, 30, 50), (1, 0, 20)), *steps.step((1, 20, 21), (0, 50, 51))])
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_states_are_divided_with_the_heads(models: Sequence[Path], name: str) -> None:
-    folder, given, barrier = models[list(ALL).index(name)], [torch.empty(0)] * 2, Barrier(2)
-    with ThreadPoolExecutor(2) as pool, on_one_thread():
-        ranks = [ThreadRanks(rank, given, barrier) for rank in range(2)]
-        own, other = pool.map(run_steps, [folder] * 2, ranks)
-        assert torch.equal(own, other)
-        torch.testing.assert_close(own, run_steps(folder, Ranks()), rtol=1e-4, atol=5e-4)
-
-
-@pytest.mark.parametrize("which", range(len(ALL)), ids=list(ALL))
+@pytest.mark.parametrize("which", range(len(FAMILIES)), ids=list(FAMILIES))
 def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -> None:
     config, checkpoint = load_config(models[which]), SafetensorsCheckpoint(models[which])
-    products = [one for one in list_weights(build_table(config)) if isinstance(one, Product)]
+    products = [one for one in build_table(config).weights() if isinstance(one, Product)]
     products = [one for one in products if next(one.stored()).name in checkpoint.entries]  # a tied head may be missing
 
     def read(rank: int, size: int) -> Reader:
@@ -171,7 +124,7 @@ def test_what_cannot_be_divided_is_told(change: dict[str, int], size: int, said:
 )
 def test_what_hybrids_cannot_divide_is_told(models: Sequence[Path], name: str, size: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        shard_config(load_config(models[list(ALL).index(name)]), Shard(0, size))
+        shard_config(load_config(models[list(FAMILIES).index(name)]), Shard(0, size))
 
 
 def load_config_like(**change: int) -> ModelConfig:

@@ -33,15 +33,36 @@ ROW_NORM = re.compile(r"(?<!q_)(?<!k_)norm(_\d)?\.weight$")
 
 
 def write_checkpoint(
-    folder: Path, family: str, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int | None = None,
-    hidden: int = 128, intermediate: int | None = None, layers: int | None = None, vocab: int = VOCAB,
-    tied: bool | None = None, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1,
-    rope_theta: float = 10000.0, rope_scaling: dict[str, Any] | None = None, context: int = 2048, **extra: Any,
-) -> Path:  # fmt: skip
+    folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: Any
+) -> Path:
     """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return it.
 
-    None: the family's own value. extra: config values, in place of the family's. rope_theta and rope_scaling count
-    only for families without `rope_parameters` of their own.
+    shape: of `tiny_config`.
+    """
+    kind = FAMILIES[family]
+    model = getattr(transformers, kind.model)(tiny_config(family, **shape))
+    randomise(model, seed, kind)
+    if dtype != torch.float32:
+        model.to(dtype)
+    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    model.save_pretrained(folder, max_shard_size=math.ceil(size_bytes / shards) if shards > 1 else "50GB")
+    return folder
+
+
+def write_config(folder: Path, family: str, **shape: Any) -> Path:
+    """Write config.json alone."""
+    tiny_config(family, **shape).save_pretrained(folder)
+    return folder
+
+
+def tiny_config(
+    family: str, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int | None = None, hidden: int = 128,
+    intermediate: int | None = None, layers: int | None = None, vocab: int = VOCAB, tied: bool | None = None,
+    rope_theta: float = 10000.0, rope_scaling: dict[str, Any] | None = None, context: int = 2048, **extra: Any,
+) -> Any:  # fmt: skip
+    """transformers' config. None: the family's own value. extra: config values, in place of the family's.
+
+    rope_theta and rope_scaling count only for families without `rope_parameters` of their own.
     """
     kind = FAMILIES[family]
     is_tied = kind.is_tied if tied is None else tied
@@ -65,13 +86,7 @@ def write_checkpoint(
     if kind.whole_config:
         whole_class = getattr(transformers, kind.whole_config)
         config = whole_class(text_config=config, tie_word_embeddings=is_tied, **kind.whole_extra)
-    model = getattr(transformers, kind.model)(config)
-    randomise(model, seed, kind)
-    if dtype != torch.float32:
-        model.to(dtype)
-    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(folder, max_shard_size=math.ceil(size_bytes / shards) if shards > 1 else "50GB")
-    return folder
+    return config
 
 
 def build_config(kind: Family, common: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:

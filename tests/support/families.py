@@ -1,7 +1,7 @@
 """Model families for tiny checkpoints: transformers' classes, and config values so that every kind of layer occurs.
 
 Windows, chunks and original contexts are shorter than tests' prompts, and scales differ from what follows from the
-shape, so leaving one out changes the result. Knows nothing of weights or files.
+shape, so leaving one out changes the result.
 """
 
 from collections.abc import Mapping

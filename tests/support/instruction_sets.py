@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
+
 from engine.kernels import build, cpu_layers, cpu_math, cpu_states
 from engine.kernels.build import NATIVE, runnable_instruction_sets
 from engine.kernels.cpu_math import Math
@@ -51,3 +53,11 @@ def forget_kernels() -> None:
     loaders = (packed._load, packed_groups._load, cpu_layers.load, cpu_states.load, cpu_math._load, load_cpu_sampling)
     for cached in loaders:
         cached.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    forget_kernels()
+    yield
+    forget_kernels()

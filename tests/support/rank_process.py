@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bench.batches import SAMPLINGS
 from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.graph_shapes import choose_shapes
 from engine.graphs import Compute
 from engine.input_batch import InputBatch
@@ -35,6 +35,9 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     shape = PoolShape(count * ROW_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
     backends: list[AttentionBackend] = [Unwatched(kind) for kind in dict.fromkeys(config.attention_shapes)]
     attention = LayeredAttention(config.attention_shapes, backends, PAGE_TOKENS) if len(backends) > 1 else backends[0]
+    if config.state_parts:  # two slots a row, and a padding slot
+        slots = PoolShape(2 * count + 1, config.state_parts, PAGE_TOKENS, torch.float32)
+        rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements))
     runner = Runner(decoder, attention, torch.zeros(shape.sizes), rows)
     replays: list[Compute] = []
 
@@ -52,9 +55,13 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)
         rows.open(row, prompt.numpy(), SAMPLINGS[row], length)
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-    told = [runner.launch([ForwardRow(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
-    for step in range(NUM_TOKENS - 1):
-        requests = [ForwardRow(row, length + step, 1, 1) for row, length in enumerate(lengths)]
+    told = []
+    for step in range(NUM_TOKENS):
+        requests = []
+        for row, length in enumerate(lengths):
+            begin, num_new = (length + step - 1, 1) if step else (0, length)
+            source, target = take_turns(row, step)
+            requests.append(ForwardRow(row, begin, num_new, 1, state_from=source, state_to=target))
         told.append(runner.launch(requests).collect().tokens)
     assert len(replays) == 2 * has_graphs * (NUM_TOKENS - 1)  # forwards and choices of tokens
     return [list(answer) for answer in zip(*told, strict=True)]

@@ -17,7 +17,7 @@ from engine.batch import ForwardRow
 from engine.engine import _measure_step, build_engine
 from engine.graph_shapes import PIECE_TOKENS, choose_shapes
 from engine.largest_step import LargestStep, find_step_bytes, split
-from engine.models.fallback_config import FallbackConfig
+from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card

@@ -1,4 +1,6 @@
-"""Experts in buckets, in groups and by the interpreted kernels against a loop; a row alone and among others."""
+"""Experts in buckets, in groups and by the interpreted kernels against a loop and transformers; a row among others."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,12 +8,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_experts
+from engine.layers.config import Activation, Routing
 from engine.layers.moe import Experts, MixtureOfExperts
-from engine.layers.moe_config import Activation, Routing
-from engine.weights.packed import PackedLinear, PackedMatrix, PackedShape
-from tests.engine.layers.families import HIDDEN, randn
-from tests.engine.layers.stacked import NUM_EXPERTS, TOP_K, WAYS, choose, random_experts
-from tests.support.attention import needs_compiler
+from tests.engine.layers.modules import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
+    WAYS,
+    WIDTH,
+    Stacked,
+    build,
+    choose,
+    randn,
+    random_experts,
+)
+from tests.engine.layers.test_routing import FAMILIES
 from tests.support.cross_compile import CASES, compile_kernels
 
 
@@ -79,20 +90,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
     assert_alone_as_among_others(stacked.make("kernels"), rows[:3])
 
 
-@needs_compiler
-def test_a_row_of_packed_experts_has_the_same_bits_alone_and_among_others() -> None:
-    def pack(weight: Tensor) -> PackedLinear:
-        shape = PackedShape(len(weight), weight.shape[1], is_8bit=False)
-        memory = torch.zeros(shape.num_bytes + 64, dtype=torch.uint8)
-        matrix = PackedMatrix(memory[-memory.data_ptr() % 64 :], shape)
-        matrix.fill(weight)
-        return PackedLinear(matrix)
-
-    stacked, rows = random_experts("silu", False).to(torch.bfloat16), randn(16, HIDDEN).bfloat16()
-    packed = {weight.data_ptr(): pack(weight) for weight in (*stacked.gate_up, *stacked.down)}
-    assert_alone_as_among_others(stacked.bucketed(lambda rows, weight, _: packed[weight.data_ptr()](rows)), rows)
-
-
 def test_nothing_reads_values_back_from_the_device() -> None:
     stacked = random_experts("clamped", True)
     experts = stacked.to(torch.bfloat16).to("meta").make("grouped")
@@ -118,3 +115,46 @@ def test_weights_of_experts_are_read_by_16_bytes() -> None:
     for kernel in kernels:
         assert "cp.async.cg.shared.global" in kernel.ptx
         assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
+
+
+ROWS = 5
+BLOCKS = {
+    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    "qwen2_moe": "Qwen2MoeSparseMoeBlock",  # a shared expert with a gate
+    "mixtral": "MixtralSparseMoeBlock",
+    "glm4_moe": "Glm4MoeMoE",
+    "gpt_oss": "GptOssMLP",
+}
+
+
+def stack(name: str, experts: Any) -> Stacked:
+    if name != "gpt_oss":
+        return Stacked("silu", experts.gate_up_proj, experts.down_proj)
+    gate_up, down = experts.gate_up_proj.mT.contiguous(), experts.down_proj.mT.contiguous()
+    order = torch.arange(2 * WIDTH).view(-1, 2).T.flatten()  # of gates and ups, which alternate
+    bias = experts.gate_up_proj_bias[:, order].contiguous()
+    return Stacked("clamped", gate_up[:, order].contiguous(), down, bias, experts.down_proj_bias)
+
+
+def build_like(name: str, block: Any, routing: Routing, way: str) -> MixtureOfExperts:
+    router = getattr(block, "gate", None) or block.router
+    return MixtureOfExperts(
+        lambda rows: functional.linear(rows, router.weight, getattr(router, "bias", None)),
+        routing,
+        stack(name, block.experts).make(way),
+        bias=getattr(router, "e_score_correction_bias", None),
+        shared=getattr(block, "shared_expert", getattr(block, "shared_experts", None)),
+        shared_gate=getattr(block, "shared_expert_gate", None),
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_mixtures_are_those_of_transformers(name: str, way: str) -> None:
+    routing = FAMILIES["qwen3_moe" if name == "qwen2_moe" else name].routing
+    block, rows = build(f"{name}:{BLOCKS[name]}", routing), 4 * randn(ROWS, HIDDEN, seed=11)
+    found = block(rows[None])
+    expected = found[0] if isinstance(found, tuple) else found
+    mixed = build_like(name, block, routing, way)(rows)
+    torch.testing.assert_close(mixed, expected.view(ROWS, HIDDEN), rtol=1e-5, atol=1e-5)

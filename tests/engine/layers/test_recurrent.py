@@ -1,5 +1,5 @@
-"""Layers with states: the torch twin, the CPU's kernels and interpreted Triton against a loop over tokens and against
-transformers.
+"""Layers with states: the torch twin, the CPU's kernels and interpreted Triton against a loop over tokens; in models
+against transformers: test_families.py.
 
 States are views of layer 1 of 3 in a pool like the engine's; slots that no sequence reads hold NaN.
 """
@@ -12,17 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from engine.kernels import cpu_states
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
 from engine.ops.cuda import CudaOps
-from tests.engine.layers.families import randn
+from tests.engine.layers.modules import randn
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 
@@ -214,42 +210,3 @@ def test_shapes_that_kernels_would_misread_are_refused() -> None:
     for given, kept in ((randn(24, 4).T, states), (randn(4, 25), states), (rows, randn(NUM_SLOTS, 2, 2, 4).mT)):
         with pytest.raises(ValueError, match="rows"):
             TRITON.gated_conv(given, layer, DECODE.rows(), kept)
-
-
-def splits() -> Iterator[tuple[slice, StateRows]]:
-    """One sequence, a chunk after the other: its state goes from slot to slot."""
-    begin = 0
-    for slot, count in enumerate((1, 2, 5, 16, 64, 100, 1)):
-        yield slice(begin, begin + count), Step([count], [slot - 1], [slot]).rows()
-        begin += count
-
-
-@pytest.mark.parametrize("ops", [TWIN, pytest.param(CPU, marks=needs_compiler), TRITON], ids=["twin", "cpu", "triton"])
-def test_short_convolutions_of_transformers(ops: Ops) -> None:
-    torch.manual_seed(1)
-    module: Any = Lfm2ShortConv(Lfm2Config(hidden_size=24, conv_L_cache=3, conv_bias=True, num_hidden_layers=1), 0)
-    hidden, states = randn(1, 189, 24), torch.full((NUM_SLOTS, 2, 12, 2), torch.nan)
-    layer = GatedConv(module.conv.weight.detach()[:, 0], module.conv.bias.detach())
-    with torch.no_grad():
-        rows, truth = module.in_proj(hidden)[0], module(hidden)[0]
-        out = torch.cat([ops.gated_conv(rows[part], layer, at, states) for part, at in splits()])
-        torch.testing.assert_close(module.out_proj(out), truth, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("ops", [TWIN, pytest.param(CPU, marks=needs_compiler), TRITON], ids=["twin", "cpu", "triton"])
-def test_delta_nets_of_transformers(ops: Ops) -> None:
-    torch.manual_seed(1)
-    config: Any = Qwen3_5TextConfig(
-        hidden_size=24, num_hidden_layers=1, rms_norm_eps=EPS, linear_num_key_heads=1, linear_num_value_heads=2,
-        linear_key_head_dim=16, linear_value_head_dim=8, linear_conv_kernel_dim=4,
-    )  # fmt: skip
-    module = Qwen3_5GatedDeltaNet(config, 0)
-    hidden, (_pool, states) = randn(1, 189, 24), make_states(DECODE, (1, 16, 3), (1, 16, 3), (2, 8, 3), (2, 16, 8))
-    with torch.no_grad():
-        layer = DeltaNet(
-            1, 2, 16, 8, module.conv1d.weight[:, 0], -module.A_log.exp(), module.dt_bias, module.norm.weight, EPS
-        )
-        projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
-        rows, truth = torch.cat([project(hidden)[0] for project in projections], 1), module(hidden)[0]
-        out = torch.cat([ops.delta_net(rows[part], layer, at, DeltaStates(*states)) for part, at in splits()])
-        torch.testing.assert_close(module.out_proj(out), truth, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,10 @@
-"""Random experts, computed in every way that the engine has."""
+"""Small modules of transformers with random weights, and experts in each of our ways."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,11 +12,39 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_experts
-from engine.layers.activation import activate
-from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.moe import BucketedExperts, Expert, Experts
-from engine.layers.moe_config import Activation
-from tests.engine.layers.families import HIDDEN, WIDTH, randn
+from engine.layers.config import Activation, Routing
+from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts
+from engine.ops.base import activate
+
+HIDDEN, WIDTH = 64, 24  # of rows and of experts
+
+
+def randn(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def build(name: str, routing: Routing, dtype: torch.dtype = torch.float32) -> Any:
+    """The class model:Class, which reads a config that answers for all models."""
+    model, kind = name.split(":")
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    built = getattr(module, kind)(
+        SimpleNamespace(
+            hidden_size=HIDDEN, intermediate_size=WIDTH, moe_intermediate_size=WIDTH, n_shared_experts=2,
+            shared_expert_intermediate_size=40, hidden_act="silu", hidden_activation="gelu_pytorch_tanh",
+            swiglu_alpha=1.702, swiglu_limit=7.0, router_jitter_noise=0.0, rms_norm_eps=1e-6,
+            _experts_implementation="eager",
+            num_experts=routing.num_experts, num_local_experts=routing.num_experts, num_experts_per_tok=routing.top_k,
+            top_k_experts=routing.top_k, norm_topk_prob=routing.renormalise, n_group=routing.num_groups,
+            topk_group=routing.top_groups, topk_method="group_limited_greedy" if routing.num_groups > 1 else "greedy",
+            routed_scaling_factor=routing.scale, router_scaling_factor=routing.scale, moe_norm_min=1e-12,
+            use_expert_bias=True, expert_selection_fn=routing.scoring,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for seed, (key, value) in enumerate([*built.named_parameters(), *built.named_buffers()]):
+            value.copy_(randn(*value.shape, seed=seed) / 8 + ("scale" in key))
+    return built.to(dtype)
+
 
 NUM_EXPERTS, TOP_K = 8, 3
 WAYS = ("bucketed", "grouped", "kernels")  # kernels: interpreted
@@ -38,9 +68,8 @@ class Stacked:
     def make(self, way: str) -> Experts:
         if way == "bucketed":
             return self.bucketed(functional.linear)
-        experts = GroupedExperts(self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias)
-        experts._kernels = gpu_experts if way == "kernels" else None
-        return experts
+        kernels = gpu_experts if way == "kernels" else None
+        return GroupedExperts(self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias, kernels)
 
     def bucketed(self, multiply: Multiply) -> BucketedExperts:
         def gated(expert: int, rows: Tensor) -> Tensor:
@@ -55,7 +84,7 @@ class Stacked:
 
     def loop(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same in float64, one row and expert after the other."""
-        experts = self.to(torch.float64).bucketed(functional.linear)._experts
+        experts = self.to(torch.float64).bucketed(functional.linear).experts
         total = torch.zeros(rows.shape, dtype=torch.float64)
         for row, (own, by) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for expert, weight in zip(own, by, strict=True):

@@ -1,19 +1,48 @@
-"""transformers' cache as a view of our slots: layers that keep states load and store them, attention passes through.
+"""What transformers' code gets in place of its attention and cache: entries in its registries, a cache over our slots.
 
-Knows transformers' cache interface, no family of models.
+Importing this file registers two names; they hold no state, so models of one process do not meet.
 """
 
 import inspect
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from engine.batch import States
-from engine.models.fallback_config import KeptState
+from engine.models.config import KeptState
+
+SERVE, PROBE = "baton", "baton_probe"  # our names for `attn_implementation`; only PROBE gets masks
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor]
+"""query [B, Hq, T, D], keys [B, Hkv, T, D], values [B, Hkv, T, Dv], mask, options |-> [B, T, Hq, Dv]"""
+
+# Where masks are compared: among these every window, chunk and look ahead below 2**21 tokens hides or shows some pair.
+POSITIONS = sorted({max(0, 2**power + by) for power in range(22) for by in (-1, 0, 1)})
+
+
+def dispatch(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers calls this in each attention module; the module's attribute knows its model and layer."""
+    attend: Attend = module.baton_attend  # type: ignore[assignment]
+    return attend(query, key, value, attention_mask, options), None
+
+
+def _sample_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
+    """[1, 1, N, N] bool: whether the model lets a query at POSITIONS[i] see POSITIONS[j]."""
+    position = torch.tensor(POSITIONS, device="cpu")
+    visible = mask_function(0, 0, position[:, None], position)
+    return visible.broadcast_to(1, 1, len(POSITIONS), len(POSITIONS))
+
+
+AttentionInterface.register(SERVE, dispatch)
+AttentionInterface.register(PROBE, dispatch)
+AttentionMaskInterface.register(PROBE, _sample_mask)
 
 
 def build_cache(config: PreTrainedConfig, num_before: int = 0) -> Any:
@@ -22,21 +51,17 @@ def build_cache(config: PreTrainedConfig, num_before: int = 0) -> Any:
     Keys and values pass through: pages have the earlier ones.
     """
     cache: Any = DynamicCache(config=config)
-    for layer in cache.layers:
-        if isinstance(layer, DynamicLayer):
-            _let_pass(layer, num_before)
+    attention: list[Any] = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    for layer in attention:
+        layer.update = lambda keys, values, *_, **__: (keys, values)
+        layer.get_seq_length = lambda: num_before
+        layer.get_mask_sizes = lambda query_length: (query_length, 0)
     return cache
 
 
 def find_cache_name(model: torch.nn.Module) -> str:
     """What the model's forward calls its cache; older transformers: past_key_values."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _let_pass(layer: Any, num_before: int) -> None:
-    layer.update = lambda keys, values, *_, **__: (keys, values)
-    layer.get_seq_length = lambda: num_before
-    layer.get_mask_sizes = lambda query_length: (query_length, 0)
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:

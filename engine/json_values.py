@@ -63,11 +63,6 @@ def flag(config: Json, key: str, default: bool = False) -> bool:
     return bool(value)
 
 
-def rule(config: Json, given: bool | str) -> bool:
-    """True, False, or the key that decides."""
-    return given if isinstance(given, bool) else flag(config, given)
-
-
 def collection(config: Json, key: str, kind: type[T]) -> T:
     """An object or a list, empty when it is null or absent."""
     value = config.get(key) or kind()

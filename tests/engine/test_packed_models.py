@@ -1,0 +1,161 @@
+"""Packed weights in files that workers share, and models that use them."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.linear import Quantization, WidenedLinear
+from engine.models import load as weights
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.weights import cache as weight_file
+from engine.weights.cache import CannotShareError, MappedWeights, share_weights
+from tests.support.attention import needs_compiler
+from tests.support.checkpoints import write_checkpoint
+from tests.support.instruction_sets import no_compiler
+
+__all__ = ["no_compiler"]  # a fixture
+
+CPU = torch.device("cpu")
+
+
+def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:
+    layer = decoder._layers[0]
+    return [
+        layer.qkv_proj(rows),
+        layer.mlp(rows),
+        decoder.logits(rows),
+        decoder._embedding(torch.tensor([0, 5, 40])),
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_model_is_the_plain_one(
+    tied: bool, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", "llama", attention_bias=True, mlp_bias=True, layers=1, tied=tied)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    progress: list[tuple[int, int]] = []
+
+    def build() -> Decoder:
+        return load_model(folder, "bfloat16", CPU, lambda *bytes_: progress.append(bytes_), quantization)
+
+    own = build()
+    assert not list(tmp_path.glob("*/*.weights"))
+    monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
+    written, mapped = build(), build()
+    assert len(list(tmp_path.glob("*/*.weights"))) == 1 and mapped.why_unshared is None
+    assert sum(done == total for done, total in progress) >= 3
+    monkeypatch.setattr(weights, "can_pack", lambda: False)
+    slow = build()
+    rows = torch.randn(5, own.config.hidden_size).bfloat16()
+    expected = hidden_products(slow, rows)
+    for decoder in (own, written, mapped):
+        products = hidden_products(decoder, rows)
+        for product, twin in zip(products, expected, strict=True):
+            assert product.dtype is twin.dtype
+            atol = 0.05 if quantization == "int8" and len(product) == 3 else 2e-3  # a tied embedding is rounded too
+            torch.testing.assert_close(product, twin, rtol=0.02, atol=atol)
+        assert all(map(torch.equal, products, hidden_products(own, rows)))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_products_are_torchs(tmp_path: Path) -> None:
+    decoder = load_model(write_checkpoint(tmp_path, "llama", layers=1), "bfloat16", CPU)
+    assert isinstance(decoder._lm_head, WidenedLinear)
+    assert decoder.logits(torch.randn(2, decoder.config.hidden_size).bfloat16()).dtype is torch.float32
+
+
+def test_int8_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", layers=1)
+    with pytest.raises(ValueError, match="--quantization int8 is for CPUs"):
+        load_model(folder, "auto", torch.device("cuda"), quantization="int8")
+    with pytest.raises(ValueError, match="set --dtype bfloat16 or auto"):
+        load_model(folder, "float32", CPU, quantization="int8")
+
+
+def take(store: weight_file.Weights) -> list[int]:
+    """Two tensors, and their contents."""
+    return [int(store.take(chr(code), 100, partial(torch.fill_, value=code))[0]) for code in b"ab"]
+
+
+def test_a_file_is_written_once_and_made_anew_when_it_is_damaged(tmp_path: Path) -> None:
+    packings: list[object] = []
+
+    def pack_all(store: weight_file.Weights) -> None:
+        packings.append(store)
+        take(store)
+
+    def open_file() -> list[int]:
+        return take(share_weights(tmp_path, "model", 1000, pack_all))
+
+    assert open_file() == open_file() == [97, 98] and len(packings) == 1
+    path = tmp_path / "model.weights"
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-16] + (1 << 40).to_bytes(8, "little") + whole[-8:], b"", whole[1000:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a file of packed weights"):
+            MappedWeights(path)
+        assert open_file() == [97, 98]
+    assert len(packings) == 5 and path.read_bytes() == whole
+    with pytest.raises(ValueError, match="c has -1 bytes in the cache file, expected 5"):
+        MappedWeights(path).take("c", 5, lambda memory: None)
+
+
+def test_a_file_that_cannot_be_written_is_explained_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: weight_file.Weights) -> None:
+        take(store)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CannotShareError, match="No space left on device"):
+        share_weights(tmp_path, "model", 1000, fail)
+    with pytest.raises(CannotShareError, match="set XDG_CACHE_HOME to a folder with more"):
+        share_weights(tmp_path, "model", 1 << 60, fail)
+    monkeypatch.setattr(weight_file, "LOCK_S", 0.0)
+    with (
+        weight_file._locked(tmp_path / "model.lock"),
+        pytest.raises(CannotShareError, match="another process has held"),
+    ):
+        share_weights(tmp_path, "model", 1000, fail)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.lock"}
+
+
+def test_files_that_nobody_opens_go(tmp_path: Path) -> None:
+    for name, age_s in (("old", weight_file.UNUSED_S + 60), ("young", 60)):
+        share_weights(tmp_path, name, 1000, take)
+        before = (tmp_path / f"{name}.weights").stat().st_mtime - age_s
+        os.utime(tmp_path / f"{name}.weights", (before, before))
+    share_weights(tmp_path, "new", 1000, take)
+    assert {path.stem for path in tmp_path.glob("*.weights")} == {"young", "new"}
+
+
+def test_processes_that_start_at_once_pack_once(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom engine.weights.cache import share_weights\n"
+        "def pack(store):\n"
+        "    print('packs', flush=True)\n"
+        "    store.take('a', 100, lambda memory: memory.fill_(7))\n"
+        "    time.sleep(600 if sys.argv[2] == 'hang' else 0.2)\n"
+        "print(int(share_weights(Path(sys.argv[1]), 'm', 100, pack).take('a', 100, None)[0]))\n"
+    )
+
+    def start(how: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", script, tmp_path, how], stdout=subprocess.PIPE, text=True)
+
+    first = start("hang")
+    assert first.stdout is not None and first.stdout.readline() == "packs\n"
+    others = [start("go") for _ in range(2)]
+    first.kill()
+    first.communicate()
+    printed = sorted(other.communicate(timeout=60)[0] for other in others)
+    assert printed == ["7\n", "packs\n7\n"]
