@@ -22,12 +22,10 @@ class GatewayStreams:
         return gateway in self._streams
 
     async def stream(self, gateway: str) -> AsyncGenerator[decode_pb2.StepEvents, None]:
-        """Messages for `gateway`: an empty one at once, then one per published step. Ends with `close`.
+        """Messages for `gateway`, which has no stream yet: an empty one at once, then one per published step.
 
-        ValueError if the gateway already has a stream.
+        Ends with `close`.
         """
-        if gateway in self._streams:
-            raise ValueError(f"gateway {gateway} already has a Steps stream")
         stream = self._streams[gateway] = _Stream()
         try:
             yield decode_pb2.StepEvents(incarnation=self._incarnation)

@@ -1,18 +1,14 @@
-"""A worker's grammars: each is compiled once, cached and shared.
-
-Runs on the asyncio thread. Knows neither sessions nor the wire.
-"""
+"""A worker's grammars: each is compiled once, cached and shared. Runs on the asyncio thread."""
 
 import asyncio
 import hashlib
 from collections import OrderedDict
 
-from decode_worker.grammar.cache import ByteCache
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.limits import find_problem
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.metrics import GrammarMetrics
+from decode_worker.metrics import DecodeMetrics
 
 MAX_COMPILING = 16  # grammars that wait for the compiler, the present one included
 MAX_REFUSALS = 1024  # remembered, so that asking again costs nothing
@@ -21,12 +17,14 @@ _Key = bytes
 
 
 class Grammars:
-    """(kind, text) |-> grammar."""
+    """(kind, text) |-> grammar. The least recently used are dropped when all take more than `max_bytes`."""
 
-    def __init__(self, compiler: GrammarCompiler, max_bytes: int, metrics: GrammarMetrics) -> None:
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int, metrics: DecodeMetrics) -> None:
         self._compiler = compiler
         self._metrics = metrics
-        self.cache: ByteCache[_Key, Grammar] = ByteCache(max_bytes)
+        self._max_bytes = max_bytes
+        self.cached: OrderedDict[_Key, tuple[Grammar, int]] = OrderedDict()  # with bytes; least recently used first
+        self.num_bytes = 0  # of them
         self._refusals: OrderedDict[_Key, tuple[str, str]] = OrderedDict()  # key |-> message, param; oldest first
         self._compiling: dict[_Key, asyncio.Task[Grammar]] = {}
 
@@ -39,17 +37,17 @@ class Grammars:
 
         Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling does not cancel the compilation.
         """
-        problem = find_problem(kind, text)
-        if problem is not None:
+        if (problem := find_problem(kind, text)) is not None:
             self._count("refused")
             raise GrammarRefusedError(problem)
         key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
-        grammar = self.cache.get(key)
-        if grammar is not None and grammar.is_too_slow.is_set():
+        if key in self.cached:
+            grammar, _num_bytes = self.cached[key]
+            if not grammar.is_too_slow:
+                self._count("cached")
+                self.cached.move_to_end(key)
+                return grammar
             self._refuse(key, GrammarRefusedError("the answer takes too long to check; make it less ambiguous"))
-        elif grammar is not None:
-            self._count("cached")
-            return grammar
         if key in self._refusals:
             self._count("refused")
             raise GrammarRefusedError(*self._refusals[key])
@@ -67,22 +65,32 @@ class Grammars:
         return task
 
     async def _compile(self, kind: str, text: str) -> Grammar:
-        with self._metrics.compile_seconds.time():
+        with self._metrics.grammar_seconds.time():
             return await self._compiler.compile(kind, text)
 
     def _keep(self, key: _Key, task: asyncio.Task[Grammar]) -> None:
         del self._compiling[key]
         if task.cancelled():
             return
-        error = task.exception()
-        if error is None:
-            self._count("compiled")
-            self.cache.put(key, task.result(), task.result().num_bytes)
-        elif isinstance(error, GrammarRefusedError):
-            self._count("refused")
-            self._refuse(key, error)
-        else:
-            self._count("failed")
+        match task.exception():
+            case None:
+                self._count("compiled")
+                self._cache(key, task.result())
+            case GrammarRefusedError() as error:
+                self._count("refused")
+                self._refuse(key, error)
+            case _:
+                self._count("failed")
+
+    def _cache(self, key: _Key, grammar: Grammar) -> None:
+        """One larger than `max_bytes` is not kept."""
+        if (num_bytes := grammar.num_bytes) > self._max_bytes:
+            return
+        self.cached[key] = grammar, num_bytes
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._max_bytes:
+            _oldest, (_grammar, freed) = self.cached.popitem(last=False)
+            self.num_bytes -= freed
 
     def _refuse(self, key: _Key, error: GrammarRefusedError) -> None:
         """From now on, without compiling."""
@@ -91,7 +99,7 @@ class Grammars:
             self._refusals.popitem(last=False)
 
     def _count(self, result: str) -> None:
-        self._metrics.results.labels(result).inc()
+        self._metrics.grammars.labels(result).inc()
 
     async def close(self) -> None:
         """End the compiler and all waiting calls."""

@@ -12,20 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.service import _job as build_params
-from decode_worker.speculation import start
-from decode_worker.speculation.costs import FORGOTTEN_STEPS, SIZES, CostMeter
-from decode_worker.speculation.drafters import ModelDrafter, Wanted
+from decode_worker.speculation import speculator as start
+from decode_worker.speculation.drafters import LONGEST_MATCH, SHORTEST_MATCH, ModelDrafter, Wanted, propose_repeat
 from decode_worker.speculation.lengths import (
+    FORGOTTEN_STEPS,
     PROBE_LENGTHS,
     PROBE_STEPS,
+    SIZES,
     Acceptance,
     Candidate,
     CostCurve,
+    CostMeter,
     Costs,
     choose_lengths,
     probe_length,
 )
-from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
 from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow
 from engine.engine import Engine

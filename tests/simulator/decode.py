@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import _job as build_params
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from gateway.ring.request_steps import Refused
 from kvtransfer import reader

@@ -9,7 +9,7 @@ from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.compiler_process import _answer
 from decode_worker.grammar.matcher import Grammar as CompiledGrammar
 from decode_worker.grammar.matcher import Matcher
-from decode_worker.grammar.tokenizer_file import read_vocabulary
+from decode_worker.grammar.vocabulary import read_vocabulary
 from gateway.ring.generation import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
