@@ -40,16 +40,11 @@ _NO_TURN: Done[Any] = Done(Standing.LATE, 0.0)
 
 @dataclass(slots=True)
 class _State:
-    """How far an answer has come. Holds no sequence: it lives as long as that."""
+    """How far an answer has come. Does not hold the sequence, with which it ends."""
 
     matcher: Matcher | None = None
     cpu_s: float = UNKNOWN_CPU_S  # of its last masks
     num_waited: int = 0  # steps since then that had no time for it
-
-    @property
-    def cost(self) -> float:
-        """The cheap come first, so that the expensive do not delay them; waiting makes cheaper, so all get a turn."""
-        return self.cpu_s / (1 + self.num_waited)
 
 
 class Constraints:
@@ -66,21 +61,20 @@ class Constraints:
     def constrain(self, planned: Seq[ScheduledSequence]) -> list[Standing | Exception]:
         """Give the steps masks for the tokens they choose, and drop drafts that their grammars refuse.
 
-        OPEN if the step can be computed; otherwise why not.
+        OPEN if the step can be computed; otherwise why not. Cheap answers come first, so that expensive ones do not
+        delay them. Waiting makes an answer cheaper, so that each gets its turn.
         """
         standings: list[Standing | Exception] = [Standing.OPEN] * len(planned)
-        order = [i for i, step in enumerate(planned) if self.concerns(step)]
-        order.sort(key=lambda i: self._state(planned[i].sequence).cost)
-        done = self._do([(planned[i].sequence, partial(_constrain, planned[i].drafts)) for i in order])
-        for i, one in zip(order, done, strict=True):
-            step, state = planned[i], self._state(planned[i].sequence)
+        mine = [(i, step, self._state(step.sequence)) for i, step in enumerate(planned) if self.concerns(step)]
+        mine.sort(key=lambda one: one[2].cpu_s / (1 + one[2].num_waited))
+        done = self._do([(step.sequence, partial(_constrain, step.drafts)) for _, step, _ in mine])
+        for (i, step, state), one in zip(mine, done, strict=True):
             if one is _NO_TURN:
                 state.num_waited += 1
             else:
                 state.cpu_s, state.num_waited = one.cpu_s, 0
             if isinstance(one.result, np.ndarray):
-                step.mask = one.result
-                step.drafts = step.drafts[: len(one.result) - 1]
+                step.mask, step.drafts = one.result, step.drafts[: len(one.result) - 1]
                 step.num_drafted = len(step.drafts)
             else:
                 standings[i] = one.result
@@ -127,7 +121,6 @@ def _constrain(drafts: Seq[int], sequence: Sequence, state: _State) -> NDArray[n
 
 
 def _follow(tokens: Seq[int], sequence: Sequence, state: _State) -> Standing:
-    """Raises GrammarMismatchError."""
     until = thread_time() + MAX_TURN_CPU_S
     kept, reason = sequence.keep(tokens)
     if reason == "stop":
@@ -140,8 +133,7 @@ def _follow(tokens: Seq[int], sequence: Sequence, state: _State) -> Standing:
 
 def _matcher(sequence: Sequence, state: _State) -> Matcher:
     """The answer's matcher; at its first step here, one at the beginning. Raises GrammarMismatchError."""
-    grammar = sequence.params.grammar
-    assert isinstance(grammar, Grammar)
+    grammar = _grammar(sequence)
     if grammar.is_too_slow:
         raise _too_slow()
     if state.matcher is None:
@@ -150,7 +142,7 @@ def _matcher(sequence: Sequence, state: _State) -> Matcher:
 
 
 def _report(sequence: Sequence, result: T | Exception) -> T | Exception:
-    """What the client may see of a result: nothing of xgrammar's internals, which are logged.
+    """The result, or an error without xgrammar's internals in place of one that is not the client's.
 
     If the call was abandoned, all answers with its grammar end: each would cost a thread, as this one did.
     """
@@ -158,12 +150,16 @@ def _report(sequence: Sequence, result: T | Exception) -> T | Exception:
         return result
     request_id = sequence.params.request_id
     if isinstance(result, StuckError):
-        assert isinstance(sequence.params.grammar, Grammar)
-        sequence.params.grammar.is_too_slow = True
+        _grammar(sequence).is_too_slow = True
         log.warning("a grammar is given up: a single call takes too long", request_id=request_id)
         return _too_slow()
     log.error("a grammar was not followed", request_id=request_id, exc_info=result)
     return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")
+
+
+def _grammar(sequence: Sequence) -> Grammar:
+    assert isinstance(sequence.params.grammar, Grammar)
+    return sequence.params.grammar
 
 
 def _too_slow() -> GrammarMismatchError:

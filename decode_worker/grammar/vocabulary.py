@@ -62,26 +62,6 @@ def vocabulary_from_frame(frame: Frame) -> Vocabulary:
     return Vocabulary(info, head["size"], dict(head["control"]), head["never"])
 
 
-def build_vocabulary(
-    tokens: list[bytes] | list[str], control: dict[int, str], stop_token_ids: list[int] | None,
-    encoding: int = 0, add_prefix_space: bool = False,
-) -> Vocabulary:  # fmt: skip
-    """`tokens`: each one's text in `encoding`, by xgrammar's number (0: as it is); empty where there is none.
-
-    Stop tokens are found by their names if None.
-    """
-    info: TokenizerInfo = core.TokenizerInfo(tokens, encoding, len(tokens), stop_token_ids, add_prefix_space)
-    texts = info.decoded_vocab()
-    spoiled = {
-        pattern: [token for token, text in enumerate(texts) if pattern.search(text)] for pattern in set(_NEVER.values())
-    }
-    never = {kind: spoiled[pattern] for kind, pattern in _NEVER.items()}
-    return Vocabulary(info, len(tokens), control, never)
-
-
-# -- a checkpoint's files --------------------------------------------------------------------------------------------
-
-
 class _Added(msgspec.Struct):
     content: str
     id: int = -1
@@ -126,7 +106,12 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         tokens[token] = text
     control = {ids[text]: text for text in sorted(special & ids.keys(), key=ids.__getitem__)}
     ends = [ids[text] for text in _texts(config.get("eos_token")) if text in ids]
-    return build_vocabulary(tokens, control, ends or None, encoding["vocab_type"], encoding["add_prefix_space"])
+    # Without ends xgrammar finds stop tokens by their names.
+    kind, has_space = encoding["vocab_type"], encoding["add_prefix_space"]
+    info: TokenizerInfo = core.TokenizerInfo(tokens, kind, size, ends or None, has_space)
+    texts = info.decoded_vocab()
+    spoiled = {one: [token for token, text in enumerate(texts) if one.search(text)] for one in set(_NEVER.values())}
+    return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()})
 
 
 def _convert(folder: Path) -> str:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 from decode_worker.loop import DraftsAndMasks
-from decode_worker.service import _job as build_params
+from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
