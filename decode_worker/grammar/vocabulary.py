@@ -109,7 +109,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     # Without ends xgrammar finds stop tokens by their names.
     kind, has_space = encoding["vocab_type"], encoding["add_prefix_space"]
     info: TokenizerInfo = core.TokenizerInfo(tokens, kind, size, ends or None, has_space)
-    texts = info.decoded_vocab()
+    texts = list(info.decoded_vocab())
     spoiled = {one: [token for token, text in enumerate(texts) if one.search(text)] for one in set(_NEVER.values())}
     return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()})
 
