@@ -6,8 +6,8 @@ from threading import Event
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
@@ -48,7 +48,7 @@ class FixedCosts(CostMeter):
         pass
 
     def note(self, rows: int, seconds: float) -> None:
-        if len(self._seconds) < 2:
+        if len(self._known) < 2:
             super().note(rows, seconds)
 
 

@@ -29,8 +29,7 @@ from bench.decoding import NO_SPECULATION, Answers, decode
 from bench.random_models import write_pair
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
-from decode_worker.speculation.speculator import Speculator
-from decode_worker.speculation.start import measure
+from decode_worker.speculation.speculator import Speculator, measure
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from wire.sampling import SamplingParams
@@ -50,7 +49,7 @@ QUESTIONS = (
 )
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(Drafter):
     """A draft model whose drafts are right with a given probability, independently."""
 
     def __init__(self, inner: Drafter, truth: Mapping[int, Sequence[int]], acceptance: float, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from threading import Lock
 
 from decode_worker.grammar.constraints import Constraints, Standing
-from decode_worker.speculation.speculator import Speculator, plan_drafts
+from decode_worker.speculation.speculator import Speculator
 from engine.out_of_memory import StepFailedError
 from worker.loop import InFlightStep, StepExtras
 from worker.scheduler import Scheduler
@@ -22,11 +22,8 @@ class DraftsAndMasks(StepExtras):
         self._constraints = Constraints()
 
     def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
-        if _may_draft(planned):
-            costs = self._speculator.costs()
-            if costs is not None:
-                with lock:
-                    plan_drafts(self._scheduler, planned, costs, self._speculator)
+        with lock:
+            self._speculator.plan(self._scheduler, planned)
 
     def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
         """Drafts of some sequences are checked against more than the model's choice."""
@@ -36,8 +33,7 @@ class DraftsAndMasks(StepExtras):
         return any(map(self._constraints.concerns, planned))
 
     def draft(self, planned: Seq[ScheduledSequence]) -> None:
-        if _may_draft(planned):
-            self._speculator.draft(planned)
+        self._speculator.draft(planned)
 
     def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
         """Drop answers whose grammar is complete or failed. Sequences whose masks are late sit out this step."""
@@ -55,7 +51,7 @@ class DraftsAndMasks(StepExtras):
                     self._scheduler.drop_step(step)
                 else:
                     update = self._scheduler.fail_step(step, _error_of(standing), time.monotonic())
-                    updates += [update] if update is not None else []
+                    updates += [update] if update else []
         return kept
 
     def complete(self, planned: Seq[ScheduledSequence], updates: list[Update], lock: Lock) -> None:
@@ -76,13 +72,13 @@ class DraftsAndMasks(StepExtras):
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.planned, flight.num_rows, flight.seconds)
         planned = flight.planned
-        for index, step in enumerate(planned):
-            if step.wants_token and step.sequence.params.max_draft_tokens and not step.is_dropped:
-                self._speculator.note_drafts(step, 0 if index in failed else len(chosen[index]) - 1)
+        taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
+        for i in taken:
+            if planned[i].sequence.params.max_draft_tokens:
+                self._speculator.note_drafts(planned[i], 0 if i in failed else len(chosen[i]) - 1)
         bound = [
-            i for i, step in enumerate(planned)
-            if self._constraints.concerns(step) and i not in failed and not step.is_dropped
-            and step.sequence.phase is not Phase.ENDED
+            i for i in taken
+            if planned[i].sequence.params.grammar and i not in failed and planned[i].sequence.phase is not Phase.ENDED
         ]  # fmt: skip
         standings = self._constraints.follow([(planned[i].sequence, chosen[i]) for i in bound])
         return {
@@ -94,8 +90,3 @@ class DraftsAndMasks(StepExtras):
 def _error_of(standing: Standing | Exception) -> Exception | None:
     """None where the answer is complete."""
     return standing if isinstance(standing, Exception) else None
-
-
-def _may_draft(planned: Seq[ScheduledSequence]) -> bool:
-    """Whether drafters must see the step."""
-    return any(step.sequence.params.max_draft_tokens for step in planned)

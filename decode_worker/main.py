@@ -8,9 +8,9 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.loop import DraftsAndMasks
-from decode_worker.metrics import DecodeMetrics, GrammarMetrics
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
-from decode_worker.speculation.start import build_speculator
+from decode_worker.speculation.speculator import build_speculator
 from decode_worker.streams import GatewayStreams
 from protos import decode_pb2_grpc
 from runtime.config import DecodeConfig
@@ -48,7 +48,7 @@ class DecodeRole(Role):
             self.loop.chunks.note_step(1, 0, costs.step.seconds(1))
         self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
-        self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(self.metrics))
+        self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, self.metrics)
         self._service = DecodeService(
             worker, self.loop.thread, self._receiver, streams, self.metrics, speculator, self._grammars,
             self.loop.chunks,

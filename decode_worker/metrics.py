@@ -23,6 +23,8 @@ class DecodeMetrics(WorkerMetrics):
         )  # fmt: skip
         self.draft_tokens = self.counter("spec_draft_tokens", "Tokens drafted")
         self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens drafted that were right")
+        self.grammars = self.counter("grammars", "Found in the cache, compiled, refused or failed", ("result",))
+        self.grammar_seconds = self.histogram("grammar_compile_seconds", "Time to compile one, waiting included")
 
     def count_step(
         self, planned: Seq[ScheduledSequence], updates: Iterable[Update], failed: Collection[int], seconds: float
@@ -32,11 +34,3 @@ class DecodeMetrics(WorkerMetrics):
         if drafted:
             self.draft_tokens.inc(sum(step.num_drafted for step in drafted))
             self.accepted_tokens.inc(sum(step.num_accepted for step in drafted))
-
-
-class GrammarMetrics:
-    """Metrics of answers' grammars."""
-
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        self.results = metrics.counter("grammars", "Found in the cache, compiled, refused or failed", ("result",))
-        self.compile_seconds = metrics.histogram("grammar_compile_seconds", "Time to compile one, waiting included")

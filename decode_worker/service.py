@@ -60,7 +60,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await self._check_open(request.gateway, context)  # that may have taken seconds
         try:
             drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
-            params = _job(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
+            params = build_params(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         sequence = await self.admit(params, context)
@@ -162,13 +162,10 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         return await self._receiver.take(request)
 
 
-def _job(
-    request: decode_pb2.ReserveRequest,
-    drafter: str,
-    max_draft_tokens: int,
-    grammar: Grammar | None,
+def build_params(
+    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: Grammar | None = None,
     grammar_s: float = 0.0,
-) -> SequenceParams:
+) -> SequenceParams:  # fmt: skip
     """ValueError if a parameter is out of range, or two contradict each other."""
     return SequenceParams(
         request_id=request.request_id,

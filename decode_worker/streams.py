@@ -4,7 +4,7 @@ Runs on the asyncio thread. What a slow gateway leaves unread is bounded by its 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 
 from protos import decode_pb2
 from wire.messages import pack_decode_timing, pack_logprobs
@@ -22,17 +22,19 @@ class GatewayStreams:
         return gateway in self._streams
 
     async def stream(self, gateway: str) -> AsyncGenerator[decode_pb2.StepEvents, None]:
-        """Messages for `gateway`: an empty one at once, then one per published step. Ends with `close`.
+        """Messages for `gateway`, which has no stream yet: an empty one at once, then one per published step.
 
-        ValueError if the gateway already has a stream.
+        Ends with `close`.
         """
-        if gateway in self._streams:
-            raise ValueError(f"gateway {gateway} already has a Steps stream")
         stream = self._streams[gateway] = _Stream()
         try:
             yield decode_pb2.StepEvents(incarnation=self._incarnation)
-            async for step, deltas in stream.batches():
-                yield decode_pb2.StepEvents(incarnation=self._incarnation, step=step, deltas=deltas)
+            while stream.pending or not stream.is_closed:
+                await stream.has_updates.wait()
+                stream.has_updates.clear()
+                if stream.pending:
+                    deltas, stream.pending = stream.pending.values(), {}
+                    yield decode_pb2.StepEvents(incarnation=self._incarnation, step=stream.step, deltas=deltas)
         finally:
             del self._streams[gateway]
 
@@ -46,23 +48,25 @@ class GatewayStreams:
     def close(self) -> None:
         """End every stream after what it still holds."""
         for stream in self._streams.values():
-            stream.close()
+            stream.is_closed = True
+            stream.has_updates.set()
 
 
 class _Stream:
+    """Updates that are not sent yet."""
+
     def __init__(self) -> None:
-        self._pending: dict[int, decode_pb2.SessionDelta] = {}  # handle |-> unsent updates, merged
-        self._step = 0
-        self._has_updates = asyncio.Event()
-        self._is_closed = False
+        self.pending: dict[int, decode_pb2.SessionDelta] = {}  # by handle, each one's merged
+        self.step = 0  # the newest
+        self.has_updates = asyncio.Event()
+        self.is_closed = False
 
     def add(self, step: int, update: Update) -> None:
         params = update.sequence.params
-        message = self._pending.get(params.handle)
+        message = self.pending.get(params.handle)
         if message is None:
-            message = self._pending[params.handle] = decode_pb2.SessionDelta(
-                handle=params.handle, attempt=params.attempt
-            )
+            message = decode_pb2.SessionDelta(handle=params.handle, attempt=params.attempt)
+            self.pending[params.handle] = message
         message.token_ids.extend(update.token_ids)
         if update.logprobs or update.prompt_logprobs:
             message.logprobs.extend(map(pack_logprobs, update.logprobs))
@@ -72,19 +76,5 @@ class _Stream:
             message.error = update.error
         if update.timing is not None:
             message.timing.CopyFrom(pack_decode_timing(update.timing))
-        self._step = step
-        self._has_updates.set()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._has_updates.set()
-
-    async def batches(self) -> AsyncIterator[tuple[int, list[decode_pb2.SessionDelta]]]:
-        while True:
-            await self._has_updates.wait()
-            self._has_updates.clear()
-            if self._pending:
-                deltas, self._pending = list(self._pending.values()), {}
-                yield self._step, deltas
-            if self._is_closed:
-                return
+        self.step = step
+        self.has_updates.set()

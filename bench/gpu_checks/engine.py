@@ -18,9 +18,9 @@ from bench.decoding import NO_SPECULATION, build_eager_speculator
 from bench.gpu_checks.loop import GATEWAY, run_jobs
 from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.grammar.tokenizer_file import read_vocabulary
-from decode_worker.speculation.costs import CostMeter
+from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow

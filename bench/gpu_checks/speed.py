@@ -25,10 +25,9 @@ from bench.gpu_checks.card import (
 from bench.gpu_checks.loop import CHUNK_TOKENS, build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
 from bench.spec import SyntheticDrafter
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import ModelDrafter
-from decode_worker.speculation.speculator import Speculator
-from decode_worker.speculation.start import build_speculator, measure
+from decode_worker.speculation.lengths import CostMeter
+from decode_worker.speculation.speculator import Speculator, build_speculator, measure
 from engine.batch import ForwardRow
 from engine.engine import Engine
 from engine.weights.fp8 import has_fp8

@@ -1,6 +1,6 @@
 """xgrammar's C++ classes, without the Python package around them, whose import takes torch and transformers along.
 
-The only file that imports xgrammar. It relies on what xgrammar keeps to itself, so pyproject.toml names one version.
+The only file that imports xgrammar. These classes are not its public interface, so pyproject.toml names one version.
 """
 
 import sys
@@ -37,40 +37,22 @@ def _load() -> tuple[Any, Any]:
         sys.modules.update(replaced)
 
 
-_classes, _settings = _load()
+core, _settings = _load()  # the constructors; types of what they make:
 if TYPE_CHECKING:
     from xgrammar.tvm_ffi_binding._ffi_api import CompiledGrammar as CompiledGrammar
     from xgrammar.tvm_ffi_binding._ffi_api import GrammarMatcher as GrammarMatcher
     from xgrammar.tvm_ffi_binding._ffi_api import TokenizerInfo as TokenizerInfo
 else:
-    CompiledGrammar, GrammarMatcher = _classes.CompiledGrammar, _classes.GrammarMatcher
-    TokenizerInfo = _classes.TokenizerInfo
-
-
-def detect_encoding(tokenizer: str) -> str:
-    """How a vocabulary writes bytes, and whether a space comes before texts: from a tokenizer.json without it."""
-    return str(_classes.TokenizerInfo._detect_metadata_from_hf(tokenizer))
-
-
-def build_info(tokens: list[bytes], stop_token_ids: list[int] | None, *, add_prefix_space: bool) -> TokenizerInfo:
-    """`tokens`: each one's text, b"" where there is none. Stop tokens are found by their names if None."""
-    info: TokenizerInfo = _classes.TokenizerInfo(tokens, 0, len(tokens), stop_token_ids, add_prefix_space)
-    return info
-
-
-def read_info(serialised: str) -> TokenizerInfo:
-    """The inverse of its `serialize_json`."""
-    info: TokenizerInfo = _classes.TokenizerInfo.deserialize_json(serialised)
-    return info
+    CompiledGrammar, GrammarMatcher, TokenizerInfo = core.CompiledGrammar, core.GrammarMatcher, core.TokenizerInfo
 
 
 def compile_text(kind: str, text: str, info: TokenizerInfo) -> CompiledGrammar:
-    """`kind` is one of limits.KINDS. Takes and does what it likes, crashes included: for child.py alone.
+    """`kind` is one of limits.KINDS. May take any time or crash: for the compiler's forks alone.
 
     Raises RuntimeError, ValueError, TypeError, RecursionError or MemoryError.
     """
     _settings.set_max_recursion_depth(_MAX_RECURSION)
-    compiler = _classes.GrammarCompiler(info, 1, False, -1)  # threads, cache
+    compiler = core.GrammarCompiler(info, 1, False, -1)  # threads, cache
     compiled: CompiledGrammar
     match kind:
         case "json_schema" | "json_object":
@@ -85,15 +67,3 @@ def compile_text(kind: str, text: str, info: TokenizerInfo) -> CompiledGrammar:
         case _:
             compiled = compiler.compile_structural_tag(text)
     return compiled
-
-
-def read_compiled(serialised: str, info: TokenizerInfo) -> CompiledGrammar:
-    """The inverse of its `serialize_json`, for the same vocabulary."""
-    compiled: CompiledGrammar = _classes.CompiledGrammar.deserialize_json(serialised, info)
-    return compiled
-
-
-def new_matcher(compiled: CompiledGrammar, stop_token_ids: list[int]) -> GrammarMatcher:
-    """At the beginning."""
-    matcher: GrammarMatcher = _classes.GrammarMatcher(compiled, stop_token_ids, False, -1, None)
-    return matcher

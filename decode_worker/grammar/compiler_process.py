@@ -25,8 +25,7 @@ import numpy as np
 
 from decode_worker.grammar import pipe_frames
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.chains import find_long_chain
-from decode_worker.grammar.culprit import Part, find_culprit, tag_parts
+from decode_worker.grammar.culprit import Part, find_culprit, find_long_chain, tag_parts
 from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedError
 from decode_worker.grammar.limits import (
     MAX_COMPILED_BYTES,
@@ -37,8 +36,7 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.grammar.pipe_frames import Frame
-from decode_worker.grammar.tokenizer_file import read_vocabulary
-from decode_worker.grammar.vocabulary import Vocabulary
+from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from runtime.peer_input import MAX_JSON_DEPTH
 
 _CHUNK_BYTES = 1 << 20

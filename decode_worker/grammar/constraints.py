@@ -1,6 +1,7 @@
 """Keeps answers to their grammars within the step's time: masks before a step, its tokens followed after it.
 
 Runs on the engine thread. xgrammar is called on another (step_thread.py), so that no call blocks the engine for long.
+Each answer is a call of its own, not one batch: so its time is known, and one that takes too long ends alone.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,9 @@ import structlog
 from numpy.typing import NDArray
 
 from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
-from decode_worker.grammar.fair_share import FairShare
-from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
+from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_TURN_CPU_S, UNKNOWN_CPU_S
 from decode_worker.grammar.matcher import Grammar, Matcher
-from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread
+from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread, StuckError
 from worker.sequences import ScheduledSequence, Sequence
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ _NO_TURN: Done[Any] = Done(Standing.LATE, 0.0)
 
 
 @dataclass(slots=True)
-class _Bound:
-    """An answer and its grammar."""
+class _State:
+    """How far an answer has come. Does not hold the sequence, with which it ends."""
 
-    sequence: Sequence
-    grammar: Grammar
-    matcher: Matcher | None = None  # how far the answer has come
+    matcher: Matcher | None = None
+    cpu_s: float = UNKNOWN_CPU_S  # of its last masks
+    num_waited: int = 0  # steps since then that had no time for it
 
 
 class Constraints:
@@ -52,8 +52,7 @@ class Constraints:
 
     def __init__(self) -> None:
         self._thread = StepThread()
-        self._fair_share = FairShare()
-        self._bound: WeakKeyDictionary[Sequence, _Bound] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
 
     def concerns(self, step: ScheduledSequence) -> bool:
         """Whether the step chooses tokens that must match a grammar."""
@@ -62,65 +61,55 @@ class Constraints:
     def constrain(self, planned: Seq[ScheduledSequence]) -> list[Standing | Exception]:
         """Give the steps masks for the tokens they choose, and drop drafts that their grammars refuse.
 
-        OPEN if the step can be computed; otherwise why not.
+        OPEN if the step can be computed; otherwise why not. Cheap answers come first, so that expensive ones do not
+        delay them. Waiting makes an answer cheaper, so that each gets its turn.
         """
-        standings: dict[int, Standing | Exception] = {}
-        bound = {step.sequence.id: step for step in planned if self.concerns(step)}
-        order = self._fair_share.order(list(bound))
-        work = [self._find(bound[number].sequence) for number in order]
-        done = self._do(work, [partial(_constrain, one, bound[one.sequence.id].drafts) for one in work])
-        for number, one in zip(order, done, strict=True):
+        standings: list[Standing | Exception] = [Standing.OPEN] * len(planned)
+        mine = [(i, step, self._state(step.sequence)) for i, step in enumerate(planned) if self.concerns(step)]
+        mine.sort(key=lambda one: one[2].cpu_s / (1 + one[2].num_waited))
+        done = self._do([(step.sequence, partial(_constrain, step.drafts)) for _, step, _ in mine])
+        for (i, step, state), one in zip(mine, done, strict=True):
             if one is _NO_TURN:
-                self._fair_share.waited(number)
+                state.num_waited += 1
             else:
-                self._fair_share.took(number, one.cpu_s)
+                state.cpu_s, state.num_waited = one.cpu_s, 0
             if isinstance(one.result, np.ndarray):
-                bound[number].mask = one.result
-                bound[number].drafts = bound[number].drafts[: len(one.result) - 1]
-                bound[number].num_drafted = len(bound[number].drafts)
+                step.mask, step.drafts = one.result, step.drafts[: len(one.result) - 1]
+                step.num_drafted = len(step.drafts)
             else:
-                standings[number] = one.result
-        own = [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
-        return [one if self.concerns(step) else Standing.OPEN for one, step in zip(own, planned, strict=True)]
+                standings[i] = one.result
+        return standings
 
     def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
         """How each answer stands after its next tokens. `constrain` catches up with one that is late."""
-        work = [self._find(sequence) for sequence, _tokens in chosen]
-        done = self._do(work, [partial(_follow, one, tokens) for one, (_, tokens) in zip(work, chosen, strict=True)])
-        return [one.result for one in done]
+        return [one.result for one in self._do([(sequence, partial(_follow, tokens)) for sequence, tokens in chosen])]
 
-    def _find(self, sequence: Sequence) -> _Bound:
-        bound = self._bound.get(sequence)
-        if bound is None:
-            assert isinstance(sequence.params.grammar, Grammar)
-            bound = self._bound[sequence] = _Bound(sequence, sequence.params.grammar)
-        return bound
+    def _state(self, sequence: Sequence) -> _State:
+        return self._states.setdefault(sequence, _State())
 
-    def _do(self, answers: Seq[_Bound], work: Seq[Callable[[], T]]) -> list[Done[T | Standing]]:
+    def _do(self, work: Seq[tuple[Sequence, Callable[[Sequence, _State], T]]]) -> list[Done[T | Standing]]:
         """The result of each answer's work; _NO_TURN if there was no time for it."""
         if not work:
             return []
+        calls = [partial(call, sequence, self._state(sequence)) for sequence, call in work]
         try:
-            ran = self._thread.run(work, MAX_STEP_CPU_S)
+            ran = self._thread.run(calls, MAX_STEP_CPU_S)
         except NoThreadError as error:
             log.error("no grammar is followed", reason=str(error))
-            return [Done(error, 0.0)] * len(work)
+            return [Done(error, 0.0) for _ in work]
         done: list[Done[T | Standing]] = [
-            Done(_report(answer, one.result), one.cpu_s) for answer, one in zip(answers, ran.done, strict=False)
+            Done(_report(sequence, one.result), one.cpu_s) for (sequence, _), one in zip(work, ran, strict=False)
         ]
-        if ran.is_stuck:
-            done.append(Done(_give_up(answers[len(done)]), MAX_STUCK_CPU_S))
         return done + [_NO_TURN] * (len(work) - len(done))
 
 
-def _constrain(answer: _Bound, drafts: Seq[int]) -> NDArray[np.int32] | Standing:
+def _constrain(drafts: Seq[int], sequence: Sequence, state: _State) -> NDArray[np.int32] | Standing:
     """[1 + drafts, ceil(V / 32)]: the tokens that may come next, and after each draft that the grammar allows.
 
     WHOLE if the answer is complete without a further token. Raises GrammarMismatchError.
     """
     until = thread_time() + MAX_TURN_CPU_S
-    matcher = _find_matcher(answer)
-    sequence = answer.sequence
+    matcher = _matcher(sequence, state)
     if not matcher.accept(sequence.tokens[sequence.answer_begin + matcher.num_tokens :], until):
         return Standing.LATE
     if matcher.is_over:
@@ -131,41 +120,47 @@ def _constrain(answer: _Bound, drafts: Seq[int]) -> NDArray[np.int32] | Standing
     return masks
 
 
-def _follow(answer: _Bound, tokens: Seq[int]) -> Standing:
-    """Raises GrammarMismatchError."""
+def _follow(tokens: Seq[int], sequence: Sequence, state: _State) -> Standing:
     until = thread_time() + MAX_TURN_CPU_S
-    kept, reason = answer.sequence.keep(tokens)
+    kept, reason = sequence.keep(tokens)
     if reason == "stop":
         return Standing.OPEN
-    matcher = _find_matcher(answer)
+    matcher = _matcher(sequence, state)
     if not matcher.accept(kept, until):
         return Standing.LATE
     return Standing.WHOLE if matcher.is_over else Standing.OPEN
 
 
-def _find_matcher(answer: _Bound) -> Matcher:
+def _matcher(sequence: Sequence, state: _State) -> Matcher:
     """The answer's matcher; at its first step here, one at the beginning. Raises GrammarMismatchError."""
-    if answer.grammar.is_too_slow.is_set():
+    grammar = _grammar(sequence)
+    if grammar.is_too_slow:
         raise _too_slow()
-    if answer.matcher is None:
-        answer.matcher = answer.grammar.new_matcher(answer.sequence.params.stop_token_ids)
-    return answer.matcher
+    if state.matcher is None:
+        state.matcher = grammar.new_matcher(sequence.params.stop_token_ids)
+    return state.matcher
 
 
-def _give_up(answer: _Bound) -> GrammarMismatchError:
-    """End the answer, and all others with its grammar: each would cost a thread, as this one did."""
-    answer.grammar.is_too_slow.set()
-    log.warning("a grammar is given up: a single call takes too long", request_id=answer.sequence.params.request_id)
-    return _too_slow()
+def _report(sequence: Sequence, result: T | Exception) -> T | Exception:
+    """The result, or an error without xgrammar's internals in place of one that is not the client's.
+
+    If the call was abandoned, all answers with its grammar end: each would cost a thread, as this one did.
+    """
+    if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
+        return result
+    request_id = sequence.params.request_id
+    if isinstance(result, StuckError):
+        _grammar(sequence).is_too_slow = True
+        log.warning("a grammar is given up: a single call takes too long", request_id=request_id)
+        return _too_slow()
+    log.error("a grammar was not followed", request_id=request_id, exc_info=result)
+    return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")
+
+
+def _grammar(sequence: Sequence) -> Grammar:
+    assert isinstance(sequence.params.grammar, Grammar)
+    return sequence.params.grammar
 
 
 def _too_slow() -> GrammarMismatchError:
     return GrammarMismatchError("the grammar takes too long for one token: it is too ambiguous")
-
-
-def _report(answer: _Bound, result: T | Exception) -> T | Exception:
-    """The same. An error that is not the client's is logged, and replaced by one without xgrammar's internals."""
-    if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
-        return result
-    log.error("a grammar was not followed", request_id=answer.sequence.params.request_id, exc_info=result)
-    return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")

@@ -23,10 +23,7 @@ class GrammarBrokenError(Exception):
 
 
 class GrammarMismatchError(AnswerFailedError):
-    """The grammar does not allow the tokens, or takes too long to follow; any worker would find the same.
-
-    The message is for the client.
-    """
+    """The grammar does not allow the tokens, or is too slow, as on any worker. The message is for the client."""
 
     finish_reason = "grammar_error"
 

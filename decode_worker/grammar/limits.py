@@ -16,8 +16,8 @@ MAX_TURN_CPU_S = 0.02  # then an answer gets no more drafts in this step, and co
 MAX_STEP_CPU_S = 0.15  # then the other answers wait for the next step; before the forward, and again after it
 MAX_STUCK_CPU_S = 0.3  # then a call that cannot be interrupted is abandoned
 MAX_STUCK = 4  # abandoned calls at once
+UNKNOWN_CPU_S = 0.005  # assumed for an answer's first masks: more than honest grammars need
 
-_JSON_KINDS = ("json_schema", "structural_tag")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -28,23 +28,11 @@ def find_problem(kind: str, text: str) -> str | None:
     num_bytes = len(text.encode())
     if num_bytes > MAX_TEXT_BYTES:
         return f"it has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed"
-    if kind in _JSON_KINDS and json_depth(text) > MAX_JSON_DEPTH:
+    if kind in ("json_schema", "structural_tag") and json_depth(text) > MAX_JSON_DEPTH:
         return f"it nests deeper than {MAX_JSON_DEPTH} levels"
     if "\0" in text:
         return "it holds a NUL character"
     return None
-
-
-def free_lead(kind: str, text: str) -> str:
-    """The shortest text that ends the free text with which all answers begin, as reasoning; empty if none does.
-
-    Random tokens do not find the end of free text: a trial has to begin behind it. `text` is a grammar that compiles.
-    """
-    node: dict[str, Any] = json.loads(text)["format"] if kind == "structural_tag" else {"type": kind}
-    while node["type"] in ("sequence", "optional"):
-        node = node["content"] if node["type"] == "optional" else node["elements"][0]
-    is_free = node["type"] == "tag" and node["content"]["type"] == "any_text"
-    return f"{node['begin']}{node['end']}" if is_free else ""
 
 
 def json_depth(text: str) -> int:
@@ -57,3 +45,15 @@ def json_depth(text: str) -> int:
         elif match[0] in ("]", "}"):
             depth -= 1
     return deepest
+
+
+def free_lead(kind: str, text: str) -> str:
+    """The shortest text that ends the free text with which all answers begin, as reasoning; empty if none does.
+
+    Random tokens do not find the end of free text: a trial has to begin behind it. `text` is a grammar that compiles.
+    """
+    node: dict[str, Any] = json.loads(text)["format"] if kind == "structural_tag" else {"type": kind}
+    while node["type"] in ("sequence", "optional"):
+        node = node["content"] if node["type"] == "optional" else node["elements"][0]
+    is_free = node["type"] == "tag" and node["content"]["type"] == "any_text"
+    return f"{node['begin']}{node['end']}" if is_free else ""

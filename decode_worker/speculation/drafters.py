@@ -4,20 +4,20 @@ Runs on the engine thread.
 """
 
 import time
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
-from decode_worker.speculation.costs import CostMeter
-from decode_worker.speculation.lengths import CostCurve
-from decode_worker.speculation.ngram import propose_repeat
+from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
 from engine.runner import Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
+TOKEN_BYTES = array("i").itemsize
 NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
+LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens; one alone repeats by chance all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,6 @@ class Wanted:
     num_unjudged: int = 0  # drafts before `end`, which counts them all as right
     needs_ids: bool = False  # a grammar has to see the drafts
 
-    @property
-    def num_unknown(self) -> int:
-        """Tokens before `end` that launched steps will choose."""
-        return self.end - len(self.sequence.tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -46,49 +41,66 @@ class Draft:
     lead: int | None = None  # how far its own KV goes beyond `end` then; None where it has none, or as before
 
 
-class Drafter(Protocol):
+class Drafter:
     """Drafts what follows sequences; does not modify them."""
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         """A draft for each sequence; shorter than asked, or empty, if the drafter has none."""
-        ...
+        raise NotImplementedError
 
     def cost(self) -> CostCurve | None:
         """Seconds of one more token, by the number of sequences; None if negligible or unknown."""
-        ...
+        return None
 
     def hidden_s(self, lengths: Seq[int]) -> float:
         """Estimated seconds of such drafts that the measured time of their step contains."""
-        ...
+        return 0.0
 
     def end_step(self) -> None:
         """An engine step is over, whether it had drafts or not."""
-        ...
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         return [Draft(_repeat(one)) if one.count else Draft() for one in wanted]
 
-    def cost(self) -> CostCurve | None:
-        return None
-
-    def hidden_s(self, lengths: Seq[int]) -> float:
-        return 0.0
-
-    def end_step(self) -> None:
-        pass
-
 
 def _repeat(one: Wanted) -> tuple[int, ...]:
     """What the repeat goes on with after the tokens that launched steps choose, if these follow it too."""
-    tokens = one.sequence.tokens[-NGRAM_WINDOW:]
-    return tuple(propose_repeat(tokens, one.num_unknown + one.count)[one.num_unknown :])
+    num_unknown = one.end - len(one.sequence.tokens)  # before `end`; launched steps will choose them
+    return tuple(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], num_unknown + one.count)[num_unknown:])
 
 
-class ModelDrafter:
+def propose_repeat(tokens: "array[int]", count: int) -> list[int]:
+    """Up to `count` tokens that followed the latest earlier place where the sequence's last tokens stand.
+
+    `tokens`: array("i"). The longest match wins, among equals the latest. A place near the end, as in "ababab", is read
+    on into what it proposes itself. Empty when nothing repeats.
+    """
+    history = tokens.tobytes()
+    for size in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+        begin = _find_last(history, history[-size * TOKEN_BYTES :])
+        if begin is not None:
+            found = list(tokens[begin + size : begin + size + count])
+            while len(found) < count:
+                found.append(found[begin + size - len(tokens)])
+            return found
+    return []
+
+
+def _find_last(history: bytes, pattern: bytes) -> int | None:
+    """Index of the last token at which `pattern` begins, its own place at the end excepted."""
+    end = len(history) - 1
+    while (at := history.rfind(pattern, 0, end)) >= 0:
+        if at % TOKEN_BYTES == 0:
+            return at // TOKEN_BYTES
+        end = at + len(pattern) - 1  # a match across token borders is none
+    return None
+
+
+class ModelDrafter(Drafter):
     """A small model that runs ahead, one forward a token for all sequences together.
 
     It chooses with each sequence's own parameters and noise, so that it agrees with the model wherever both find the

@@ -13,8 +13,9 @@ Costs that were measured badly would stay so where nothing is drafted. A request
 probes: every PROBE_STEPS steps it drafts although that seems to be worth nothing.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from wire.sampling import MAX_DRAFT_TOKENS
 
@@ -25,6 +26,9 @@ IDLE_DECAY = 0.98  # of what was observed, a step without a draft: after about 5
 SEARCH_S = 4e-5  # of the host, for the drafts of a sequence without the draft model: see drafters.NGRAM_WINDOW
 PROBE_STEPS = 32
 PROBE_LENGTHS = (1, 2, 4, 8)  # in turn: each measures another size of forwards; only from 2 on the draft model's
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a forward are counted as the next larger of these
+NEWEST_SHARE = 0.1  # of the newest step in the average; the last 20 or so decide
+FORGOTTEN_STEPS = 1000  # steps after which a size that was not met again is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +62,44 @@ class CostCurve:
         """Beyond the last point as steep as before it; below the first as at the first. 0 rows cost nothing."""
         if not rows:
             return 0.0
-        left = self.points[0]
-        if len(self.points) == 1 or rows <= left[0]:
-            return left[1]
-        for right in self.points[1:]:
-            if rows <= right[0] or right is self.points[-1]:
-                slope = (right[1] - left[1]) / (right[0] - left[0])
-                return left[1] + max(slope, 0.0) * (rows - left[0])
-            left = right
-        raise AssertionError("the last point ends the loop")
+        at = min(bisect_left(self.points, (rows,)), len(self.points) - 1)
+        if not at:
+            return self.points[0][1]
+        (left, left_s), (right, right_s) = self.points[at - 1 : at + 1]
+        return left_s + max((right_s - left_s) / (right - left), 0.0) * (rows - left)
+
+
+@dataclass(slots=True)
+class CostMeter:
+    """What forwards took lately, by their rows: measured at start, and by every step. The engine thread's.
+
+    A measurement counts less with each step after it, and is forgotten in the end. Otherwise a bad one could make
+    drafts look too expensive for ever: no step would draft, and so none would measure again.
+    """
+
+    _known: dict[int, tuple[float, int]] = field(default_factory=dict)  # size |-> average, step of the last measurement
+    _steps: int = 0
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A forward of `rows` rows took `seconds`. Ones larger than any size are prompts, which do not count here."""
+        size = next((size for size in SIZES if rows <= size), None)
+        if size is not None:
+            before, met = self._known.get(size, (seconds, 0))
+            age = min(max(1, self._steps - met), FORGOTTEN_STEPS)
+            self._known[size] = seconds + (1 - NEWEST_SHARE) ** age * (before - seconds), self._steps
+
+    def end_step(self) -> None:
+        """An engine step is over, whatever it measured."""
+        self._steps += 1
+
+    def curve(self) -> CostCurve | None:
+        """The averages as a curve that never falls; None while nothing is known."""
+        points, highest = [], 0.0
+        for size, (seconds, met) in sorted(self._known.items()):
+            if self._steps - met <= FORGOTTEN_STEPS:
+                highest = max(highest, seconds)
+                points.append((size, highest))
+        return CostCurve(tuple(points)) if points else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,58 +137,49 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
     if not candidates:
         return []
     running = [replace(one, most=0) if one.drains else one for one in candidates]
-    lengths, best = _choose(running, other_rows, costs, 0.0)
+    lengths, tokens, seconds = _choose(running, other_rows, costs, 0.0)
     if any(one.drains and one.most for one in candidates):
-        others, drained = _choose(candidates, other_rows, costs, costs.drain_s)
-        if drained.tokens * best.seconds > best.tokens * drained.seconds:
+        others, drained_tokens, drained_s = _choose(candidates, other_rows, costs, costs.drain_s)
+        if drained_tokens * seconds > tokens * drained_s:
             running, lengths = list(candidates), others
     return [max(length, min(one.probe, one.most)) for length, one in zip(lengths, running, strict=True)]
 
 
-def _choose(candidates: Sequence[Candidate], other_rows: int, costs: Costs, more_s: float) -> tuple[list[int], "_Step"]:
-    """The lengths and the step with them, which takes `more_s` more than its rows."""
+def _choose(
+    candidates: Sequence[Candidate], other_rows: int, costs: Costs, more_s: float
+) -> tuple[list[int], float, float]:
+    """The lengths, and the tokens expected of the step with them and its seconds: `more_s` more than its rows take."""
     lengths = [0] * len(candidates)
-    rows = other_rows + len(candidates)
-    best = _Step(rows, float(len(candidates)), costs.step.seconds(rows) + more_s)
+    rows, tokens = other_rows + len(candidates), float(len(candidates))
+    seconds = costs.step.seconds(rows) + more_s
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
-        before = best
+        before = rows
         for is_free in (True, False):
-            group = [
-                i
-                for i, one in enumerate(candidates)
-                if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth
-            ]
-            num_rows = {i: 1 if depth > 1 or is_free else 1 + candidates[i].num_behind for i in group}
-            group.sort(key=lambda i: -(candidates[i].acceptance ** depth) / num_rows[i])
-            gains = [(candidates[i].acceptance ** depth, num_rows[i]) for i in group]
-            search_s = SEARCH_S if is_free and depth == 1 else 0.0
-            count, best = _extend(best, gains, costs.step, None if is_free else costs.draft, search_s)
-            for i in group[:count]:
+            draft, search_s = None if is_free else costs.draft, SEARCH_S if is_free and depth == 1 else 0.0
+            group = _rank(candidates, lengths, depth, is_free)
+            # Add the first ones, as many as give the most tokens per second.
+            all_tokens, base_s, draft_rows, num_best = tokens, seconds, 0, 0
+            for count, (gain, num_rows, _) in enumerate(group, start=1):
+                all_tokens, draft_rows = all_tokens + gain, draft_rows + num_rows
+                drafting_s = draft.seconds(draft_rows) if draft else count * search_s
+                all_s = base_s + costs.step.seconds(rows + count) - costs.step.seconds(rows) + drafting_s
+                if all_tokens * seconds > tokens * all_s:
+                    num_best, tokens, seconds = count, all_tokens, all_s
+            rows += num_best
+            for _gain, _rows, i in group[:num_best]:
                 lengths[i] = depth
-        if best is before:
+        if rows == before:
             break
-    return lengths, best
+    return lengths, tokens, seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    rows: int
-    tokens: float  # expected
-    seconds: float  # those of drafting included
-
-
-def _extend(
-    base: _Step, gains: Sequence[tuple[float, int]], step: CostCurve, draft: CostCurve | None, each_s: float
-) -> tuple[int, _Step]:
-    """How many of the drafts to add, first ones first, for the most tokens per second; and the step with them.
-
-    `gains`: expected tokens of each draft, and rows of the draft model's forward for it. Each takes `each_s` besides.
-    """
-    num_best, best, tokens, draft_rows = 0, base, base.tokens, 0
-    before = step.seconds(base.rows)
-    for count, (gain, num_draft_rows) in enumerate(gains, start=1):
-        rows, tokens, draft_rows = base.rows + count, tokens + gain, draft_rows + num_draft_rows
-        seconds = base.seconds + step.seconds(rows) - before + (draft.seconds(draft_rows) if draft else count * each_s)
-        if tokens * best.seconds > best.tokens * seconds:
-            num_best, best = count, _Step(rows, tokens, seconds)
-    return num_best, best
+def _rank(
+    candidates: Sequence[Candidate], lengths: Sequence[int], depth: int, is_free: bool
+) -> list[tuple[float, int, int]]:
+    """Drafts to add at this depth, the most promising first: tokens gained, rows of the draft model, the index."""
+    group = [
+        (one.acceptance**depth, 1 if depth > 1 or is_free else 1 + one.num_behind, i)
+        for i, one in enumerate(candidates)
+        if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth
+    ]
+    return sorted(group, key=lambda one: -one[0] / one[1])

@@ -1,26 +1,43 @@
 """Has drafters propose for a planned step, and keeps what planning needs: acceptance, and what forwards cost.
 
-Runs on the engine thread; knows drafters, not models.
+Runs on the engine thread, which measures the first forwards before the first request comes.
 """
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import structlog
 
-from decode_worker.speculation.costs import NEWEST_SHARE, CostMeter
-from decode_worker.speculation.drafters import Drafter, Wanted
-from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths, probe_length
+from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.lengths import (
+    NEWEST_SHARE,
+    Acceptance,
+    Candidate,
+    CostMeter,
+    Costs,
+    choose_lengths,
+    probe_length,
+)
+from engine.batch import ForwardRow
+from engine.engine import NO_DRAFTS, Engine
 from engine.graph_shapes import Shape
+from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
-from wire.sampling import MAX_DRAFT_TOKENS
+from engine.runner import Runner
+from runtime.config import DecodeConfig
+from runtime.settings import ConfigError
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Sequence
+from worker.thread import call_in_thread
 
 log = structlog.get_logger()
 FIRST_DRAIN_S = 1e-3  # until one was measured
-UNKNOWN = Acceptance()
+MEASURED_ROWS = (1, 16, 4, 64, 8, 32, 2)  # in the order of what is missed most when time runs out
+BUDGET_S = 1.0  # for each model; later steps are measured while they run, so a slow machine measures less here
 
 
 class Speculator:
@@ -69,16 +86,56 @@ class Speculator:
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
         return None if step is None else Costs(step, draft, self._drain_s)
 
-    def drains(self, sequence: Sequence) -> bool:
-        """Whether its drafts need the tokens of launched steps."""
-        return self._is_ahead and sequence.needs_outcome
-
     def most_drafts(self, num_sequences: int, has_prompts: bool) -> int:
         """Drafts that each of so many sequences may have in a step."""
         if self._graphs is None:
             return MAX_DRAFT_TOKENS
         fitting = (shape.num_tokens - 1 for shape in self._graphs if shape.num_sequences >= num_sequences)
         return 0 if has_prompts else max(fitting, default=0)
+
+    def plan(self, scheduler: Scheduler, planned: Seq[ScheduledSequence]) -> None:
+        """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
+        plain = [step for step in planned if step.wants_token and step.count == 1]
+        if not any(step.sequence.params.max_draft_tokens for step in plain) or (costs := self.costs()) is None:
+            return
+        most = self.most_drafts(len(planned), len(plain) < len(planned))
+        candidates = [self._candidate(step, most) for step in plain]
+        lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
+        for step, length in zip(plain, lengths, strict=True):
+            if length:
+                step.num_drafts = scheduler.make_room_for_drafts(step.sequence, length)
+
+    def _candidate(self, step: ScheduledSequence, most: int) -> Candidate:
+        sequence = step.sequence
+        num_behind = 0 if step.num_unjudged else max(step.begin - sequence.draft_launched, 0)
+        num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
+        return Candidate(
+            self._acceptance.get(sequence, Acceptance()).rate,
+            min(most_drafts(sequence), most),
+            sequence.params.drafter == "ngram",
+            -(-num_behind // num_left),
+            probe_length(sequence.num_steps) if sequence.params.probes else 0,
+            self._is_ahead and sequence.needs_outcome,
+        )
+
+    def draft(self, planned: Seq[ScheduledSequence]) -> None:
+        """Give the steps their drafts. If a drafter fails, its sequences go without."""
+        for name, drafter in self._drafters.items():
+            mine = [step for step in planned if step.sequence.params.drafter == name]
+            if not mine:
+                continue
+            try:
+                answers = drafter.propose([_wanted(step) for step in mine])
+            except Exception as error:
+                if name not in self._failing:  # one line, not one a step
+                    traceback = not is_out_of_memory(error)
+                    log.error("speculation failed", drafter=name, reason=str(error), exc_info=traceback)
+                self._failing.add(name)
+                continue
+            self._failing.discard(name)
+            for step, draft in zip(mine, answers, strict=True):
+                step.num_drafted = len(draft.token_ids) + draft.num_unseen
+                step.drafts, step.draft_lead = draft.token_ids, draft.lead
 
     def note_drain(self, seconds: float) -> None:
         """For so long the device had no step, since the next one needed the last one's tokens."""
@@ -94,69 +151,11 @@ class Speculator:
         for drafter in self._drafters.values():
             drafter.end_step()
 
-    def draft(self, planned: Seq[ScheduledSequence]) -> None:
-        """Give the steps their drafts. If a drafter fails, its sequences go without."""
-        for name, drafter in self._drafters.items():
-            mine = [step for step in planned if step.sequence.params.drafter == name]
-            if not mine:
-                continue
-            try:
-                answers = drafter.propose(
-                    [
-                        Wanted(
-                            step.sequence,
-                            step.begin + step.count,
-                            step.num_drafts,
-                            step.count > 1,
-                            step.num_unjudged,
-                            step.sequence.params.grammar is not None,
-                        )
-                        for step in mine
-                    ]
-                )
-            except Exception as error:
-                if name not in self._failing:  # one line, not one a step
-                    traceback = not is_out_of_memory(error)
-                    log.error("speculation failed", drafter=name, reason=str(error), exc_info=traceback)
-                self._failing.add(name)
-                continue
-            self._failing.discard(name)
-            for step, draft in zip(mine, answers, strict=True):
-                step.num_drafted = len(draft.token_ids) + draft.num_unseen
-                step.drafts, step.draft_lead = draft.token_ids, draft.lead
-
-    def acceptance(self, sequence: Sequence) -> Acceptance:
-        """How often drafts for it were right."""
-        return self._acceptance.get(sequence, UNKNOWN)
-
     def note_drafts(self, step: ScheduledSequence, num_accepted: int) -> None:
         """The step is over. If drafts were planned and the drafter found none, that counts as one wrong draft."""
         tried = step.num_drafted or min(step.num_drafts, 1)
-        before = self.acceptance(step.sequence)
+        before = self._acceptance.get(step.sequence, Acceptance())
         self._acceptance[step.sequence] = before.after(tried, num_accepted)
-
-
-def plan_drafts(scheduler: Scheduler, planned: Seq[ScheduledSequence], costs: Costs, speculator: Speculator) -> None:
-    """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
-    plain = [step for step in planned if step.wants_token and step.count == 1]
-    if not any(step.sequence.params.max_draft_tokens for step in plain):
-        return
-    most = speculator.most_drafts(len(planned), len(plain) < len(planned))
-    candidates = [
-        Candidate(
-            speculator.acceptance(step.sequence).rate,
-            min(most_drafts(step.sequence), most),
-            step.sequence.params.drafter == "ngram",
-            _spread(0 if step.num_unjudged else step.begin - step.sequence.draft_launched, step.sequence),
-            probe_length(step.sequence.num_steps) if step.sequence.params.probes else 0,
-            speculator.drains(step.sequence),
-        )
-        for step in plain
-    ]
-    lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
-    for step, length in zip(plain, lengths, strict=True):
-        if length:
-            step.num_drafts = scheduler.make_room_for_drafts(step.sequence, length)
 
 
 def most_drafts(sequence: Sequence) -> int:
@@ -165,6 +164,59 @@ def most_drafts(sequence: Sequence) -> int:
     return max(min(sequence.params.max_draft_tokens, left), 0)
 
 
-def _spread(num_behind: int, sequence: Sequence) -> int:
-    """Positions to catch up on, per step: shared among the steps of the rest of the answer, which all gain by it."""
-    return -(-max(num_behind, 0) // max(sequence.most_tokens - len(sequence.tokens), 1))
+def _wanted(step: ScheduledSequence) -> Wanted:
+    needs_ids = step.sequence.params.grammar is not None
+    end = step.begin + step.count
+    return Wanted(step.sequence, end, step.num_drafts, step.count > 1, step.num_unjudged, needs_ids)
+
+
+# -- at start --------------------------------------------------------------------------------------------------------
+
+
+def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
+    """A drafter for repeats and, with a draft model, one for that. Page 0 must be unused yet: it is written to."""
+    if engine.states is not None:
+        if config.speculate not in ("auto", "off"):
+            raise ConfigError(f"speculate={config.speculate!r} cannot be used: {NO_DRAFTS}: set --speculate off")
+        return Speculator({}, _measure_aside(engine.runner, engine.rows), "off", config.max_draft_tokens)
+    is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
+    drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+    if engine.draft_runner is not None:
+        meter = _measure_aside(engine.draft_runner, engine.rows)
+        drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
+    elif config.speculate == "draft":
+        raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
+    meter = _measure_aside(engine.runner, engine.rows)
+    graphs = engine.runner.graph_shapes or None  # without any, drafts leave no graph
+    return Speculator(drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs)
+
+
+def _measure_aside(runner: Runner, rows: InputBatch) -> CostMeter:
+    return call_in_thread(lambda: measure(runner, rows))  # see build_rank_engine
+
+
+def measure(runner: Runner, rows: InputBatch) -> CostMeter:
+    """What forwards of one-token sequences take."""
+    meter = CostMeter()
+    counts = [count for count in MEASURED_ROWS if count <= rows.num_rows]
+    for row in range(max(counts)):
+        rows.open(row, np.zeros(1, np.int32), SamplingParams(temperature=0.0), 1)
+        rows.write_pages(row, 0, [0])
+    _time(runner, 1)  # the first one allocates and warms up
+    began = time.perf_counter()
+    for count in counts:
+        taken = _time(runner, count)
+        if time.perf_counter() - began < BUDGET_S:
+            taken = min(taken, _time(runner, count))
+        meter.note(count, taken)
+        if time.perf_counter() - began > BUDGET_S:
+            break
+    for row in range(max(counts)):
+        rows.close(row)
+    return meter
+
+
+def _time(runner: Runner, count: int) -> float:
+    started = time.perf_counter()
+    runner.launch([ForwardRow(row, 0, 1, num_logits=1, state_to=0) for row in range(count)]).collect()
+    return time.perf_counter() - started

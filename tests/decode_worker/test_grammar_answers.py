@@ -1,30 +1,37 @@
-"""Answers of the demo model constrained by grammars: whole, with drafts, taken over by another worker, refused."""
+"""Answers of the demo model with grammars: whole, with drafts, taken over by another worker, late, hostile, refused."""
 
 import asyncio
+import gc
 import json
+import math
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from threading import Event
 
 import grpc
 import jsonschema
 import pytest
 
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
-from decode_worker import service
-from decode_worker.grammar.matcher import Grammar
-from decode_worker.speculation.costs import CostMeter
+from decode_worker import loop, service
+from decode_worker.grammar import constraints, step_thread
+from decode_worker.grammar.constraints import Constraints
+from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.grammars import compile_here, vocabulary
+from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import PLAIN, decode_worker, gateway, packed, taken_over
 from wire.sampling import SamplingParams
 from worker.sequences import SequenceParams
 
+STOPS = frozenset({2})
 PLACE = {
     "type": "object",
     "properties": {
@@ -49,33 +56,23 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(TARGET_DIR)
-
-
-@pytest.fixture(scope="module")
-def requests(tokenizer: Tokenizer) -> list[SequenceParams]:
+def requests() -> list[SequenceParams]:
     """Each grammar with each sampling, with and without stop tokens."""
     grammars = [compile_here(kind, text, vocabulary()) for kind, text in TEXTS]
-    cases = [
-        (grammar, sampling, stops)
-        for grammar in grammars
-        for sampling in SAMPLINGS
-        for stops in (tokenizer.eos_token_ids, frozenset[int]())
-    ]
-    return [
-        ask(tokenizer, handle, grammar, sampling, stops)
-        for handle, (grammar, sampling, stops) in enumerate(cases, start=1)
-    ]
+    cases = [(grammar, sampling, stops) for grammar in grammars for sampling in SAMPLINGS for stops in (STOPS, ())]
+    return [ask(handle, *case) for handle, case in enumerate(cases, start=1)]
 
 
 def ask(
-    tokenizer: Tokenizer, handle: int, grammar: Grammar, sampling: SamplingParams, stops: frozenset[int]
+    handle: int,
+    grammar: Grammar | None,
+    sampling: SamplingParams = SAMPLINGS[0],
+    stops: Sequence[int] | frozenset[int] = STOPS,
 ) -> SequenceParams:
-    prompt = tokenizer.encode("Where is the sun?", add_special_tokens=True)
+    prompt = Tokenizer(TARGET_DIR).encode("Where is the sun?", add_special_tokens=True)
     return SequenceParams(
-        str(handle), packed(prompt), len(prompt) - 1, 150, handle=handle, sampling=sampling, stop_token_ids=stops,
-        grammar=grammar,
+        str(handle), packed(prompt), len(prompt) - 1, 150, handle=handle, sampling=sampling,
+        stop_token_ids=frozenset(stops), grammar=grammar,
     )  # fmt: skip
 
 
@@ -84,9 +81,7 @@ def answers(engine: Engine, requests: Sequence[SequenceParams]) -> Answers:
     return decode(engine, NO_SPECULATION, requests)
 
 
-def test_answers_fit_their_grammars_and_end_with_them(
-    answers: Answers, requests: Sequence[SequenceParams], tokenizer: Tokenizer
-) -> None:
+def test_answers_fit_their_grammars_and_end_with_them(answers: Answers, requests: Sequence[SequenceParams]) -> None:
     num_whole = 0
     for wanted in requests:
         kind = TEXTS[(wanted.handle - 1) // (2 * len(SAMPLINGS))][0]
@@ -96,17 +91,30 @@ def test_answers_fit_their_grammars_and_end_with_them(
             assert len(tokens) == 150
             continue
         num_whole += 1
-        text = tokenizer.decode(tokens)
+        text = Tokenizer(TARGET_DIR).decode(tokens)
         if kind == "json_schema":
             jsonschema.validate(json.loads(text), PLACE)
         else:
             assert re.fullmatch(DATE if kind == "regex" else r"[a-z]+(,[a-z]+)*\.", text)
-        assert not set(tokens) & set(wanted.stop_token_ids)  # only the end could follow: no token is spent on it
+        assert not set(tokens) & STOPS  # only the end could follow: no token is spent on it
     assert num_whole > len(requests) / 2
 
 
+def reasons(answers: Answers) -> dict[int, str]:
+    return {handle: end.finish_reason for handle, end in answers.ends.items()}
+
+
+@pytest.fixture(params=[False, True], ids=["", "no time"])
+def no_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn per step, which accepts one token and no draft."""
+    if request.param:
+        monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
+        monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_time")
 @pytest.mark.parametrize("name", ["ngram", "draft"])
-def test_drafts_change_no_token(
+def test_neither_drafts_nor_waiting_change_a_token(
     engine: Engine, requests: Sequence[SequenceParams], answers: Answers, name: str
 ) -> None:
     assert engine.draft_runner is not None
@@ -117,77 +125,178 @@ def test_drafts_change_no_token(
     drafting = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in requests]
     drafted = decode(engine, build_eager_speculator({name: drafters[name]}), drafting)
     assert drafted.tokens == answers.tokens
-    assert {handle: end.finish_reason for handle, end in drafted.ends.items()} == {
-        handle: end.finish_reason for handle, end in answers.ends.items()
-    }
+    assert reasons(drafted) == reasons(answers)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.usefixtures("no_time")
 def test_another_worker_takes_an_answer_over(
-    engine: Engine, requests: Sequence[SequenceParams], answers: Answers, share: float
+    engine: Engine, requests: Sequence[SequenceParams], answers: Answers
 ) -> None:
-    whole = [one for one in requests if answers.ends[one.handle].finish_reason == "stop"]
     moved, expected = [], {}
-    for one in whole:
-        emitted = answers.tokens[one.handle][: int(share * len(answers.tokens[one.handle]))]
-        moved.append(taken_over(one, emitted))
-        expected[one.handle] = answers.tokens[one.handle][len(emitted) :]
+    for one in requests:
+        if answers.ends[one.handle].finish_reason == "stop":
+            tokens = answers.tokens[one.handle]
+            count = len(tokens) * (one.handle % 3) // 2  # some are whole already, some not begun
+            moved.append(taken_over(one, tokens[:count]))
+            expected[one.handle] = tokens[count:]
     taken = decode(engine, NO_SPECULATION, moved)
     assert taken.tokens == expected
-    assert {end.finish_reason for end in taken.ends.values()} == {"stop"}
+    assert set(reasons(taken).values()) == {"stop"}
 
 
-def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(
-    engine: Engine, tokenizer: Tokenizer
-) -> None:
-    grammar = compile_here("regex", "[0-9]{2}", vocabulary())
-    wanted = replace(ask(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids), min_tokens=20)
+def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(engine: Engine) -> None:
+    wanted = replace(ask(1, compile_here("regex", "[0-9]{2}", vocabulary())), min_tokens=20)
     answer = decode(engine, NO_SPECULATION, [wanted])
     assert len(answer.tokens[1]) == 2
     assert answer.ends[1].finish_reason == "stop"
 
 
-def test_an_answer_that_does_not_fit_ends_alone(engine: Engine, tokenizer: Tokenizer) -> None:
-    grammar = compile_here("regex", "[0-9]{4}", vocabulary())
-    fine = ask(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids)
-    wrong = replace(taken_over(fine, tokenizer.encode("x", add_special_tokens=False)), handle=2)
+def test_an_answer_that_does_not_fit_ends_alone(engine: Engine) -> None:
+    fine = ask(1, compile_here("regex", "[0-9]{4}", vocabulary()))
+    wrong = replace(taken_over(fine, encode("x")), handle=2)
     answer = decode(engine, NO_SPECULATION, [fine, wrong])
-    assert answer.ends[1].finish_reason == "stop"
-    assert answer.ends[2].finish_reason == "grammar_error"
+    assert reasons(answer) == {1: "stop", 2: "grammar_error"}
     assert "does not fit the grammar" in answer.ends[2].error
 
 
-def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def reserve_all() -> None:
-        signal = Signal()
-        async with decode_worker(signal) as worker, gateway(worker, signal) as opened:
+# -- grammars that take too long, or fail ----------------------------------------------------------------------------
 
-            async def code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
-                request = decode_pb2.ReserveRequest(
-                    gateway=opened.name, handle=1, attempt=1, prompt=packed([1, 2]), max_tokens=4,
-                    grammar=decode_pb2.Grammar(kind=kind, text=text),
-                    sampling=PLAIN,
-                )  # fmt: skip
-                try:
-                    await opened.stub.Reserve(request, timeout=PATIENCE_S)
-                except grpc.aio.AioRpcError as error:
-                    return error.code(), str(error.details())
-                return grpc.StatusCode.OK, ""
 
-            async def lasting_code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
-                async with asyncio.timeout(10 * PATIENCE_S):
-                    while (answer := await code_of(kind, text))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        pass
-                return answer
+@pytest.fixture
+def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], Grammar]:
+    """A grammar for which `happen` runs before a method of its answers' matchers."""
 
-            with monkeypatch.context() as patch:
-                patch.setattr(service, "GRAMMAR_WAIT_S", 0.05)
-                code, why = await code_of("regex", "a")  # the compiler is not even loaded
-            assert (code, why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the grammar is still being compiled")
-            assert await lasting_code_of("regex", "a") == (grpc.StatusCode.OK, "")
-            for kind, text, expected in [("regex", "a(", "not closed"), ("verse", "a", "no kind of grammar")]:
-                code, why = await lasting_code_of(kind, text)
-                assert code is grpc.StatusCode.INVALID_ARGUMENT
-                assert expected in why
+    def make(method: str, happen: Callable[[], None]) -> Grammar:
+        grammar, work = compile_here("regex", "a+", vocabulary()), getattr(Matcher, method)
+        new_matcher, matchers = Grammar.new_matcher, list[Matcher]()
 
-    asyncio.run(reserve_all())
+        def remember(of: Grammar, stop_token_ids: Sequence[int]) -> Matcher:
+            made = new_matcher(of, stop_token_ids)
+            if of is grammar:
+                matchers.append(made)
+            return made
+
+        def work_after(state: Matcher, tokens: Sequence[int], until: float = math.inf) -> object:
+            if state in matchers and (method == "fill" or tokens):
+                happen()
+            return work(state, tokens, until)
+
+        monkeypatch.setattr(Grammar, "new_matcher", remember)
+        monkeypatch.setattr(Matcher, method, work_after)
+        return grammar
+
+    return make
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Acts like a call of xgrammar that takes minutes. Its threads seem to have used much CPU time, all others none."""
+    gate, idents = Event(), set[int | None]()
+    monkeypatch.setattr(step_thread._Thread, "cpu_s", lambda thread: math.inf if thread.ident in idents else -math.inf)
+
+    def wait() -> None:
+        idents.add(threading.get_ident())
+        gate.wait(PATIENCE_S)
+
+    yield wait
+    gate.set()
+    assert len(idents) == 1, "a hostile grammar costs one thread, not one for each answer"
+
+
+@pytest.mark.parametrize("method", ["fill", "accept"])
+def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
+    engine: Engine,
+    requests: Sequence[SequenceParams],
+    answers: Answers,
+    bad: Callable[[str, Callable[[], None]], Grammar],
+    method: str,
+    hang: Callable[[], None],
+) -> None:
+    grammar = bad(method, hang)
+    plain = replace(ask(99, None), max_tokens=5)
+    got = decode(engine, NO_SPECULATION, [*(ask(handle, grammar) for handle in (91, 92, 93)), *requests, plain])
+    assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
+    assert got.ends[99].finish_reason in ("length", "stop")
+    for handle in (91, 92, 93):
+        assert got.ends[handle].finish_reason == "grammar_error"
+        assert "too ambiguous" in got.ends[handle].error
+    assert grammar.is_too_slow
+
+
+@pytest.mark.parametrize("method", ["fill", "accept"])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("/src/earley_parser.cc:12 Check failed")])
+def test_whatever_goes_wrong_ends_one_answer(
+    engine: Engine,
+    requests: Sequence[SequenceParams],
+    answers: Answers,
+    bad: Callable[[str, Callable[[], None]], Grammar],
+    error: Exception,
+    method: str,
+) -> None:
+    def fail() -> None:
+        raise error
+
+    got = decode(engine, NO_SPECULATION, [ask(91, bad(method, fail)), *requests])
+    assert got.ends[91].finish_reason == "error"
+    assert got.ends[91].error == f"the grammar could not be followed: {type(error).__name__}"
+    assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
+
+
+def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
+    engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_thread, "MAX_STUCK", 0)
+    got = decode(engine, NO_SPECULATION, [replace(ask(99, None), max_tokens=5), *requests])
+    assert got.ends[99].finish_reason in ("length", "stop")
+    assert {got.ends[one.handle].error for one in requests} == {"no grammar can be followed now: 0 calls take too long"}
+
+
+def test_what_is_kept_of_an_answer_goes_with_it(
+    engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[Constraints]()
+
+    def make() -> Constraints:
+        made.append(Constraints())
+        return made[-1]
+
+    monkeypatch.setattr(loop, "Constraints", make)
+    decode(engine, NO_SPECULATION, requests)
+    gc.collect()
+    (constraints_of_all,) = made
+    assert len(constraints_of_all._states) < len(requests) / 2, "those of the last step at most"
+
+
+# -- in a service ----------------------------------------------------------------------------------------------------
+
+
+async def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal = Signal()
+    async with decode_worker(signal) as worker, gateway(worker, signal) as opened:
+
+        async def code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
+            request = decode_pb2.ReserveRequest(
+                gateway=opened.name, handle=1, attempt=1, prompt=packed([1, 2]), max_tokens=4,
+                grammar=decode_pb2.Grammar(kind=kind, text=text), sampling=PLAIN,
+            )  # fmt: skip
+            try:
+                await opened.stub.Reserve(request, timeout=PATIENCE_S)
+            except grpc.aio.AioRpcError as error:
+                return error.code(), str(error.details())
+            return grpc.StatusCode.OK, ""
+
+        async def lasting_code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
+            async with asyncio.timeout(10 * PATIENCE_S):
+                while (answer := await code_of(kind, text))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    pass
+            return answer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "GRAMMAR_WAIT_S", 0.05)
+            code, why = await code_of("regex", "a")  # the compiler is not even loaded
+        assert (code, why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the grammar is still being compiled")
+        assert await lasting_code_of("regex", "a") == (grpc.StatusCode.OK, "")
+        for kind, text, expected in [("regex", "a(", "not closed"), ("verse", "a", "no kind of grammar")]:
+            code, why = await lasting_code_of(kind, text)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert expected in why

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.chains import MAX_CHAIN, find_long_chain, rule_depth, schema_depth
-from decode_worker.grammar.culprit import find_culprit
+from decode_worker.grammar.culprit import MAX_CHAIN, find_culprit, find_long_chain, rule_depth, schema_depth
 from tests.support.grammars import vocabulary
 
 STRING = {"type": "string"}

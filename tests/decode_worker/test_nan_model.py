@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import ModelDrafter, NgramDrafter
+from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from tests.support.grammars import compile_here, vocabulary

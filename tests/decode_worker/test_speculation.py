@@ -11,22 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.service import _job as build_params
-from decode_worker.speculation import start
-from decode_worker.speculation.costs import FORGOTTEN_STEPS, SIZES, CostMeter
-from decode_worker.speculation.drafters import ModelDrafter, Wanted
+from decode_worker.service import build_params
+from decode_worker.speculation import speculator
+from decode_worker.speculation.drafters import LONGEST_MATCH, SHORTEST_MATCH, ModelDrafter, Wanted, propose_repeat
 from decode_worker.speculation.lengths import (
+    FORGOTTEN_STEPS,
     PROBE_LENGTHS,
     PROBE_STEPS,
+    SIZES,
     Acceptance,
     Candidate,
     CostCurve,
+    CostMeter,
     Costs,
     choose_lengths,
     probe_length,
 )
-from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
-from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow
 from engine.engine import Engine
 from engine.graph_shapes import CHUNK_VALUES, Shape, choose_shapes
@@ -61,29 +61,19 @@ def test_a_repeat_is_found_where_a_search_of_all_places_finds_it(tokens: list[in
     assert propose_repeat(array("i", tokens), count) == propose_slowly(tokens, count)
 
 
-def test_a_period_is_read_on() -> None:
-    assert propose_repeat(array("i", [7, 8, 9, 7, 8, 9, 7, 8]), 7) == [9, 7, 8, 9, 7, 8, 9]
-
-
-def test_bytes_that_match_across_tokens_are_no_match() -> None:
-    assert propose_repeat(array("i", [0x01020304, 0x01020304, 0x02030401, 5, 0x03040102, 0x03040102]), 2) == []
-
-
 def test_drafts_of_one_sequence_go_far_when_they_are_right() -> None:
     lengths = [choose_lengths([Candidate(rate, 16)], 0, Costs(FLAT, CHEAP_DRAFT))[0] for rate in (0.1, 0.5, 0.8, 0.95)]
     assert lengths == sorted(lengths)
     assert lengths[0] <= 1 and lengths[-1] >= 7
 
 
-def test_no_drafts_when_rows_cost_what_tokens_bring() -> None:
-    for count in (1, 4, 16):
-        assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
-
-
 def test_drafts_fade_as_the_batch_grows() -> None:
-    totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in (1, 4, 8, 16, 64)]
+    counts = (1, 4, 8, 16, 64)
+    totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in counts]
     means = [sum(lengths) / len(lengths) for lengths in totals]
     assert means == sorted(means, reverse=True) and means[0] >= 3 and means[-1] < 0.5
+    for count in counts:  # where rows cost what tokens bring
+        assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
 
 
 def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
@@ -95,18 +85,6 @@ def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
 def test_the_sequence_that_is_easier_to_predict_gets_more() -> None:
     easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
     assert easy > hard
-
-
-@given(
-    st.lists(
-        st.builds(Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300)), max_size=20
-    ),
-    st.integers(0, 100),
-    st.booleans(),
-)
-def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bool) -> None:
-    lengths = choose_lengths(candidates, other_rows, Costs(FLAT, CHEAP_DRAFT if has_draft else None))
-    assert all(0 <= length <= min(one.most, MAX_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
 
 
 def test_catching_up_is_paid_for() -> None:
@@ -124,16 +102,36 @@ def test_a_sequence_that_is_far_behind_keeps_no_other_back(rate: float, others: 
     assert choose_lengths([Candidate(rate, 16, num_behind=5000), *candidates], 0, Costs(FLAT, ROWS)) == expected
 
 
+def test_a_step_waits_for_the_one_before_only_where_that_pays() -> None:
+    def lengths(drain_s: float, num_others: int) -> list[int]:
+        candidates = [Candidate(0.9, 8, drains=True), *[Candidate(0.9, 0)] * num_others]
+        return choose_lengths(candidates, 0, Costs(FLAT, None, drain_s))
+
+    assert lengths(0.0, 0)[0] > 4
+    assert lengths(0.01, 0) == lengths(0.0, 0)
+    assert lengths(9.0, 0) == [0]
+    assert lengths(1.0, 14) == [0] * 15, "it would cost the others more than it gains"
+
+
+CANDIDATES = st.builds(
+    Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300), st.integers(0, 8), st.booleans()
+)
+
+
+@given(st.lists(CANDIDATES, max_size=20), st.integers(0, 100), st.booleans())
+def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bool) -> None:
+    lengths = choose_lengths(candidates, other_rows, Costs(FLAT, CHEAP_DRAFT if has_draft else None, 0.1))
+    assert all(0 <= length <= min(one.most, MAX_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
+
+
 def test_acceptance_follows_what_happens() -> None:
-    good = bad = Acceptance()
+    good = bad = mixed = Acceptance()
     for _ in range(20):
         good, bad = good.after(4, 4), bad.after(4, 0)
     assert good.rate > 0.9 and bad.rate < 0.15
-    forgiven = bad
     for _ in range(200):
-        forgiven = forgiven.after(0, 0)
-    assert forgiven.rate > 0.5
-    mixed = Acceptance()
+        bad = bad.after(0, 0)  # forgiven
+    assert bad.rate > 0.5
     for _ in range(100):
         mixed = mixed.after(3, 1)  # one right, one wrong, the third not tried
     assert abs(mixed.rate - 0.5) < 0.06
@@ -207,12 +205,11 @@ def test_probes_are_rare_and_within_the_request_limit(begin: int) -> None:
     assert choose_lengths([Candidate(0.0, 3, probe=8), Candidate(0.0, 16)], 0, Costs(STEEP, None)) == [3, 0]
 
 
-def test_who_names_a_drafter_probes() -> None:
-    asked = {name: decode_pb2.ReserveRequest(prompt=bytes(8), max_tokens=1) for name in ("", "auto", "ngram", "off")}
-    for name, request in asked.items():
-        request.speculation.drafter = name
-        request.sampling.CopyFrom(PLAIN)
-        assert build_params(request, "ngram", 4, None).probes == (name in ("ngram", "off"))
+@pytest.mark.parametrize(("name", "probes"), [("", False), ("auto", False), ("ngram", True), ("off", True)])
+def test_who_names_a_drafter_probes(name: str, probes: bool) -> None:
+    request = decode_pb2.ReserveRequest(prompt=bytes(8), max_tokens=1, sampling=PLAIN)
+    request.speculation.drafter = name
+    assert build_params(request, "ngram", 4).probes == probes
 
 
 @dataclass
@@ -261,28 +258,25 @@ def test_no_step_is_planned_with_drafts_for_which_no_graph_fits(
     max_rows = CHUNK_VALUES // vocab
     shapes = choose_shapes(max_sequences, max_drafts, max_rows)
     assert all(1 <= shape.num_rows <= max_rows for shape in shapes)
-    speculator = Speculator({}, CostMeter(), "auto", MAX_DRAFT_TOKENS, graphs=shapes)
-    assert speculator.most_drafts(num_sequences, has_prompts=True) == 0
-    if most := speculator.most_drafts(num_sequences, has_prompts=False):
+    here = speculator.Speculator({}, CostMeter(), "auto", MAX_DRAFT_TOKENS, graphs=shapes)
+    assert here.most_drafts(num_sequences, has_prompts=True) == 0
+    if most := here.most_drafts(num_sequences, has_prompts=False):
         assert num_sequences * (1 + most) <= max_rows, "logits are computed in one part"
         assert any(shape.num_sequences >= num_sequences and shape.num_tokens > most for shape in shapes)
 
 
 def test_only_captured_steps_limit_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without graphs launches the kernels of every step."""
-    monkeypatch.setattr(start, "_measure_aside", lambda *_: CostMeter())
+    monkeypatch.setattr(speculator, "_measure_aside", lambda *_: CostMeter())
 
     def most_drafts(shapes: list[Shape], num_sequences: int, has_prompts: bool) -> int:
         runner = SimpleNamespace(graph_shapes=shapes)
+        device = torch.device("cuda")
         engine = SimpleNamespace(
-            steps_ahead=1,
-            draft_runner=None,
-            states=None,
-            runner=runner,
-            rows=None,
-            device=torch.device("cuda"),
-        )
-        return start.build_speculator(cast(Engine, engine), DecodeConfig()).most_drafts(num_sequences, has_prompts)
+            steps_ahead=1, draft_runner=None, states=None, runner=runner, rows=None, device=device
+        )  # fmt: skip
+        here = speculator.build_speculator(cast(Engine, engine), DecodeConfig())
+        return here.most_drafts(num_sequences, has_prompts)
 
     assert most_drafts([], 100, True) == MAX_DRAFT_TOKENS
     captured = [Shape(8), Shape(4, 3)]

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from bench.decoding import NO_SPECULATION, build_eager_speculator, build_scheduler, decode
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
-from decode_worker.speculation.lengths import CostCurve
+from decode_worker.speculation.lengths import CostMeter
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from prefill_worker.main import BothRunners, DraftKv
@@ -48,7 +47,7 @@ GRID = {
 }  # fmt: skip
 
 
-class LyingDrafter:
+class LyingDrafter(Drafter):
     """Drafts at random, sometimes right: rejections at every depth."""
 
     def __init__(self, truth: dict[int, list[int]]) -> None:
@@ -63,15 +62,6 @@ class LyingDrafter:
         begin = len(one.sequence.tokens) - params.num_prompt
         right = self._truth[params.handle][begin : begin + self._random.randint(0, one.count)]
         return [token if self._random.random() < 0.8 else self._random.randrange(1024) for token in right]
-
-    def cost(self) -> CostCurve | None:
-        return None
-
-    def hidden_s(self, lengths: Sequence[int]) -> float:
-        return 0.0
-
-    def end_step(self) -> None:
-        pass
 
 
 def build(draft_model: str, num_pages: int, dtype: str = "float32") -> Engine:

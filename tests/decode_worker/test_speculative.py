@@ -122,10 +122,6 @@ def assert_follows_softmax(tokens: Tensor, logits: Tensor) -> None:
     assert abs(chi_square_sigmas(counts, torch.softmax(logits.double(), 0) * len(tokens))) < 5
 
 
-def test_tokens_follow_the_softmax_without_a_drafter() -> None:
-    assert_follows_softmax(sample_seeds(TARGET, 3), TARGET)
-
-
 def test_tokens_follow_the_softmax_with_a_drafter_of_other_logits_and_the_same_noise() -> None:
     drafts = torch.stack([sample_seeds(DRAFT, position) for position in (3, 4)], 1).tolist()
     chosen = torch.stack([sample_seeds(TARGET, position) for position in (3, 4, 5)], 1).tolist()

@@ -40,7 +40,7 @@ async def open_stream(streams: GatewayStreams, gateway: str = "g") -> AsyncItera
     return stream
 
 
-async def test_a_gateway_that_keeps_up_gets_a_message_a_step() -> None:
+async def test_tokens_are_joined_only_while_a_gateway_is_slow() -> None:
     streams = GatewayStreams("D1")
     stream = await open_stream(streams)
     for step in range(3):
@@ -50,11 +50,6 @@ async def test_a_gateway_that_keeps_up_gets_a_message_a_step() -> None:
         events = await reading
         assert (events.incarnation, events.step) == ("D1", step)
         assert content(events) == [(1, [10 + step], ""), (2, [20 + step], "")]
-
-
-async def test_tokens_are_joined_while_a_gateway_is_slow() -> None:
-    streams = GatewayStreams("D1")
-    stream = await open_stream(streams)
     for step in range(100):
         streams.publish(step, [update(1, step), *([update(2, 500)] if step == 40 else [])])
     streams.publish(100, [update(1, 100, finish="length"), update(2, finish="error", error="why")])
@@ -84,18 +79,13 @@ async def test_log_probabilities_are_joined_and_timing_comes_last() -> None:
     assert (news.timing.steps, news.timing.preemptions, news.timing.cached_tokens) == (2, 1, 16)
 
 
-async def test_gateways_hear_of_their_own_sessions_only() -> None:
+async def test_gateways_get_updates_of_their_own_sessions_and_may_leave_and_return() -> None:
     streams = GatewayStreams("D1")
     ours, theirs = await open_stream(streams, "g"), await open_stream(streams, "h")
     streams.publish(1, [update(1, 10), update(1, 20, gateway="h"), update(1, 30, gateway="gone")])
     assert content(await read(ours)) == [(1, [10], "")]
     assert content(await read(theirs)) == [(1, [20], "")]
-
-
-async def test_a_cancelled_stream_makes_room_for_the_next() -> None:
-    streams = GatewayStreams("D1")
-    stream = await open_stream(streams)
-    reading = asyncio.create_task(read(stream))
+    reading = asyncio.create_task(read(ours))
     await asyncio.sleep(0)
     reading.cancel()
     await asyncio.wait([reading], timeout=PATIENCE_S)
@@ -109,6 +99,8 @@ async def test_a_cancelled_stream_makes_room_for_the_next() -> None:
 async def test_close_sends_what_is_left_and_ends() -> None:
     streams = GatewayStreams("D1")
     full, empty = await open_stream(streams, "g"), await open_stream(streams, "h")
+    streams.publish(1, [update(1, 9)])
+    assert content(await read(full)) == [(1, [9], "")]
     streams.publish(1, [update(1, 10, finish="stop")])
     streams.close()
     assert content(await read(full)) == [(1, [10], "stop")]

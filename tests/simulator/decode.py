@@ -7,9 +7,9 @@ from typing import Any, cast
 import grpc
 
 from decode_worker.loop import DraftsAndMasks
-from decode_worker.service import _job as build_params
-from decode_worker.speculation.costs import CostMeter
+from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from kvtransfer import reader
 from protos import decode_pb2, kv_pb2

@@ -14,8 +14,8 @@ from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator
 from bench.gpu_checks.loop import WatchedLoop
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import ALONE, Engine, Place, build_engine
 from engine.graph_shapes import choose_shapes

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.grammar.tokenizer_file import read_vocabulary
-from decode_worker.grammar.vocabulary import Vocabulary
+from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from demo.paths import TARGET_DIR
+from gateway.text.tokenizer import Tokenizer
 
 DEMO_SIZE = 1024
 
@@ -19,6 +19,10 @@ DEMO_SIZE = 1024
 def vocabulary(size: int = DEMO_SIZE) -> Vocabulary:
     """The demo model's vocabulary, padded to `size` tokens."""
     return read_vocabulary(TARGET_DIR, size)
+
+
+def encode(text: str) -> list[int]:
+    return Tokenizer(TARGET_DIR).encode(text, add_special_tokens=False)
 
 
 def compile_here(kind: str, text: str, words: Vocabulary) -> Grammar:

@@ -8,7 +8,7 @@ import numpy as np
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.costs import CostMeter
+from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from protos import decode_pb2, kv_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal

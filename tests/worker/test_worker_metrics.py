@@ -8,8 +8,7 @@ import pytest
 from bench.decoding import build_eager_speculator
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Draft, Wanted
-from decode_worker.speculation.lengths import CostCurve
+from decode_worker.speculation.drafters import Draft, Drafter, Wanted
 from tests.support.handover import PROMPT, used, workers
 from tests.support.real_workers import (
     CHUNK_TOKENS,
@@ -67,7 +66,7 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
         assert gauges(prefill) == gauges(decode) == (0, 0)
 
 
-class Liar:
+class Liar(Drafter):
     """Drafts right, except for the last token of each draft."""
 
     def __init__(self, truth: Sequence[int]) -> None:
@@ -82,15 +81,6 @@ class Liar:
             draft[-1] += 1
             self.drafts.append(tuple(draft))
         return [Draft(tuple(draft))]
-
-    def cost(self) -> CostCurve | None:
-        return None
-
-    def hidden_s(self, lengths: Sequence[int]) -> float:
-        return 0.0
-
-    def end_step(self) -> None:
-        pass
 
 
 def test_drafts_are_counted_and_those_that_were_right() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from decode_worker.grammar.compiler_process import _answer
 from decode_worker.grammar.matcher import Matcher
-from decode_worker.grammar.tokenizer_file import read_vocabulary
+from decode_worker.grammar.vocabulary import read_vocabulary
 from demo.paths import TARGET_DIR
 from gateway.router.engine_client import Grammar
 from gateway.text.tokenizer import Tokenizer
