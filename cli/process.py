@@ -1,17 +1,14 @@
-"""One process that `baton serve` starts: its start, its two pipes (events and log lines), and its end.
-
-Knows pipes, signals and process groups; not what the process is for.
-"""
+"""One process that `baton serve` starts: its two pipes, events and log lines, are shown on the screen."""
 
 import asyncio
 import io
 import os
-import signal
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 
 from cli.plan import ProcessSpec
 from cli.screen import Screen
+from runtime.child import ChildProcess
 from runtime.events import Loading, Ready, parse_event
 from runtime.hardware import CPU_ISA
 
@@ -20,43 +17,20 @@ LINE_LIMIT_BYTES = 1 << 20
 LAST_LINES_S = 1.0  # in which the pipes of an ended process are read to their end
 
 
-class Process:
-    """Owns a running process, its process group and its pipes."""
+class Process(ChildProcess):
+    """A child in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
 
-    def __init__(
-        self, spec: ProcessSpec, process: asyncio.subprocess.Process, events: int, log: int, screen: Screen
-    ) -> None:
-        """`events`, `log`: reading ends of its pipes, owned from now on."""
-        self.spec = spec
-        self.served_s = 0.0  # how long it took requests, known when it has ended
-        self._process = process
-        self._screen = screen
-        self._loop = asyncio.get_running_loop()
-        self._ready_at: float | None = None  # loop time
-        self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
-        pipes = ((events, self._take_event), (log, self._take_line))
-        self._pipes = [asyncio.create_task(read_lines(fd, take)) for fd, take in pipes]
-        self._end = asyncio.create_task(self._wait_end())
-
-    @classmethod
-    async def start(cls, spec: ProcessSpec, screen: Screen) -> "Process":
-        """Start it in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor. Raises OSError."""
+    def __init__(self, spec: ProcessSpec, screen: Screen) -> None:
+        """Start it. Raises OSError."""
         events, events_end = os.pipe()
-        log, log_end = os.pipe()  # not asyncio's: its wait() would last as long as any process holds the pipe open
+        log, log_end = os.pipe()
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("BATON_") or name == CPU_ISA
         }
+        environment = {**inherited, **spec.environment}  # BATON_PORT is the service's port, not a worker's
+        command = (*spec.command, f"--ready-fd={events_end}")
         try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.command,
-                f"--ready-fd={events_end}",
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log_end,
-                stderr=log_end,
-                pass_fds=(events_end,),
-                process_group=0,
-                env={**inherited, **spec.environment},  # BATON_PORT is the service's port, not a worker's
-            )
+            super().__init__(command, environment, (events_end,), output=log_end, has_group=True)
         except BaseException:
             os.close(events)
             os.close(log)
@@ -64,7 +38,15 @@ class Process:
         finally:
             os.close(events_end)
             os.close(log_end)
-        return cls(spec, process, events, log, screen)
+        self.spec = spec
+        self.served_s = 0.0  # how long it took requests, known when it has ended
+        self._screen = screen
+        self._loop = asyncio.get_running_loop()
+        self._ready_at: float | None = None  # loop time
+        self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
+        pipes = ((events, self._take_event), (log, self._take_line))
+        self._pipes = [asyncio.create_task(read_lines(fd, take)) for fd, take in pipes]
+        self._end = asyncio.create_task(self._finish())
 
     @property
     def is_ready(self) -> bool:
@@ -81,22 +63,11 @@ class Process:
         return await asyncio.shield(self._ready)
 
     async def wait_end(self) -> int:
-        """Its exit status; negative for a signal."""
+        """Its exit status, when its last lines are read."""
         return await asyncio.shield(self._end)
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it and everything it started."""
-        with suppress(ProcessLookupError, PermissionError):  # none is left; on some systems only zombies are
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def _wait_end(self) -> int:
-        code = await self._process.wait()
-        self.kill()  # what it may have started: until these end, the group's id is not used again
+    async def _finish(self) -> int:
+        code = await self.wait()
         if self._ready_at is not None:
             self.served_s = self._loop.time() - self._ready_at
         await asyncio.wait(self._pipes, timeout=LAST_LINES_S)

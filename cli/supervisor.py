@@ -1,9 +1,6 @@
 """Starts the processes of a service in order, starts workers again when they die, and leaves none behind.
 
-Knows order, deadlines and signals; what is shown is in `cli/screen.py`, what is started, and when again, in
-`cli/plan.py`.
-
-    workers (at once) -> all ready -> gateway -> ready -> serving -> gateway ends first, then workers
+workers (at once) -> all ready -> gateway -> ready -> serving -> gateway ends first, then workers
 """
 
 import asyncio
@@ -14,6 +11,7 @@ from contextlib import suppress
 from cli.plan import ProcessSpec, pin_ports, plan_restart
 from cli.process import Process
 from cli.screen import Screen
+from runtime.child import describe_exit
 from runtime.events import Ready
 
 STOP_MARGIN_S = 10.0  # beyond its drain, for a process to end
@@ -88,7 +86,7 @@ class Supervisor:
         self._screen.say(f"starting {', '.join(spec.name for spec in specs)}")
         for spec in specs:
             try:
-                group.append(await Process.start(spec, self._screen))
+                group.append(Process(spec, self._screen))
             except OSError as error:
                 raise StartError(f"{spec.name} cannot be started: {error}") from error
         return await asyncio.gather(*map(self._wait_ready, group))
@@ -120,7 +118,7 @@ class Supervisor:
     async def _start_again(self, rank: int, spec: ProcessSpec) -> None:
         """Returns when it is ready, or has failed."""
         try:
-            worker = self._workers[rank] = await Process.start(spec, self._screen)
+            worker = self._workers[rank] = Process(spec, self._screen)
         except OSError as error:
             self._screen.say(f"{spec.name} cannot be started: {error}", level="error")
             self._workers[rank].served_s = 0.0  # it is judged once more, as one that failed at its start
@@ -149,16 +147,6 @@ class Supervisor:
             if process.is_running:
                 self._screen.say(f"{process.spec.name} did not end by itself and is killed", level="warning")
                 process.kill()
-
-
-def describe_exit(code: int) -> str:
-    """An exit status in words."""
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def describe_failed_start(spec: ProcessSpec, code: int) -> str:

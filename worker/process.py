@@ -33,7 +33,7 @@ from worker.limits import limits_of
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
-from worker.rank_children import RankChildren
+from worker.rank_children import RANKS_S, RankChildren
 from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
 from worker.states import StateSlots, choose_spacing
@@ -41,9 +41,6 @@ from worker.thread import call_in_thread
 
 log = structlog.get_logger()
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
-
-
-RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
 
 
 @dataclass(frozen=True, slots=True)

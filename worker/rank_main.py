@@ -2,16 +2,13 @@
 
     python -m worker.rank_main FD
 
-FD is one end of a socket pair. The process ends when the other end closes, or with the thread that started it.
+It ends when rank 0 hangs up, and with the thread that started it.
 """
 
 import asyncio
 import os
-import signal
-import socket
 import sys
 import threading
-from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -27,13 +24,25 @@ from kvtransfer.opener import Opener
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
+from runtime.child import ParentLink
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.lifecycle import die_with_parent, is_abandoned, spare_what_is_here
+from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
-from worker import rank_link as link
-from worker.process import RANKS_S, build_opener, build_rank_engine, choose_rank_device, name_pools, open_rank
-from worker.rank_ring import RingFollower, parse_fds
+from worker.process import build_opener, build_rank_engine, choose_rank_device, name_pools, open_rank
+from worker.rank_children import (
+    RANKS_S,
+    Call,
+    CloseReader,
+    ComputeChecksums,
+    Done,
+    OpenReader,
+    ProbePages,
+    ReadPages,
+    Ready,
+    Start,
+)
+from worker.rank_ring import RingFollower
 from worker.ranks import follow
 
 log = structlog.get_logger()
@@ -41,25 +50,21 @@ CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": Prefi
 
 
 def main(fd: int) -> None:
-    die_with_parent()
-    sock = socket.socket(fileno=fd)
-    if is_abandoned(fd):  # the parent died before die_with_parent took effect
-        sys.exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which drains first
-        signal.signal(number, signal.SIG_IGN)
-    start = link.receive_start(sock)
+    link: ParentLink[Call] = ParentLink(fd, Call)
+    _number, start = link.receive()
+    assert isinstance(start, Start)
     config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
     setup_logging(f"{start.role} rank {start.rank}", config.log_level)
     try:
         ranks = join_group(start.rendezvous, start.rank, start.size, choose_rank_device(config, start.rank), RANKS_S)
-        engine = build_rank_engine(config, Place(ranks, (start.pool_fds[0], start.pool_fds[1])))
+        engine = build_rank_engine(config, Place(ranks, start.pool_fds))
     except (ValueError, OSError, RuntimeError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)
     spare_what_is_here()
-    ring = RingFollower(parse_fds(start.ring_fds), start.rank - 1)
+    ring = RingFollower(start.ring_fds, start.rank - 1)
     threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
-    asyncio.run(_serve(sock, start, config, engine))
+    asyncio.run(_serve(link, start, config, engine))
 
 
 def _follow(ring: RingFollower, engine: Engine) -> None:
@@ -73,10 +78,7 @@ def _follow(ring: RingFollower, engine: Engine) -> None:
         end_process()
 
 
-async def _serve(
-    sock: socket.socket, start: link.Start, config: PrefillConfig | DecodeConfig, engine: Engine
-) -> None:  # fmt: skip
-    reader, writer = await asyncio.open_unix_connection(sock=sock)
+async def _serve(link: ParentLink[Call], start: Start, config: PrefillConfig | DecodeConfig, engine: Engine) -> None:
     trust = load_trust(config)
     trust.watch_handshakes()
     stores, openers, address = name_pools(engine, start.incarnation), [], ""
@@ -89,34 +91,22 @@ async def _serve(
         await rpc.start(server)
     opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
     packed = [facts.SerializeToString() for facts, _nixl in opened]
-    writer.write(link.encode(link.Ready(packed[0], packed[1] if len(packed) > 1 else b"")))
-    readers = _Readers(openers, list(stores.values()))
-    try:
-        while True:
-            call = await link.receive(reader)
-            assert isinstance(call, link.Call)
-            readers.begin(call, writer)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        os._exit(0)  # rank 0 is gone or has closed: nothing here needs saving
+    link.answer(0, Ready(packed[0], packed[1] if len(packed) > 1 else b""))
+    await link.serve(_Readers(openers, list(stores.values())).answer)
+    os._exit(0)  # rank 0 is gone or has closed: nothing here needs saving
 
 
-@dataclass(slots=True)
 class _Readers:
     """The readers that rank 0 has opened here."""
 
-    openers: list[Opener]  # of pages and of slots, on a decode worker
-    pools: list[Pool]  # the same
-    opened: dict[int, Reader] = field(default_factory=dict)
-    _going_on: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(self, openers: list[Opener], pools: list[Pool]) -> None:
+        """Of pages and of slots; openers on a decode worker only."""
+        self._openers = openers
+        self._pools = pools
+        self._opened: dict[int, Reader] = {}
 
-    def begin(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
-        """Start a call and send its answer later. Calls run in parallel."""
-        task = asyncio.create_task(self._answer(call, writer))
-        self._going_on.add(task)
-        task.add_done_callback(self._going_on.discard)
-
-    async def _answer(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
-        done = link.Done(call.call)
+    async def answer(self, call: Call) -> Done:
+        done = Done()
         try:
             await self._do(call, done)
         except ReadError as error:
@@ -124,26 +114,26 @@ class _Readers:
         except Exception as error:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
-        if not isinstance(call, link.Checksum) and (reader := self.opened.get(call.reader)) is not None:
-            done.is_gone = bool(done.reason) and reader.is_gone()
-        writer.write(link.encode(done))
+        reader = None if isinstance(call, Start | ComputeChecksums) else self._opened.get(call.reader)
+        done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
+        return done
 
-    async def _do(self, call: link.Call, done: link.Done) -> None:
+    async def _do(self, call: Call, done: Done) -> None:
         match call:
-            case link.Open():
+            case OpenReader():
                 peer = kv_pb2.Peer.FromString(call.peer)
-                self.opened[call.reader] = await self.openers[call.is_states].open(call.transport, peer)
-            case link.Read():
+                self._opened[call.reader] = await self._openers[call.is_states].open(call.transport, peer)
+            case ReadPages():
                 sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
-                await self.opened[call.reader].read(sources, call.into)
-            case link.Probe():
-                await self.opened[call.reader].probe(call.num_pages)
-            case link.Close():
-                if (reader := self.opened.pop(call.reader, None)) is not None:
+                await self._opened[call.reader].read(sources, call.into)
+            case ProbePages():
+                await self._opened[call.reader].probe(call.num_pages)
+            case CloseReader():
+                if (reader := self._opened.pop(call.reader, None)) is not None:
                     await reader.close()
-            case link.Checksum():
+            case ComputeChecksums():
                 done.checksums = await asyncio.to_thread(
-                    compute_checksums, self.pools[call.is_states], call.pages, call.begin, call.num_bytes
+                    compute_checksums, self._pools[call.is_states], call.pages, call.begin, call.num_bytes
                 )
 
 

@@ -20,10 +20,11 @@ WAIT_S = 60.0
 # Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
 STAND_IN = """
 import os, pathlib, signal, subprocess, sys
-from runtime.lifecycle import ReadyReporter, follow_supervisor
+from runtime.child import follow_parent
+from runtime.lifecycle import ReadyReporter
 
 role, fd = sys.argv[1], int(sys.argv[-1].removeprefix("--ready-fd="))
-follow_supervisor(fd)
+follow_parent(fd)
 mode = os.environ.get("STAND_IN_" + role.upper(), "ready")
 
 def note(*words):

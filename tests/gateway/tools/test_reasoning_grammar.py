@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.compiler_process import _answer
+from decode_worker.grammar.compiler_process import Compile, Compiled, Refused, answer_call
 from decode_worker.grammar.matcher import Grammar as CompiledGrammar
 from decode_worker.grammar.matcher import Matcher
 from decode_worker.grammar.tokenizer_file import read_vocabulary
@@ -113,6 +113,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_behind_reasoning_too(
     worker: Worker, start: ReasoningStart
 ) -> None:
     hopeless = Grammar("json_schema", '{"$ref": "#"}', "p")
-    for grammar, status in ((hopeless, "refused"), (GRAMMARS[0][0], "compiled")):
+    for grammar, expected in ((hopeless, Refused), (GRAMMARS[0][0], Compiled)):
         wrapped = after_reasoning(grammar, THINK, start)
-        assert _answer(worker.words, wrapped.kind, wrapped.text, 10).head["status"] == status
+        assert isinstance(answer_call(worker.words, Compile(wrapped.kind, wrapped.text), 10), expected)

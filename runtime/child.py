@@ -1,0 +1,297 @@
+"""Child processes: each dies with its parent and is reaped, and those that answer calls do so over a socket pair.
+
+    parent ── [number, call] ──► child ── [number, answer] ──► parent     in any order, one answer a call
+
+A message is 4 bytes of length, then msgpack. The end of the stream means that the other process has ended, or asks this
+one to end. Call 0 is sent at the start; its answer says that the child is ready.
+"""
+
+import asyncio
+import ctypes
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import structlog
+
+log = structlog.get_logger()
+
+PR_SET_PDEATHSIG = 1
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 1 << 28
+CHUNK_BYTES = 1 << 20
+END_S = 5.0  # that a child has to end after its stream
+
+AnswerT = TypeVar("AnswerT")
+CallT = TypeVar("CallT")
+
+
+class ChildError(Exception):
+    """The child does not answer and is killed. The message says why, in one sentence without a subject."""
+
+
+class ChildProcess:
+    """A running process and, where it has one, its process group."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        fds: Sequence[int] = (),
+        output: int | None = None,
+        has_group: bool = False,
+    ) -> None:
+        """Start it on a thread that lives as long as it should: it dies with that thread (see `follow_parent`).
+
+        environment: all of it; None: ours. fds: inherited. output: for its stdout and stderr; None: ours. has_group: a
+        terminal's Ctrl-C does not reach it, and what it started is killed when it ends. Raises OSError.
+        """
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds, env=environment,
+            process_group=0 if has_group else None,
+        )  # fmt: skip
+        self.pid = self._popen.pid
+        self._has_group = has_group
+        self.ended: Future[int] = Future()  # its exit status, negative for a signal; set when it is reaped
+        self.ended.set_running_or_notify_cancel()  # so that no cancelled `wait` cancels it
+        threading.Thread(target=self._reap, name="child", daemon=True).start()
+
+    def _reap(self) -> None:
+        code = self._popen.wait()
+        if self._has_group:
+            self.kill()  # until its members end, the group's id is not used again
+        self.ended.set_result(code)
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+        return await asyncio.wrap_future(self.ended)
+
+    async def wait_at_most(self, timeout_s: float) -> int | None:
+        """The same; None if it still runs after `timeout_s`."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self.wait(), timeout_s)
+        return None
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it, and its group."""
+        if self._has_group:
+            with suppress(ProcessLookupError, PermissionError):  # none is left; on some systems only zombies are
+                os.killpg(self.pid, signal.SIGKILL)
+        else:
+            self._popen.kill()
+
+
+class ChildServer(ChildProcess, Generic[AnswerT]):
+    """A child that answers calls. Its methods run on the asyncio thread."""
+
+    def __init__(
+        self,
+        module: str,
+        start: msgspec.Struct,
+        answers: Any,
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `python -m module FD` and send call 0, `start`; needs no event loop.
+
+        answers: the type of all answers. environment: added to ours.
+        """
+        self._module = module
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, answers])
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
+            super().__init__(command, {**os.environ, **(environment or {})}, (theirs.fileno(), *fds))
+        self._sock.sendall(pack((0, start)))
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[AnswerT]] = {}
+        self._trouble = ""  # why it answers no more
+
+    async def wait_ready(self, timeout_s: float) -> AnswerT:
+        """The answer to `start`. Raises ChildError like `ask`."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        self._receiving = asyncio.create_task(self._receive(reader))
+        return await self._wait_answer(0, timeout_s)
+
+    async def ask(self, call: msgspec.Struct, timeout_s: float) -> AnswerT:
+        """Send a call and return its answer. Raises ChildError if there is none in time: the child is killed."""
+        if self._trouble:
+            raise ChildError(self._trouble)
+        assert self._writer is not None
+        number = next(self._numbers)
+        self._writer.write(pack((number, call)))
+        return await self._wait_answer(number, timeout_s)
+
+    async def _wait_answer(self, number: int, timeout_s: float) -> AnswerT:
+        answer: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            self.fail(f"did not answer within {timeout_s:g} s")
+            raise ChildError(self._trouble) from None
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, answer = self._decoder.decode(await _read(reader))
+                waiting = self._calls.pop(number)
+                if not waiting.done():
+                    waiting.set_result(answer)
+        except (EOFError, ConnectionError):
+            code = await self.wait_at_most(END_S)
+            self.fail("hung up" if code is None else f"ended with {describe_exit(code)}")
+        except (ValueError, KeyError) as error:
+            self.fail(f"sent what is no answer ({error})")
+
+    @property
+    def is_answering(self) -> bool:
+        """False once a call has failed or would fail."""
+        return not self._trouble and not self.ended.done()
+
+    def fail(self, trouble: str) -> None:
+        """Kill it and end all calls with ChildError, which says `trouble`."""
+        self.kill()
+        is_new, self._trouble = not self._trouble, self._trouble or trouble
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(ChildError(self._trouble))
+        self._calls.clear()
+        if is_new:
+            log.warning("a child process fails", child=self._module, pid=self.pid, reason=trouble)
+
+    async def close(self, timeout_s: float = END_S) -> None:
+        """Hang up, which asks it to end, and kill it after `timeout_s`. Running calls end with ChildError."""
+        self._trouble = self._trouble or "was stopped"
+        (self._writer or self._sock).close()
+        await self.wait_at_most(timeout_s)
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self.fail(self._trouble)
+        await self.wait_at_most(END_S)
+
+
+class ParentLink(Generic[CallT]):
+    """The child's end."""
+
+    def __init__(self, fd: int, calls: Any) -> None:
+        """Call it first. fd: what `ChildServer` gave. calls: the type of all calls."""
+        follow_parent(fd)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
+            signal.signal(number, signal.SIG_IGN)
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, calls])
+        self._sock = socket.socket(fileno=fd)
+
+    def receive(self) -> tuple[int, CallT]:
+        """The next call. Raises EOFError when the parent hangs up."""
+        numbered: tuple[int, CallT] = self._decoder.decode(receive(self._sock))
+        return numbered
+
+    def answer(self, number: int, answer: msgspec.Struct | msgspec.Raw) -> None:
+        self._sock.sendall(pack((number, answer)))
+
+    async def serve(self, work: Callable[[CallT], Awaitable[msgspec.Struct]]) -> None:
+        """Answer calls, in parallel, until the parent hangs up. `receive` and `answer` cannot be used any more."""
+        reader, writer = await asyncio.open_unix_connection(sock=self._sock)
+        running: set[asyncio.Task[None]] = set()
+
+        async def answer(number: int, call: CallT) -> None:
+            writer.write(pack((number, await work(call))))
+
+        with suppress(EOFError, ConnectionError):
+            while True:
+                task = asyncio.create_task(answer(*self._decoder.decode(await _read(reader))))
+                running.add(task)
+                task.add_done_callback(running.discard)
+
+    def close(self) -> None:
+        """In a fork."""
+        self._sock.close()
+
+
+def pack(message: object) -> bytes:
+    """A message after its length."""
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def receive(sock: socket.socket, timeout_s: float | None = None) -> bytes:
+    """The next message, without its length; blocks. Raises EOFError, TimeoutError, or ValueError if it is too long."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def take(num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            if deadline is not None:
+                sock.settimeout(max(deadline - time.monotonic(), 1e-6))
+            chunk = sock.recv(min(num_bytes - len(data), CHUNK_BYTES))
+            if not chunk:
+                raise EOFError
+            data += chunk
+        return bytes(data)
+
+    return take(_parse_length(take(LENGTH_BYTES)))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(_parse_length(await reader.readexactly(LENGTH_BYTES)))
+
+
+def _parse_length(data: bytes) -> int:
+    length = int.from_bytes(data, "little")
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes is too long")
+    return length
+
+
+def follow_parent(fd: int | None) -> None:
+    """End when the process that started this one ends, for any reason: the kernel watches the thread that did.
+
+    fd: of a pipe or socket whose other end only the parent holds; processes started here do not inherit it. No-op
+    without one. Call it first.
+    """
+    if fd is None:
+        return
+    os.set_inheritable(fd, False)
+    die_with_parent()
+    poller = select.poll()
+    poller.register(fd, 0)
+    if any(flags & (select.POLLERR | select.POLLHUP) for _fd, flags in poller.poll(0)):
+        sys.exit(1)  # the parent ended before we asked the kernel
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that started it ends. No-op off Linux."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
