@@ -16,11 +16,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 import structlog
@@ -30,32 +29,31 @@ log = structlog.get_logger()
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28
-CHUNK_BYTES = 1 << 20
-END_S = 5.0  # that a child has to end after its stream
+END_S = 5.0  # that a child has to end when its stream has
 
 AnswerT = TypeVar("AnswerT")
 CallT = TypeVar("CallT")
 
 
 class ChildError(Exception):
-    """The child does not answer and is killed. The message says why, in one sentence without a subject."""
+    """The child does not answer and is killed. The message says what it did: "ended with signal SIGKILL"."""
 
 
 class ChildProcess:
-    """A running process and, where it has one, its process group."""
+    """A running process, with a group of its own if it may start others."""
 
     def __init__(
         self,
         command: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        fds: Sequence[int] = (),
+        environment: Mapping[str, str],
+        fds: Sequence[int],
         output: int | None = None,
         has_group: bool = False,
     ) -> None:
-        """Start it on a thread that lives as long as it should: it dies with that thread (see `follow_parent`).
+        """Start it. It dies with the calling thread once it has called `follow_parent`. Raises OSError.
 
-        environment: all of it; None: ours. fds: inherited. output: for its stdout and stderr; None: ours. has_group: a
-        terminal's Ctrl-C does not reach it, and what it started is killed when it ends. Raises OSError.
+        fds: inherited. output: for its stdout and stderr; None: ours. has_group: a terminal's Ctrl-C does not reach it,
+        and what it started is killed when it ends.
         """
         self._popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds, env=environment,
@@ -73,15 +71,9 @@ class ChildProcess:
             self.kill()  # until its members end, the group's id is not used again
         self.ended.set_result(code)
 
-    async def wait(self) -> int:
-        """Its exit status, negative for a signal."""
-        return await asyncio.wrap_future(self.ended)
-
-    async def wait_at_most(self, timeout_s: float) -> int | None:
-        """The same; None if it still runs after `timeout_s`."""
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(self.wait(), timeout_s)
-        return None
+    async def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit status. Raises TimeoutError."""
+        return await asyncio.wait_for(asyncio.wrap_future(self.ended), timeout_s)
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -152,13 +144,15 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                number, answer = self._decoder.decode(await _read(reader))
+                number, answer = self._decoder.decode(await receive(reader))
                 waiting = self._calls.pop(number)
                 if not waiting.done():
                     waiting.set_result(answer)
         except (EOFError, ConnectionError):
-            code = await self.wait_at_most(END_S)
-            self.fail("hung up" if code is None else f"ended with {describe_exit(code)}")
+            try:
+                self.fail(f"ended with {describe_exit(await self.wait(END_S))}")
+            except TimeoutError:
+                self.fail("hung up")
         except (ValueError, KeyError) as error:
             self.fail(f"sent what is no answer ({error})")
 
@@ -182,49 +176,36 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         """Hang up, which asks it to end, and kill it after `timeout_s`. Running calls end with ChildError."""
         self._trouble = self._trouble or "was stopped"
         (self._writer or self._sock).close()
-        await self.wait_at_most(timeout_s)
+        with suppress(TimeoutError):
+            await self.wait(timeout_s)
         if self._receiving is not None:
             self._receiving.cancel()
         self.fail(self._trouble)
-        await self.wait_at_most(END_S)
+        with suppress(TimeoutError):
+            await self.wait(END_S)
 
 
-class ParentLink(Generic[CallT]):
-    """The child's end."""
+async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Awaitable[object]]) -> NoReturn:
+    """In a child: answer calls, in parallel, until the parent hangs up, which ends this process at once.
 
-    def __init__(self, fd: int, calls: Any) -> None:
-        """Call it first. fd: what `ChildServer` gave. calls: the type of all calls."""
-        follow_parent(fd)
-        for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
-            signal.signal(number, signal.SIG_IGN)
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, calls])
-        self._sock = socket.socket(fileno=fd)
+    fd: what `ChildServer` gave. calls: the type of all calls. An exception of `work` ends this process too.
+    """
+    follow_parent(fd)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
+        signal.signal(number, signal.SIG_IGN)
+    decoder = msgspec.msgpack.Decoder(tuple[int, calls])
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
 
-    def receive(self) -> tuple[int, CallT]:
-        """The next call. Raises EOFError when the parent hangs up."""
-        numbered: tuple[int, CallT] = self._decoder.decode(receive(self._sock))
-        return numbered
+    async def answer(number: int, call: CallT) -> None:
+        writer.write(pack((number, await work(call))))
 
-    def answer(self, number: int, answer: msgspec.Struct | msgspec.Raw) -> None:
-        self._sock.sendall(pack((number, answer)))
-
-    async def serve(self, work: Callable[[CallT], Awaitable[msgspec.Struct]]) -> None:
-        """Answer calls, in parallel, until the parent hangs up. `receive` and `answer` cannot be used any more."""
-        reader, writer = await asyncio.open_unix_connection(sock=self._sock)
-        running: set[asyncio.Task[None]] = set()
-
-        async def answer(number: int, call: CallT) -> None:
-            writer.write(pack((number, await work(call))))
-
-        with suppress(EOFError, ConnectionError):
-            while True:
-                task = asyncio.create_task(answer(*self._decoder.decode(await _read(reader))))
-                running.add(task)
-                task.add_done_callback(running.discard)
-
-    def close(self) -> None:
-        """In a fork."""
-        self._sock.close()
+    async with asyncio.TaskGroup() as running:
+        while True:
+            try:
+                data = await receive(reader)
+            except (EOFError, ConnectionError):
+                os._exit(0)
+            running.create_task(answer(*decoder.decode(data)))
 
 
 def pack(message: object) -> bytes:
@@ -233,33 +214,12 @@ def pack(message: object) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
-def receive(sock: socket.socket, timeout_s: float | None = None) -> bytes:
-    """The next message, without its length; blocks. Raises EOFError, TimeoutError, or ValueError if it is too long."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def take(num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            if deadline is not None:
-                sock.settimeout(max(deadline - time.monotonic(), 1e-6))
-            chunk = sock.recv(min(num_bytes - len(data), CHUNK_BYTES))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
-
-    return take(_parse_length(take(LENGTH_BYTES)))
-
-
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(_parse_length(await reader.readexactly(LENGTH_BYTES)))
-
-
-def _parse_length(data: bytes) -> int:
-    length = int.from_bytes(data, "little")
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """The next message, without its length. Raises EOFError, or ValueError if it is too long."""
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
     if length > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {length} bytes is too long")
-    return length
+    return await reader.readexactly(length)
 
 
 def follow_parent(fd: int | None) -> None:

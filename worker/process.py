@@ -211,7 +211,7 @@ def build_worker(
     address: str,
     trust: Trust,
     incarnation: str,
-    others: Sequence[tuple[kv_pb2.Rank, kv_pb2.Rank]] = (),
+    others: Sequence[Sequence[kv_pb2.Rank]] = (),
     children: RankChildren | None = None,
 ) -> Worker:
     """The engine as a named peer with an empty scheduler over its pages.

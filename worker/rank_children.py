@@ -82,10 +82,9 @@ class ComputeChecksums(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The child has its part of the model and of the pages; how peers reach them."""
+    """The child has its part of the model and of the pages."""
 
-    rank: bytes  # kv_pb2.Rank
-    states_rank: bytes  # the same for its slots; empty without
+    ranks: list[bytes]  # kv_pb2.Rank: how peers reach its pages, and its slots if it has any
 
 
 class Done(msgspec.Struct, tag=True):
@@ -138,14 +137,14 @@ class RankChildren:
             log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result())
             end_process()
 
-    async def connect(self, timeout_s: float) -> list[tuple[kv_pb2.Rank, kv_pb2.Rank]]:
+    async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
         """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
         self._timeout_s = timeout_s + MARGIN_S
-        ranks: list[tuple[kv_pb2.Rank, kv_pb2.Rank]] = []
+        ranks: list[list[kv_pb2.Rank]] = []
         for child in self._children:
             ready = await child.wait_ready(RANKS_S)
             assert isinstance(ready, Ready)
-            ranks.append((kv_pb2.Rank.FromString(ready.rank), kv_pb2.Rank.FromString(ready.states_rank)))
+            ranks.append([kv_pb2.Rank.FromString(rank) for rank in ready.ranks])
         return ranks
 
     async def ask(self, rank: int, call: Call) -> Done:

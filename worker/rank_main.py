@@ -6,7 +6,6 @@ It ends when rank 0 hangs up, and with the thread that started it.
 """
 
 import asyncio
-import os
 import sys
 import threading
 
@@ -24,7 +23,7 @@ from kvtransfer.opener import Opener
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
-from runtime.child import ParentLink
+from runtime.child import serve_parent
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
@@ -49,22 +48,77 @@ log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-def main(fd: int) -> None:
-    link: ParentLink[Call] = ParentLink(fd, Call)
-    _number, start = link.receive()
-    assert isinstance(start, Start)
-    config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
-    setup_logging(f"{start.role} rank {start.rank}", config.log_level)
-    try:
-        ranks = join_group(start.rendezvous, start.rank, start.size, choose_rank_device(config, start.rank), RANKS_S)
-        engine = build_rank_engine(config, Place(ranks, start.pool_fds))
-    except (ValueError, OSError, RuntimeError) as error:
-        log.error("cannot start", reason=str(error))
-        sys.exit(1)
-    spare_what_is_here()
-    ring = RingFollower(start.ring_fds, start.rank - 1)
-    threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
-    asyncio.run(_serve(link, start, config, engine))
+class Rank:
+    """Answers rank 0's calls."""
+
+    def __init__(self) -> None:
+        self._pools: list[Pool] = []  # of pages and of slots
+        self._openers: list[Opener] = []  # the same, on a decode worker
+        self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
+        self._kept: list[object] = []  # what serves the pools to peers
+
+    async def answer(self, call: Call) -> Ready | Done:
+        if isinstance(call, Start):
+            return await self._start(call)
+        done = Done()
+        try:
+            await self._do(call, done)
+        except ReadError as error:
+            done.reason, done.detail = error.reason, error.detail
+        except Exception as error:
+            log.exception("a call of rank 0 failed")
+            done.reason, done.detail = "transport", str(error) or type(error).__name__
+        reader = None if isinstance(call, ComputeChecksums) else self._readers.get(call.reader)
+        done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
+        return done
+
+    async def _start(self, start: Start) -> Ready:
+        config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
+        setup_logging(f"{start.role} rank {start.rank}", config.log_level)
+        try:
+            device = choose_rank_device(config, start.rank)
+            ranks = join_group(start.rendezvous, start.rank, start.size, device, RANKS_S)
+            engine = build_rank_engine(config, Place(ranks, start.pool_fds))
+        except (ValueError, OSError, RuntimeError) as error:
+            log.error("cannot start", reason=str(error))
+            end_process()
+        spare_what_is_here()
+        ring = RingFollower(start.ring_fds, start.rank - 1)
+        threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
+        trust = load_trust(config)
+        trust.watch_handshakes()
+        stores, address = name_pools(engine, start.incarnation), ""
+        self._pools = list(stores.values())
+        if isinstance(config, DecodeConfig):
+            named = ((f"{name}.{start.rank}", pool) for name, pool in stores.items())
+            self._openers = [build_opener(name, config, pool, trust) for name, pool in named]
+        else:
+            server = trust.build_server()
+            PageServer(stores).add_to(server)
+            address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
+            await rpc.start(server)
+            self._kept.append(server)
+        opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
+        self._kept += opened
+        return Ready([facts.SerializeToString() for facts, _nixl in opened])
+
+    async def _do(self, call: Call, done: Done) -> None:
+        match call:
+            case OpenReader():
+                peer = kv_pb2.Peer.FromString(call.peer)
+                self._readers[call.reader] = await self._openers[call.is_states].open(call.transport, peer)
+            case ReadPages():
+                sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
+                await self._readers[call.reader].read(sources, call.into)
+            case ProbePages():
+                await self._readers[call.reader].probe(call.num_pages)
+            case CloseReader():
+                if (reader := self._readers.pop(call.reader, None)) is not None:
+                    await reader.close()
+            case ComputeChecksums():
+                done.checksums = await asyncio.to_thread(
+                    compute_checksums, self._pools[call.is_states], call.pages, call.begin, call.num_bytes
+                )
 
 
 def _follow(ring: RingFollower, engine: Engine) -> None:
@@ -78,64 +132,5 @@ def _follow(ring: RingFollower, engine: Engine) -> None:
         end_process()
 
 
-async def _serve(link: ParentLink[Call], start: Start, config: PrefillConfig | DecodeConfig, engine: Engine) -> None:
-    trust = load_trust(config)
-    trust.watch_handshakes()
-    stores, openers, address = name_pools(engine, start.incarnation), [], ""
-    if isinstance(config, DecodeConfig):
-        openers = [build_opener(f"{name}.{start.rank}", config, pool, trust) for name, pool in stores.items()]
-    else:
-        server = trust.build_server()
-        PageServer(stores).add_to(server)
-        address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
-        await rpc.start(server)
-    opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
-    packed = [facts.SerializeToString() for facts, _nixl in opened]
-    link.answer(0, Ready(packed[0], packed[1] if len(packed) > 1 else b""))
-    await link.serve(_Readers(openers, list(stores.values())).answer)
-    os._exit(0)  # rank 0 is gone or has closed: nothing here needs saving
-
-
-class _Readers:
-    """The readers that rank 0 has opened here."""
-
-    def __init__(self, openers: list[Opener], pools: list[Pool]) -> None:
-        """Of pages and of slots; openers on a decode worker only."""
-        self._openers = openers
-        self._pools = pools
-        self._opened: dict[int, Reader] = {}
-
-    async def answer(self, call: Call) -> Done:
-        done = Done()
-        try:
-            await self._do(call, done)
-        except ReadError as error:
-            done.reason, done.detail = error.reason, error.detail
-        except Exception as error:
-            log.exception("a call of rank 0 failed")
-            done.reason, done.detail = "transport", str(error) or type(error).__name__
-        reader = None if isinstance(call, Start | ComputeChecksums) else self._opened.get(call.reader)
-        done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
-        return done
-
-    async def _do(self, call: Call, done: Done) -> None:
-        match call:
-            case OpenReader():
-                peer = kv_pb2.Peer.FromString(call.peer)
-                self._opened[call.reader] = await self._openers[call.is_states].open(call.transport, peer)
-            case ReadPages():
-                sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
-                await self._opened[call.reader].read(sources, call.into)
-            case ProbePages():
-                await self._opened[call.reader].probe(call.num_pages)
-            case CloseReader():
-                if (reader := self._opened.pop(call.reader, None)) is not None:
-                    await reader.close()
-            case ComputeChecksums():
-                done.checksums = await asyncio.to_thread(
-                    compute_checksums, self._pools[call.is_states], call.pages, call.begin, call.num_bytes
-                )
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    asyncio.run(serve_parent(int(sys.argv[1]), Call, Rank().answer))

@@ -8,6 +8,7 @@ grammar: whatever a hostile text does to it ends there, and the next grammar fin
 It ends with the worker, however that ends, and a compilation under way with it.
 """
 
+import asyncio
 import os
 import random
 import re
@@ -16,8 +17,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from decode_worker.grammar.limits import (
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.grammar.tokenizer_file import read_vocabulary
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary
-from runtime.child import ParentLink, die_with_parent, pack, receive
+from runtime.child import die_with_parent, pack, receive, serve_parent
 from runtime.peer_input import MAX_JSON_DEPTH
 
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
@@ -91,21 +90,53 @@ Call = Start | ReadVocabulary | Compile
 Answer = Ready | PackedVocabulary | Compiled | Refused | Busy
 
 
-def main(fd: int) -> None:
-    """Answer calls until the worker hangs up."""
-    link: ParentLink[Call] = ParentLink(fd, Call)
-    number, start = link.receive()
-    assert isinstance(start, Start)
-    vocabulary = read_vocabulary(Path(start.folder), start.vocab_size)
-    link.answer(number, Ready())
-    with suppress(EOFError):
-        while True:
-            number, call = link.receive()
-            if isinstance(call, Compile):
-                work = partial(answer_call, vocabulary, call, start.cpu_s)
-                link.answer(number, _run_limited(work, start, link))
-            else:
-                link.answer(number, vocabulary.pack())
+class Compiler:
+    """Answers the worker's calls, which come one after the other."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: of the worker's calls."""
+        self._fd = fd
+
+    async def answer(self, call: Call) -> Answer | msgspec.Raw:
+        match call:
+            case Start():
+                self._limits = call
+                self._vocabulary = read_vocabulary(Path(call.folder), call.vocab_size)
+                return Ready()
+            case ReadVocabulary():
+                return self._vocabulary.pack()
+            case Compile():
+                return await self._compile_in_fork(call)
+
+    async def _compile_in_fork(self, call: Compile) -> msgspec.Raw | Refused | Busy:
+        """What a fork with limits answers, or why there is no answer."""
+        ours, theirs = socket.socketpair()
+        limits, parent, fork = self._limits, os.getpid(), os.fork()
+        if fork == 0:
+            try:
+                os.close(self._fd)
+                die_with_parent()
+                if os.getppid() == parent:
+                    _limit_myself(limits.cpu_s)
+                    theirs.sendall(pack(answer_call(self._vocabulary, call, limits.cpu_s)))
+            finally:
+                os._exit(0)
+        theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                return msgspec.Raw(await receive(reader))
+        except TimeoutError:
+            return Busy()
+        except (EOFError, ConnectionError, ValueError):
+            pass
+        finally:
+            writer.close()
+            os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
+            _pid, status = os.waitpid(fork, 0)  # noqa: ASYNC222  it is dead
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+            return Refused(f"took longer than {limits.cpu_s} s to compile; simplify it")
+        return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
 
 
 def answer_call(vocabulary: Vocabulary, call: Compile, cpu_s: int) -> Compiled | Refused:
@@ -169,41 +200,6 @@ def _try_out(grammar: Grammar, lead: str) -> None:
         ) from error
 
 
-def _run_limited(
-    work: Callable[[], Compiled | Refused], start: Start, link: ParentLink[Call]
-) -> msgspec.Raw | Refused | Busy:
-    """What `work` answers, done by a fork with limits, or why there is no answer."""
-    ours, theirs = socket.socketpair()
-    parent, fork = os.getpid(), os.fork()
-    if fork == 0:
-        try:
-            ours.close()
-            link.close()
-            die_with_parent()
-            if os.getppid() == parent:
-                _limit_myself(start.cpu_s)
-                theirs.sendall(pack(work()))
-        finally:
-            os._exit(0)
-    theirs.close()
-    answer: msgspec.Raw | Busy | None = None
-    with ours:
-        try:
-            answer = msgspec.Raw(receive(ours, start.wall_s))
-        except TimeoutError:
-            answer = Busy()
-        except (EOFError, ConnectionError, ValueError):
-            pass
-        finally:
-            os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
-            _pid, status = os.waitpid(fork, 0)
-    if answer is not None:
-        return answer
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
-        return Refused(f"took longer than {start.cpu_s} s to compile; simplify it")
-    return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
-
-
 def _limit_myself(cpu_s: int) -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -217,4 +213,4 @@ def _limit_myself(cpu_s: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    asyncio.run(serve_parent(int(sys.argv[1]), Call, Compiler(int(sys.argv[1])).answer))

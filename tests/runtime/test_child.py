@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, ParentLink, describe_exit, pack
+from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, describe_exit, pack, serve_parent
 
 WAIT_S = 60.0
 MODULE = "tests.runtime.test_child"
@@ -150,16 +150,5 @@ async def be_parent() -> None:
     await child.wait()
 
 
-def be_child() -> None:
-    link: ParentLink[Do] = ParentLink(int(sys.argv[1]), Do)
-    number, start = link.receive()
-    if start.what == "ready":
-        link.answer(number, start)
-    asyncio.run(link.serve(work))
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "parent":
-        asyncio.run(be_parent())
-    else:
-        be_child()
+    asyncio.run(be_parent() if sys.argv[1] == "parent" else serve_parent(int(sys.argv[1]), Do, work))
