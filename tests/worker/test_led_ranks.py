@@ -78,9 +78,10 @@ def expected(alone: Engine) -> Answers:
     return Bench(alone, NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
 
 
-@pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
 @pytest.mark.parametrize(
-    ("num_pages", "steps_ahead"), [(NUM_PAGES - 1, 0), (26, 0), (26, 1)], ids=["room", "preemption", "ahead"]
+    ("drafter", "num_pages", "steps_ahead"),
+    [("off", NUM_PAGES - 1, 0), ("ngram", 26, 0), ("draft", 26, 0), ("off", 26, 1), ("draft", 26, 1)],
+    ids=["room", "preemption-ngram", "preemption-draft", "ahead", "ahead-draft"],
 )
 def test_answers_are_those_of_one_process(
     led: Engine, expected: Answers, drafter: str, num_pages: int, steps_ahead: int
