@@ -40,41 +40,22 @@ class Process(ChildProcess):
             os.close(log_end)
         self.spec = spec
         self.served_s = 0.0  # how long it took requests, known when it has ended
+        self.ready: asyncio.Future[Ready | None] = asyncio.get_running_loop().create_future()  # None: it ended before
         self._screen = screen
-        self._loop = asyncio.get_running_loop()
-        self._ready_at: float | None = None  # loop time
-        self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
+        self._ready_at = 0.0  # loop time
         pipes = ((events, self._take_event), (log, self._take_line))
         self._pipes = [asyncio.create_task(read_lines(fd, take)) for fd, take in pipes]
-        self._end = asyncio.create_task(self._finish())
-
-    @property
-    def is_ready(self) -> bool:
-        """True once it has reported that it takes requests."""
-        return self._ready_at is not None
-
-    @property
-    def is_running(self) -> bool:
-        """False once it has ended and its last lines are read."""
-        return not self._end.done()
-
-    async def wait_ready(self) -> Ready | None:
-        """What it reports when it takes requests; None when it ended before that."""
-        return await asyncio.shield(self._ready)
-
-    async def wait_end(self) -> int:
-        """Its exit status, when its last lines are read."""
-        return await asyncio.shield(self._end)
+        self.end = asyncio.create_task(self._finish())  # its exit status, when its last lines are read
 
     async def _finish(self) -> int:
         code = await self.wait()
-        if self._ready_at is not None:
-            self.served_s = self._loop.time() - self._ready_at
+        if self.ready.done():
+            self.served_s = asyncio.get_running_loop().time() - self._ready_at
         await asyncio.wait(self._pipes, timeout=LAST_LINES_S)
         for pipe in self._pipes:
             pipe.cancel()
-        if not self._ready.done():
-            self._ready.set_result(None)
+        if not self.ready.done():
+            self.ready.set_result(None)
         return code
 
     def _take_event(self, line: str) -> None:
@@ -85,10 +66,10 @@ class Process(ChildProcess):
             return
         if isinstance(event, Loading):
             self._screen.loading(self.spec.name, event)
-        elif not self._ready.done():
-            self._ready_at = self._loop.time()
+        elif not self.ready.done():
+            self._ready_at = asyncio.get_running_loop().time()
             self._screen.ready(self.spec.name, event)
-            self._ready.set_result(event)
+            self.ready.set_result(event)
 
     def _take_line(self, line: str) -> None:
         self._screen.log(self.spec.name, line)

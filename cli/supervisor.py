@@ -66,7 +66,7 @@ class Supervisor:
                 ready = await self._start(workers, self._workers)
                 [gateway] = await self._start([plan_gateway(ready)], self._gateway)
         except TimeoutError as error:
-            waiting = [process.spec.name for process in (*self._workers, *self._gateway) if not process.is_ready]
+            waiting = [process.spec.name for process in (*self._workers, *self._gateway) if not process.ready.done()]
             raise StartError(
                 f"{', '.join(waiting)} did not become ready within {self._start_timeout_s:g} s: "
                 "set --start-timeout-s higher if the model only loads slowly"
@@ -74,7 +74,7 @@ class Supervisor:
         self._screen.serving(gateway)
         keeping = asyncio.gather(*map(self._keep, range(len(ready)), ready))
         try:
-            code = await self._gateway[0].wait_end()
+            code = await asyncio.shield(self._gateway[0].end)
             return f"the gateway ended with {describe_exit(code)}; its log says why"
         finally:
             keeping.cancel()
@@ -92,9 +92,9 @@ class Supervisor:
         return await asyncio.gather(*map(self._wait_ready, group))
 
     async def _wait_ready(self, process: Process) -> Ready:
-        event = await process.wait_ready()
+        event = await asyncio.shield(process.ready)
         if event is None:
-            raise StartError(describe_failed_start(process.spec, await process.wait_end()))
+            raise StartError(describe_failed_start(process.spec, await asyncio.shield(process.end)))
         return event
 
     async def _keep(self, rank: int, ready: Ready) -> None:
@@ -102,10 +102,10 @@ class Supervisor:
         spec, streak = pin_ports(self._workers[rank].spec, ready), 0
         while True:
             worker = self._workers[rank]
-            code = await worker.wait_end()
+            code = await asyncio.shield(worker.end)
             restart = plan_restart(code, worker.served_s, streak)
             next_step = f"starts again in {restart[0]:g} s" if restart else "stays ended, as it was asked to"
-            num_left = sum(other.is_running for other in self._workers)
+            num_left = sum(not other.end.done() for other in self._workers)
             left = "1 worker is left" if num_left == 1 else f"{num_left} workers are left"
             text = f"{spec.name} ended with {describe_exit(code)}; {left}; it {next_step}"
             self._screen.say(text, level="warning" if restart else "info")
@@ -125,7 +125,7 @@ class Supervisor:
             return
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await worker.wait_ready()
+                await asyncio.shield(worker.ready)
         except TimeoutError:
             self._screen.say(f"{spec.name} is killed: not ready within {self._start_timeout_s:g} s", level="error")
             worker.kill()
@@ -135,16 +135,15 @@ class Supervisor:
         for group in (self._gateway, self._workers):
             for process in group:
                 process.terminate()
-            ends = asyncio.gather(*(process.wait_end() for process in group))
-            await asyncio.wait((ends,), timeout=self._stop_s)
-            self._kill(*group)
-            await asyncio.wait((ends,), timeout=KILL_S)
-            ends.cancel()
+            if ends := [process.end for process in group]:
+                await asyncio.wait(ends, timeout=self._stop_s)
+                self._kill(*group)
+                await asyncio.wait(ends, timeout=KILL_S)
 
     def _kill(self, *processes: Process) -> None:
         """Those that still run."""
         for process in processes:
-            if process.is_running:
+            if not process.end.done():
                 self._screen.say(f"{process.spec.name} did not end by itself and is killed", level="warning")
                 process.kill()
 

@@ -7,15 +7,14 @@ serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s o
 
 import asyncio
 import gc
-import json
 import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import TypeVar
 
+import msgspec
 import structlog
 import uvloop
 
@@ -48,17 +47,17 @@ class ReadyReporter:
         if done == last or (done < total and done - last < total / LOADING_STEPS):
             return
         self._reported = Loading(done, total, what)
-        self._write("loading", self._reported)
+        self._write(self._reported)
 
     def ready(self, address: str, ops_address: str, incarnation: str, detail: Mapping[str, str]) -> None:
         """Report that this process takes requests."""
-        self._write("ready", Ready(self._role, address, ops_address, os.getpid(), incarnation, dict(detail)))
+        self._write(Ready(self._role, address, ops_address, os.getpid(), incarnation, dict(detail)))
 
-    def _write(self, name: str, event: Loading | Ready) -> None:
+    def _write(self, event: Loading | Ready) -> None:
         if self._fd is None:
             return
         with suppress(BrokenPipeError):  # the reader is gone, which is no reason to end
-            os.write(self._fd, json.dumps({"event": name, **asdict(event)}).encode() + b"\n")
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
 
 
 def run_worker(

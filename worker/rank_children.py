@@ -44,21 +44,17 @@ class Start(msgspec.Struct, tag=True):
 
 
 class OpenReader(msgspec.Struct, tag=True):
-    """Open a reader of a peer, named `reader` from now on."""
-
-    reader: int
+    reader: int  # its number in later calls
     transport: Transport
     peer: bytes  # kv_pb2.Peer
     is_states: bool  # it reads slots
 
 
 class ReadPages(msgspec.Struct, tag=True):
-    """Read pages into the rank's pool."""
-
     reader: int
     pages: list[int]
     generations: list[int]
-    into: list[int]
+    into: list[int]  # pages of the rank's pool
 
 
 class ProbePages(msgspec.Struct, tag=True):
