@@ -103,21 +103,6 @@ def take_open_files() -> None:
         )
 
 
-def announce(
-    reporter: ReadyReporter,
-    address: str,
-    ops_address: str,
-    incarnation: str,
-    detail: Mapping[str, str],
-    weaknesses: Mapping[str, str],
-) -> None:
-    """Log and report that this worker serves; `weaknesses`: what is slower than it could be |-> why."""
-    for weakness, reason in weaknesses.items():
-        log.warning(weakness, reason=reason)
-    log.info("ready", address=address, ops=ops_address, incarnation=incarnation, **detail)
-    reporter.ready(address, ops_address, incarnation, detail)
-
-
 class Shutdown:
     """The end of a process that serves: it takes nothing new and finishes what it has, within `drain_s`.
 

@@ -24,7 +24,7 @@ from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads
-from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
+from runtime.lifecycle import ReadyReporter, Shutdown, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from wire.kv_layout import KvPart
@@ -178,7 +178,11 @@ async def _serve(
     health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
     ops.follow(probes)
     shutdown.listen()
-    announce(reporter, address, ops.address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
+    for weakness, reason in engine.find_weaknesses().items():
+        log.warning(weakness, reason=reason)
+    detail = engine.describe()
+    log.info("ready", address=address, ops=ops.address, incarnation=built.incarnation, **detail)
+    reporter.ready(address, ops.address, built.incarnation, detail)
     await shutdown.begun.wait()
     not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that does not read can block it
     await shutdown.wait()

@@ -28,19 +28,8 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
+from worker import rank_children as calls
 from worker.process import build_opener, build_rank_engine, choose_rank_device, name_pools, open_rank
-from worker.rank_children import (
-    RANKS_S,
-    Call,
-    CloseReader,
-    ComputeChecksums,
-    Done,
-    OpenReader,
-    ProbePages,
-    ReadPages,
-    Ready,
-    Start,
-)
 from worker.rank_ring import RingFollower
 from worker.ranks import follow
 
@@ -57,10 +46,10 @@ class Rank:
         self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
         self._kept: list[object] = []  # what serves the pools to peers
 
-    async def answer(self, call: Call) -> Ready | Done:
-        if isinstance(call, Start):
+    async def answer(self, call: calls.Call) -> calls.Ready | calls.Done:
+        if isinstance(call, calls.Start):
             return await self._start(call)
-        done = Done()
+        done = calls.Done()
         try:
             await self._do(call, done)
         except ReadError as error:
@@ -68,16 +57,16 @@ class Rank:
         except Exception as error:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
-        reader = None if isinstance(call, ComputeChecksums) else self._readers.get(call.reader)
+        reader = None if isinstance(call, calls.ComputeChecksums) else self._readers.get(call.reader)
         done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
         return done
 
-    async def _start(self, start: Start) -> Ready:
+    async def _start(self, start: calls.Start) -> calls.Ready:
         config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
         setup_logging(f"{start.role} rank {start.rank}", config.log_level)
         try:
             device = choose_rank_device(config, start.rank)
-            ranks = join_group(start.rendezvous, start.rank, start.size, device, RANKS_S)
+            ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S)
             engine = build_rank_engine(config, Place(ranks, start.pool_fds))
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
@@ -100,22 +89,22 @@ class Rank:
             self._kept.append(server)
         opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
         self._kept += opened
-        return Ready([facts.SerializeToString() for facts, _nixl in opened])
+        return calls.Ready([facts.SerializeToString() for facts, _nixl in opened])
 
-    async def _do(self, call: Call, done: Done) -> None:
+    async def _do(self, call: calls.Call, done: calls.Done) -> None:
         match call:
-            case OpenReader():
+            case calls.OpenReader():
                 peer = kv_pb2.Peer.FromString(call.peer)
                 self._readers[call.reader] = await self._openers[call.is_states].open(call.transport, peer)
-            case ReadPages():
+            case calls.ReadPages():
                 sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
                 await self._readers[call.reader].read(sources, call.into)
-            case ProbePages():
+            case calls.ProbePages():
                 await self._readers[call.reader].probe(call.num_pages)
-            case CloseReader():
+            case calls.CloseReader():
                 if (reader := self._readers.pop(call.reader, None)) is not None:
                     await reader.close()
-            case ComputeChecksums():
+            case calls.ComputeChecksums():
                 done.checksums = await asyncio.to_thread(
                     compute_checksums, self._pools[call.is_states], call.pages, call.begin, call.num_bytes
                 )
@@ -133,4 +122,4 @@ def _follow(ring: RingFollower, engine: Engine) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_parent(int(sys.argv[1]), Call, Rank().answer))
+    asyncio.run(serve_parent(int(sys.argv[1]), calls.Call, Rank().answer))
