@@ -10,23 +10,15 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TypeVar
 
 import msgspec
 import structlog
-import uvloop
 
-from runtime.config import DecodeConfig, PrefillConfig
 from runtime.events import Loading, Ready
-from runtime.logs import setup_logging
-from runtime.ops import OpsServer
 
 log = structlog.get_logger()
-
-EngineT = TypeVar("EngineT")
-ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 FEW_OPEN_FILES = 1024  # a worker takes about 50 for itself, and then one a connection
 MAX_OPEN_FILES = 1 << 20  # of no use beyond; systems may grant billions
@@ -58,27 +50,6 @@ class ReadyReporter:
             return
         with suppress(BrokenPipeError):  # the reader is gone, which is no reason to end
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
-
-
-def run_worker(
-    role: str,
-    config: ConfigT,
-    build: Callable[[ConfigT, ReadyReporter], EngineT],
-    serve: Callable[[ConfigT, EngineT, ReadyReporter, OpsServer], Coroutine[None, None, None]],
-) -> int:
-    """Build the engine, then serve until stopped. Returns 0 after a signal, 1 when it could not start."""
-    setup_logging(role, config.log_level)
-    take_open_files()
-    reporter = ReadyReporter(config.ready_fd, role)
-    try:
-        with OpsServer(config.ops_host, config.ops_port) as ops:
-            engine = build(config, reporter)
-            spare_what_is_here()
-            uvloop.run(serve(config, engine, reporter, ops))
-    except (ValueError, OSError) as error:
-        log.error("cannot start", reason=str(error))
-        return 1
-    return 0
 
 
 def spare_what_is_here() -> None:

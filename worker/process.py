@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 import torch
+import uvloop
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
@@ -24,7 +25,8 @@ from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads
-from runtime.lifecycle import ReadyReporter, Shutdown, run_worker
+from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
+from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from wire.kv_layout import KvPart
@@ -90,8 +92,18 @@ class Role:
 
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
-    """Serve until a signal. Returns the exit code."""
-    code = run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
+    """Build the engine, then serve until a signal. Returns the exit code: 1 if it could not start."""
+    setup_logging(role, config.log_level)
+    take_open_files()
+    reporter, code = ReadyReporter(config.ready_fd, role), 0
+    try:
+        with OpsServer(config.ops_host, config.ops_port) as ops:
+            built = _build(role, config, reporter)
+            spare_what_is_here()
+            uvloop.run(_serve(role, build_role, built, reporter, ops))
+    except (ValueError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        code = 1
     if config.tp > 1:
         end_group_member(code)
     return code
@@ -156,7 +168,6 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
 async def _serve(
     role: str,
     build_role: Callable[[ConfigT, Worker], Role],
-    _incomplete: ConfigT,
     built: Built[ConfigT],
     reporter: ReadyReporter,
     ops: OpsServer,
