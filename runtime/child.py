@@ -22,9 +22,6 @@ from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
-import structlog
-
-log = structlog.get_logger()
 
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
@@ -103,7 +100,6 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
 
         answers: the type of all answers. environment: added to ours.
         """
-        self._module = module
         self._decoder = msgspec.msgpack.Decoder(tuple[int, answers])
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -114,7 +110,7 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         self._receiving: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[AnswerT]] = {}
-        self._trouble = ""  # why it answers no more
+        self.trouble = ""  # why it answers no more
 
     async def wait_ready(self, timeout_s: float) -> AnswerT:
         """The answer to `start`. Raises ChildError like `ask`."""
@@ -124,8 +120,8 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
 
     async def ask(self, call: msgspec.Struct, timeout_s: float) -> AnswerT:
         """Send a call and return its answer. Raises ChildError if there is none in time: the child is killed."""
-        if self._trouble:
-            raise ChildError(self._trouble)
+        if self.trouble:
+            raise ChildError(self.trouble)
         assert self._writer is not None
         number = next(self._numbers)
         self._writer.write(pack((number, call)))
@@ -139,7 +135,7 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
                 return await answer
         except TimeoutError:
             self.fail(f"did not answer within {timeout_s:g} s")
-            raise ChildError(self._trouble) from None
+            raise ChildError(self.trouble) from None
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -159,28 +155,26 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
     @property
     def is_answering(self) -> bool:
         """False once a call has failed or would fail."""
-        return not self._trouble and not self.ended.done()
+        return not self.trouble and not self.ended.done()
 
     def fail(self, trouble: str) -> None:
         """Kill it and end all calls with ChildError, which says `trouble`."""
+        self.trouble = self.trouble or trouble
         self.kill()
-        is_new, self._trouble = not self._trouble, self._trouble or trouble
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(ChildError(self._trouble))
+                answer.set_exception(ChildError(self.trouble))
         self._calls.clear()
-        if is_new:
-            log.warning("a child process fails", child=self._module, pid=self.pid, reason=trouble)
 
     async def close(self, timeout_s: float = END_S) -> None:
         """Hang up, which asks it to end, and kill it after `timeout_s`. Running calls end with ChildError."""
-        self._trouble = self._trouble or "was stopped"
+        self.trouble = self.trouble or "was stopped"
         (self._writer or self._sock).close()
         with suppress(TimeoutError):
             await self.wait(timeout_s)
         if self._receiving is not None:
             self._receiving.cancel()
-        self.fail(self._trouble)
+        self.fail(self.trouble)
         with suppress(TimeoutError):
             await self.wait(END_S)
 

@@ -19,7 +19,7 @@ from engine.kv.pool import create_file
 from engine.out_of_memory import end_process
 from kvtransfer.reader import PageRef, ReadError, Transport
 from protos import kv_pb2
-from runtime.child import ChildServer
+from runtime.child import ChildServer, describe_exit
 from runtime.config import DecodeConfig, PrefillConfig
 from worker.rank_reads import run_all
 from worker.rank_ring import RingLeader, open_ring
@@ -124,13 +124,14 @@ class RankChildren:
             )  # fmt: skip
             fds = (*self.pool_fds, *ring_fds)
             child: ChildServer[Ready | Done] = ChildServer("worker.rank_main", start, Ready | Done, fds)
-            child.ended.add_done_callback(partial(self._on_end, rank))
+            child.ended.add_done_callback(partial(self._on_end, rank, child))
             self._children.append(child)
 
-    def _on_end(self, rank: int, ended: Future[int]) -> None:
+    def _on_end(self, rank: int, child: ChildServer[Ready | Done], ended: Future[int]) -> None:
         """On a thread of its own: while this process loads, there is no event loop."""
         if not self.is_closing:
-            log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result())
+            reason = child.trouble or f"ended with {describe_exit(ended.result())}"
+            log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result(), reason=reason)
             end_process()
 
     async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:

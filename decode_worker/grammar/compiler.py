@@ -97,6 +97,7 @@ class GrammarCompiler:
         try:
             await self._child.wait_ready(START_S)
         except ChildError as error:
+            log.warning("grammar compiler fails", error=str(error))
             raise GrammarBrokenError("the grammar compiler does not start; the worker's log says why") from error
         log.info("grammar compiler started", pid=self._child.pid)
 
@@ -105,6 +106,7 @@ class GrammarCompiler:
         try:
             return await self._child.ask(call, self._wall_s + _SLACK_S)
         except ChildError as error:
+            log.warning("grammar compiler fails", error=str(error))
             raise GrammarBusyError("the grammar compiler died and is started again") from error
         except asyncio.CancelledError:  # the next one should not wait for this
             self._child.fail("was interrupted")
