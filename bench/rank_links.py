@@ -7,6 +7,7 @@ All workers run at once, and pairs take turns. A decode worker's ranks read in p
 
 import argparse
 import asyncio
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +18,7 @@ import grpc
 import numpy as np
 
 from bench.fleet import ProcessFleet, run_fleet
+from demo.paths import TARGET_DIR
 from demo.shapes import llama_config, new_model
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import new_incarnation, open_channel
@@ -98,6 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shape = llama_config(width=64, inner=64, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=VOCAB)
         new_model(shape, seed=0).save_pretrained(Path(folder))  # 512 KiB per page, and little else
+        shutil.copy(TARGET_DIR / "tokenizer.json", folder)
         model = [f"--model={folder}", "--draft-model=none", "--max-running=4"]
         flags = {
             "prefill": [*model, f"--chunk-tokens={arguments.tokens}", "--transport=nixl"],

@@ -20,8 +20,6 @@ TIMEOUT_S = 15.0  # for one answer
 MARGIN_S = 30.0  # for the process to end after its drain
 POLL_S = 0.5
 
-Stub = decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub
-
 
 def drain(
     worker: str,
@@ -44,7 +42,12 @@ def drain(
         fleet_secret: Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton
             serve` drew is found without.
     """
-    workers = find_workers(url, api_key)
+    workers: dict[str, dict[str, Any]] = {}
+    try:
+        with closing(Service(url, api_key)) as service:
+            workers = {one["address"]: one for one in read_status(service)[0]}
+    except CommandError as error:
+        print(f"it is not known whether other workers are left: {error}")
     alive = [address for address, one in workers.items() if one["role"] == "decode" and one["alive"]]
     if alive == [worker] and not force:
         raise CommandError(
@@ -56,57 +59,45 @@ def drain(
     return asyncio.run(_drain(worker, ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret), wait))
 
 
-def find_workers(url: str, api_key: str) -> dict[str, dict[str, Any]]:
-    """Address |-> what the gateway says of the worker there; empty, and printed, when it says nothing."""
-    try:
-        with closing(Service(url, api_key)) as service:
-            return {one["address"]: one for one in read_status(service)[0]}
-    except CommandError as error:
-        print(f"it is not known whether other workers are left: {error}")
-        return {}
-
-
 def read_secret(address: str, pid: int) -> str:
     """The secret that `baton serve` of this user gave a worker on this machine; empty for any other process."""
     name = b"BATON_FLEET_SECRET="
-    variables: list[bytes] = []
     if is_loopback(address.rpartition(":")[0]):
         with suppress(OSError):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((one.removeprefix(name).decode() for one in variables if one.startswith(name)), "")
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(name):
+                    return variable.removeprefix(name).decode()
+    return ""
 
 
 async def _drain(address: str, config: ProcessConfig, is_waiting: bool) -> int:
+    """Ask it as a decode worker, and if it is none, as a prefill worker."""
     async with load_trust(config).open_channel(address) as channel:
-        stub, answer = await _begin(address, channel)
-        print(f"{address} drains: {answer.num_left} requests left, for at most {answer.drain_s:g} s")
-        return await _watch(address, stub, answer.drain_s) if is_waiting else 0
-
-
-async def _begin(address: str, channel: grpc.aio.Channel) -> tuple[Stub, decode_pb2.DrainResponse]:
-    """Ask as a decode worker, and if it is none, as a prefill worker."""
-    for stub in (decode_pb2_grpc.DecodeStub(channel), prefill_pb2_grpc.PrefillStub(channel)):
-        try:
-            return stub, await stub.Drain(decode_pb2.DrainRequest(), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise CommandError(_explain(address, error)) from error
+        for stub in (decode_pb2_grpc.DecodeStub(channel), prefill_pb2_grpc.PrefillStub(channel)):
+            try:
+                answer = await stub.Drain(decode_pb2.DrainRequest(), timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    continue
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    why = (
+                        f"refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or send SIGTERM "
+                        "to the worker's process, whose pid `baton status` shows"
+                    )
+                else:
+                    why = (
+                        f"does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
+                        "`baton status` lists them; the gateway itself is drained by SIGTERM"
+                    )
+                raise CommandError(f"{address} {why}") from error
+            print(f"{address} drains: {answer.num_left} requests left, for at most {answer.drain_s:g} s")
+            if is_waiting:
+                await _watch(address, stub, answer.drain_s)
+            return 0
     raise CommandError(f"{address} is no Baton worker: `baton status` lists the workers' addresses")
 
 
-def _explain(address: str, error: grpc.aio.AioRpcError) -> str:
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return (
-            f"{address} refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or send SIGTERM to "
-            "the worker's process, whose pid `baton status` shows"
-        )
-    return (
-        f"{address} does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
-        "`baton status` lists them; the gateway itself is drained by SIGTERM"
-    )
-
-
-async def _watch(address: str, stub: Stub, drain_s: float) -> int:
+async def _watch(address: str, stub: decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub, drain_s: float) -> None:
     """Print what is left until the worker has ended."""
     deadline = time.monotonic() + drain_s + MARGIN_S
     num_left = -1
@@ -116,7 +107,7 @@ async def _watch(address: str, stub: Stub, drain_s: float) -> int:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 print(f"{address} has ended")
-                return 0
+                return
             if error.code() is not grpc.StatusCode.CANCELLED:  # a server answers so just before it ends
                 raise CommandError(
                     f"{address} drains, but does not say how far it is ({error.code().name}: {error.details()})"
@@ -124,7 +115,7 @@ async def _watch(address: str, stub: Stub, drain_s: float) -> int:
         else:
             if not status.draining:  # a supervisor may have started a new one there
                 print(f"{address} has ended; another process serves there now")
-                return 0
+                return
             if status.num_running != num_left:
                 num_left = status.num_running
                 print(f"{address}: {num_left} requests left")

@@ -1,7 +1,6 @@
 """`baton launch`: starts a coding agent that asks a running service, with no change to the agent's own settings.
 
-Knows which variables and options each agent takes. The agent replaces this process: the terminal and all signals are
-its own, and nothing is left behind.
+The agent replaces this process: the terminal and all signals are its own, and nothing is left behind.
 """
 
 import json
@@ -9,8 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -21,8 +19,7 @@ NO_KEY = "none"  # agents want one, services without keys ignore it
 OUTPUT_TOKENS = 8192  # most of an answer that opencode keeps free in the context
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What an agent is to ask."""
 
     url: str  # of the service, without /v1
@@ -31,22 +28,7 @@ class Target:
     context_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How an agent is started."""
-
-    words: tuple[str, ...] = ()  # of its command line, before the user's own
-    variables: Mapping[str, str] = field(default_factory=dict)  # set for it
-    removed: tuple[str, ...] = ()  # variables that would lead it elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """One program."""
-
-    package: str  # of npm
-    least_context_tokens: int  # its first prompt, an answer and some results of tools
-    build: Callable[[Target], Start]
+Start = tuple[list[str], dict[str, str]]  # words before the user's own, and variables
 
 
 def start_claude(target: Target) -> Start:
@@ -60,7 +42,7 @@ def start_claude(target: Target) -> Start:
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(target.context_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return Start(variables=variables, removed=("ANTHROPIC_API_KEY",))
+    return [], variables
 
 
 def start_codex(target: Target) -> Start:
@@ -73,8 +55,8 @@ def start_codex(target: Target) -> Start:
         "model_auto_compact_token_limit": target.context_tokens * 3 // 4,  # it gives up where a request is refused
         **{f"model_providers.baton.{name}": value for name, value in provider.items()},
     }
-    words = tuple(word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))
-    return Start(words, {"BATON_API_KEY": target.api_key or NO_KEY})
+    words = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+    return words, {"BATON_API_KEY": target.api_key or NO_KEY}
 
 
 def start_opencode(target: Target) -> Start:
@@ -88,11 +70,20 @@ def start_opencode(target: Target) -> Start:
     }
     model = f"baton/{target.model}"
     settings = {"model": model, "small_model": model, "provider": {"baton": provider}}
-    return Start(variables={"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
+    return [], {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)}
+
+
+class Agent(NamedTuple):
+    """One program."""
+
+    package: str  # of npm
+    least_context_tokens: int  # its first prompt, an answer and some results of tools
+    build: Callable[[Target], Start]
+    removed: tuple[str, ...] = ()  # the user's variables that would lead it elsewhere
 
 
 AGENTS: Mapping[AgentName, Agent] = {
-    "claude": Agent("@anthropic-ai/claude-code", 40_000, start_claude),
+    "claude": Agent("@anthropic-ai/claude-code", 40_000, start_claude, ("ANTHROPIC_API_KEY",)),
     "codex": Agent("@openai/codex", 24_000, start_codex),
     "opencode": Agent("opencode-ai", 24_000, start_opencode),
 }
@@ -113,20 +104,21 @@ def launch(
         words: Its own command line; its options after --.
         model: Name of the model; empty asks the service.
     """
-    program = find_program(agent)
+    package, least_tokens, build, removed = AGENTS[agent]
+    program = shutil.which(agent)
+    if program is None:
+        raise CommandError(f"{agent} is not on the PATH: install it by npm install -g {package}")
     with closing(Service(url, api_key)) as service:
         target = find_target(service, model, api_key)
-    check_context(agent, target)
-    start = AGENTS[agent].build(target)
-    command = [program, *start.words, *words]
-    os.execve(program, command, build_environment(os.environ, start))
-
-
-def find_program(agent: AgentName) -> str:
-    """The agent's path. CommandError if it is not installed."""
-    if found := shutil.which(agent):
-        return found
-    raise CommandError(f"{agent} is not on the PATH: install it by npm install -g {AGENTS[agent].package}")
+    if target.context_tokens < least_tokens:
+        raise CommandError(
+            f"{agent} needs a context of {least_tokens} tokens or more, for its own instructions and some work; "
+            f"{target.model} is served with {target.context_tokens}: serve a model that has more, or raise "
+            "--max-context-tokens of baton serve (docs/AGENTS.md)"
+        )
+    before, variables = build(target)
+    inherited = {name: value for name, value in os.environ.items() if name not in removed}
+    os.execve(program, [program, *before, *words], inherited | variables)
 
 
 def find_target(service: Service, model: str, api_key: str) -> Target:
@@ -140,20 +132,3 @@ def find_target(service: Service, model: str, api_key: str) -> Target:
     if name not in contexts:
         raise CommandError(f"{service.url} serves {', '.join(contexts)}, not {name}: set --model to one of these")
     return Target(service.url, name, api_key, contexts[name])
-
-
-def check_context(agent: AgentName, target: Target) -> None:
-    """Raise CommandError where the agent's own prompt leaves no room to work in."""
-    least = AGENTS[agent].least_context_tokens
-    if target.context_tokens < least:
-        raise CommandError(
-            f"{agent} needs a context of {least} tokens or more, for its own instructions and some work; "
-            f"{target.model} is served with {target.context_tokens}: serve a model that has more, or raise "
-            "--max-context-tokens of baton serve (docs/AGENTS.md)"
-        )
-
-
-def build_environment(inherited: Mapping[str, str], start: Start) -> dict[str, str]:
-    """The agent's variables: the user's own, without those that would lead it elsewhere."""
-    kept = {name: value for name, value in inherited.items() if name not in start.removed}
-    return kept | dict(start.variables)

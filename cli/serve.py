@@ -19,11 +19,11 @@ from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway,
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime import rpc
+from runtime.child import follow_parent
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Ready
 from runtime.gpus import visible_gpus
 from runtime.hardware import wait_without_spinning
-from runtime.lifecycle import follow_supervisor
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
@@ -79,7 +79,7 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
     """Start one prefill worker: it computes the KV of prompts and offers it to decode workers."""
-    follow_supervisor(config.ready_fd)
+    follow_parent(config.ready_fd)
     wait_without_spinning()
     from prefill_worker.main import run
 
@@ -88,7 +88,7 @@ def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfi
 
 def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
     """Start one decode worker: it reads the KV of prompts and generates all tokens."""
-    follow_supervisor(config.ready_fd)
+    follow_parent(config.ready_fd)
     wait_without_spinning()
     from decode_worker.main import run
 
@@ -97,7 +97,7 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
 
 def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
-    follow_supervisor(config.ready_fd)
+    follow_parent(config.ready_fd)
     folder = fetch_tokenizer(config.model)
     check_model(folder, ("configuration", "tokenizer"))
     # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time

@@ -15,6 +15,7 @@ from engine.kernels import gpu_ranks
 from engine.kernels.gpu_ranks import MAX_ROW_BYTES, MAX_ROWS, SharedRows
 from engine.kv.cuda_memory import CudaError, DeviceBytes
 from engine.kv.gpu import Gpu
+from engine.ranks import AddNorm, GroupRanks
 
 SIZES = (2, 4, 8)
 # Estimates for an H100 by NVLink, to be measured: what a sum by NCCL takes longer to begin and end, 2 (N - 1) messages
@@ -41,24 +42,28 @@ def choose_limit(size: int) -> int:
     return min(most, int(SAVED_S * READ_BYTES_PER_S / surplus)) if surplus else most
 
 
-class OneShotSums:
-    """`engine.ranks.Sums` on GPUs. Keeps its buffer and the peers' open until the process ends."""
+class OneShotRanks(GroupRanks):
+    """Adds small tensors by one kernel. Keeps its buffer and the peers' open until the process ends."""
 
-    def __init__(self, shared: SharedRows) -> None:
+    def __init__(self, group: dist.ProcessGroup, shared: SharedRows) -> None:
+        super().__init__(group)
         self._shared = shared
         self._limit = choose_limit(shared.size)
 
-    def fits(self, part: Tensor) -> bool:
+    def _fits(self, part: Tensor) -> bool:
+        """The same on all ranks, as their parts have the same shape."""
         return part.nbytes <= self._limit and gpu_ranks.fits(part)
 
-    def all_reduce_(self, part: Tensor) -> Tensor:
-        return gpu_ranks.all_reduce_(part, self._shared)
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        return gpu_ranks.all_reduce_(tensor, self._shared) if self._fits(tensor) else super().all_reduce_(tensor)
 
-    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gpu_ranks.add_norm_(hidden, part, weight, eps, self._shared)
+    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float, add_norm: AddNorm) -> Tensor:
+        if self._fits(part):
+            return gpu_ranks.add_norm_(hidden, part, weight, eps, self._shared)
+        return super().add_norm_(hidden, part, weight, eps, add_norm)
 
 
-def open_sums(group: dist.ProcessGroup, device: torch.device, gpu: Gpu) -> OneShotSums | None:
+def open_ranks(group: dist.ProcessGroup, device: torch.device, gpu: Gpu) -> OneShotRanks | None:
     """None, with a line in the log, where GPUs cannot set flags in each other's memory or first sums are wrong.
 
     All ranks call this and get the same. Rank n has the n-th GPU.
@@ -78,7 +83,7 @@ def open_sums(group: dist.ProcessGroup, device: torch.device, gpu: Gpu) -> OneSh
         log.warning("sums over ranks by NCCL: first sums by one kernel were wrong")
         return None
     log.info("small sums over ranks by one kernel", ranks=size, up_to_bytes=choose_limit(size))
-    return OneShotSums(shared)
+    return OneShotRanks(group, shared)
 
 
 def _agree(group: dist.ProcessGroup, device: torch.device, is_able: bool) -> bool:

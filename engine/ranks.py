@@ -1,14 +1,13 @@
 """The processes that compute one model together, one shard each: their exchanges within a step.
 
-Every rank runs the same steps in the same order, so each call here meets the same call of the others. Knows tensors and
-the group, nothing of models or of how ranks receive steps.
+Every rank runs the same steps in the same order, so each call here meets the same call of the others.
 """
 
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,24 +15,7 @@ from torch import Tensor
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host and trust each other
 
-
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # Ops.add_norm_
-
-
-class Sums(Protocol):
-    """A faster way to add small tensors of all ranks (engine/one_shot.py)."""
-
-    def fits(self, part: Tensor) -> bool:
-        """The same on all ranks, as their parts have the same shape."""
-        ...
-
-    def all_reduce_(self, part: Tensor) -> Tensor:
-        """See `Ranks.all_reduce_`."""
-        ...
-
-    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Ranks.add_norm_`."""
-        ...
 
 
 class Ranks:
@@ -82,20 +64,11 @@ ONE_RANK = Ranks()
 class GroupRanks(Ranks):
     """`Ranks` as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, group: dist.ProcessGroup, sums: Sums | None = None) -> None:
-        """sums: for the tensors that fit them."""
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sums = sums
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float, add_norm: AddNorm) -> Tensor:
-        if self._sums is not None and self._sums.fits(part):
-            return self._sums.add_norm_(hidden, part, weight, eps)
-        return super().add_norm_(hidden, part, weight, eps, add_norm)
-
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        if self._sums is not None and self._sums.fits(tensor):
-            return self._sums.all_reduce_(tensor)
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
@@ -155,11 +128,11 @@ def join_group(rendezvous: str, rank: int, size: int, device: torch.device, time
         "nccl" if is_cuda else "gloo", f"file://{rendezvous}", timedelta(seconds=timeout_s), world_size=size, rank=rank,
         device_id=device if is_cuda else None,
     )  # fmt: skip
-    assert dist.group.WORLD is not None
-    sums = None
+    group = dist.group.WORLD
+    assert group is not None
     if is_cuda:
         from engine.kv.gpu import Gpu
-        from engine.one_shot import open_sums
+        from engine.one_shot import open_ranks
 
-        sums = open_sums(dist.group.WORLD, device, Gpu(device))
-    return GroupRanks(dist.group.WORLD, sums)
+        return open_ranks(group, device, Gpu(device)) or GroupRanks(group)
+    return GroupRanks(group)

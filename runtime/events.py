@@ -1,21 +1,17 @@
 """What a process reports to the one that started it, as JSON lines on a pipe (lifecycle.py). Pure."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import msgspec
 
 NO_HAND_OFF = "no_hand_off"  # key of a gateway's detail: why prompts are not handed off, or empty
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
     done: int
     total: int
     what: str = "weights"  # read, in bytes, or "graphs" captured
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     """The process accepts requests from now on."""
 
     role: str  # "gateway", "prefill" or "decode"
@@ -23,16 +19,16 @@ class Ready:
     ops_address: str  # host:port of /live, /ready and /metrics
     pid: int
     incarnation: str
-    detail: Mapping[str, str] = field(default_factory=dict)  # for users, such as device or transport
+    detail: dict[str, str] = {}  # for users, such as device or transport
 
 
-_EVENTS: Mapping[str, type[Loading | Ready]] = {"loading": Loading, "ready": Ready}
+_decoder = msgspec.json.Decoder(Loading | Ready)
 
 
 def parse_event(line: str) -> Loading | Ready:
     """The event in a line from the pipe. Raises ValueError for any other line."""
     try:
-        fields = json.loads(line)
-        return _EVENTS[fields.pop("event")](**fields)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        event: Loading | Ready = _decoder.decode(line)
+        return event
+    except ValueError as error:
         raise ValueError(f"not JSON of a known event: {line[:200]!r}") from error

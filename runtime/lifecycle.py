@@ -1,40 +1,25 @@
 """The start of a process, its reports to the process that started it, and its end.
 
-    loading* ready          JSON lines on an inherited pipe, then silence; it closes when the process ends
-    serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s over─► exit 0
-                                            └─ another SIGTERM or SIGINT ─► ended by it, at once
-
-Knows exit codes, signals and the pipe, not what a process does. `cli/` reads the other end.
+loading* ready          JSON lines on an inherited pipe, then silence; it closes when the process ends
+serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s over─► exit 0
+                                        └─ another SIGTERM or SIGINT ─► ended by it, at once
 """
 
 import asyncio
-import ctypes
 import gc
-import json
 import os
 import resource
-import select
 import signal
-import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TypeVar
 
+import msgspec
 import structlog
-import uvloop
 
-from runtime.config import DecodeConfig, PrefillConfig
 from runtime.events import Loading, Ready
-from runtime.logs import setup_logging
-from runtime.ops import OpsServer
 
 log = structlog.get_logger()
 
-EngineT = TypeVar("EngineT")
-ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
-
-PR_SET_PDEATHSIG = 1
 FEW_OPEN_FILES = 1024  # a worker takes about 50 for itself, and then one a connection
 MAX_OPEN_FILES = 1 << 20  # of no use beyond; systems may grant billions
 LOADING_STEPS = 200  # most loading events, however small the steps of progress
@@ -44,7 +29,6 @@ class ReadyReporter:
     """The writing end. Without a file descriptor everything is a no-op."""
 
     def __init__(self, fd: int | None, role: str) -> None:
-        """`fd` is owned from now on."""
         self._fd = fd
         self._role = role
         self._reported = Loading(-1, 0)
@@ -55,39 +39,17 @@ class ReadyReporter:
         if done == last or (done < total and done - last < total / LOADING_STEPS):
             return
         self._reported = Loading(done, total, what)
-        self._write("loading", asdict(self._reported))
+        self._write(self._reported)
 
-    def ready(self, address: str, ops_address: str, incarnation: str, detail: Mapping[str, str] | None = None) -> None:
+    def ready(self, address: str, ops_address: str, incarnation: str, detail: Mapping[str, str]) -> None:
         """Report that this process takes requests."""
-        event = Ready(self._role, address, ops_address, os.getpid(), incarnation, dict(detail or {}))
-        self._write("ready", asdict(event))
+        self._write(Ready(self._role, address, ops_address, os.getpid(), incarnation, dict(detail)))
 
-    def _write(self, event: str, fields: Mapping[str, object]) -> None:
+    def _write(self, event: Loading | Ready) -> None:
         if self._fd is None:
             return
         with suppress(BrokenPipeError):  # the reader is gone, which is no reason to end
-            os.write(self._fd, json.dumps({"event": event, **fields}).encode() + b"\n")
-
-
-def run_worker(
-    role: str,
-    config: ConfigT,
-    build: Callable[[ConfigT, ReadyReporter], EngineT],
-    serve: Callable[[ConfigT, EngineT, ReadyReporter, OpsServer], Coroutine[None, None, None]],
-) -> int:
-    """Build the engine, then serve until stopped. Returns 0 after a signal, 1 when it could not start."""
-    setup_logging(role, config.log_level)
-    take_open_files()
-    reporter = ReadyReporter(config.ready_fd, role)
-    try:
-        with OpsServer(config.ops_host, config.ops_port) as ops:
-            engine = build(config, reporter)
-            spare_what_is_here()
-            uvloop.run(serve(config, engine, reporter, ops))
-    except (ValueError, OSError) as error:
-        log.error("cannot start", reason=str(error))
-        return 1
-    return 0
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
 
 
 def spare_what_is_here() -> None:
@@ -112,21 +74,6 @@ def take_open_files() -> None:
         )
 
 
-def announce(
-    reporter: ReadyReporter,
-    address: str,
-    ops_address: str,
-    incarnation: str,
-    detail: Mapping[str, str],
-    weaknesses: Mapping[str, str],
-) -> None:
-    """Log and report that this worker serves; `weaknesses`: what is slower than it could be |-> why."""
-    for weakness, reason in weaknesses.items():
-        log.warning(weakness, reason=reason)
-    log.info("ready", address=address, ops=ops_address, incarnation=incarnation, **detail)
-    reporter.ready(address, ops_address, incarnation, detail)
-
-
 class Shutdown:
     """The end of a process that serves: it takes nothing new and finishes what it has, within `drain_s`.
 
@@ -136,11 +83,18 @@ class Shutdown:
     def __init__(self, drain_s: float, num_left: Callable[[], int]) -> None:
         """`num_left`: how many requests are running; `look_soon` is called when one ends."""
         self.drain_s = drain_s
-        self.is_draining = False
         self._num_left = num_left
         self._loop = asyncio.get_running_loop()
         self.begun = asyncio.Event()
         self._is_idle = asyncio.Event()
+
+    @property
+    def is_draining(self) -> bool:
+        return self.begun.is_set()
+
+    @property
+    def num_left(self) -> int:
+        return self._num_left()
 
     def listen(self) -> None:
         """From now on the first SIGTERM or SIGINT begins the drain; a second one ends us at once, by the kernel."""
@@ -155,23 +109,17 @@ class Shutdown:
 
     def begin(self, cause: str) -> None:
         """Take nothing new. Idempotent."""
-        if self.is_draining:
-            return
-        self.is_draining = True
-        log.info("draining", cause=cause, left=self._num_left(), drain_s=self.drain_s)
-        self.begun.set()
-        self._look()
-
-    @property
-    def num_left(self) -> int:
-        return self._num_left()
+        if not self.is_draining:
+            log.info("draining", cause=cause, left=self.num_left, drain_s=self.drain_s)
+            self.begun.set()
+            self._look()
 
     def look_soon(self) -> None:
         """A request has ended. From any thread."""
         self._loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
-        if self.is_draining and not self._num_left():
+        if self.is_draining and not self.num_left:
             self._is_idle.set()
 
     async def wait(self) -> None:
@@ -181,35 +129,6 @@ class Shutdown:
             async with asyncio.timeout(self.drain_s):
                 await self._is_idle.wait()
         except TimeoutError:
-            log.warning("not all work could be finished", left=self._num_left(), drain_s=self.drain_s)
+            log.warning("not all work could be finished", left=self.num_left, drain_s=self.drain_s)
         else:
             log.info("drained")
-
-
-def follow_supervisor(ready_fd: int | None) -> None:
-    """End when the supervisor that started this process ends, for any reason. No-op without one, or off Linux.
-
-    Call it first. The kernel watches the thread that started us, which is the supervisor's main thread.
-    """
-    if ready_fd is None:
-        return
-    os.set_inheritable(ready_fd, False)  # compilers and helpers started here must not keep the pipe open
-    die_with_parent()
-    if is_abandoned(ready_fd):  # it ended before we asked the kernel
-        sys.exit(1)
-
-
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when the thread that started it ends. No-op off Linux."""
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
-
-
-def is_abandoned(fd: int) -> bool:
-    """True when no process holds the other end: the reading end of a pipe, or that of a socket pair."""
-    poller = select.poll()
-    poller.register(fd, 0)
-    return any(flags & (select.POLLERR | select.POLLHUP) for _fd, flags in poller.poll(0))

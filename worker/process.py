@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 import torch
+import uvloop
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.ranks import end_group_member, join_group
@@ -17,7 +18,8 @@ from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
-from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
+from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
+from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
@@ -25,7 +27,7 @@ from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
-from worker.rank_children import RankChildren
+from worker.rank_children import RANKS_S, RankChildren
 from worker.ranked_pool import RankedPool, build_pools
 from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
@@ -34,9 +36,6 @@ from worker.thread import call_in_thread
 
 log = structlog.get_logger()
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
-
-
-RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,18 @@ class Role:
 
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
-    """Serve until a signal. Returns the exit code."""
-    code = run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
+    """Build the engine, then serve until a signal. Returns the exit code: 1 if it could not start."""
+    setup_logging(role, config.log_level)
+    take_open_files()
+    reporter, code = ReadyReporter(config.ready_fd, role), 0
+    try:
+        with OpsServer(config.ops_host, config.ops_port) as ops:
+            built = _build(role, config, reporter)
+            spare_what_is_here()
+            uvloop.run(_serve(role, build_role, built, reporter, ops))
+    except (ValueError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        code = 1
     if config.tp > 1:
         end_group_member(code)
     return code
@@ -151,7 +160,6 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
 async def _serve(
     role: str,
     build_role: Callable[[ConfigT, Worker], Role],
-    _incomplete: ConfigT,
     built: Built[ConfigT],
     reporter: ReadyReporter,
     ops: OpsServer,
@@ -173,7 +181,11 @@ async def _serve(
     health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
     ops.follow(probes)
     shutdown.listen()
-    announce(reporter, address, ops.address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
+    for weakness, reason in engine.find_weaknesses().items():
+        log.warning(weakness, reason=reason)
+    detail = engine.describe()
+    log.info("ready", address=address, ops=ops.address, incarnation=built.incarnation, **detail)
+    reporter.ready(address, ops.address, built.incarnation, detail)
     await shutdown.begun.wait()
     not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that does not read can block it
     await shutdown.wait()
@@ -206,7 +218,7 @@ def build_worker(
     address: str,
     trust: Trust,
     incarnation: str,
-    others: Sequence[tuple[kv_pb2.Rank, kv_pb2.Rank]] = (),
+    others: Sequence[Sequence[kv_pb2.Rank]] = (),
     children: RankChildren | None = None,
 ) -> Worker:
     """The engine as a named peer with an empty scheduler over its pages.

@@ -1,18 +1,16 @@
 """Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
 
-A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it.
+A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
+`rank_ring.py`; the calls here, beside the steps, through `runtime/child.py`.
 """
 
 import asyncio
 import itertools
 import os
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 
 import msgspec
 import structlog
@@ -21,15 +19,80 @@ from engine.kv.pool import create_file
 from engine.out_of_memory import end_process
 from kvtransfer.reader import PageRef, ReadError
 from protos import kv_pb2
+from runtime.child import ChildServer, describe_exit
 from runtime.config import DecodeConfig, PrefillConfig
-from worker import rank_link as link
 from worker.rank_reads import run_all
-from worker.rank_ring import RingFds, RingLeader, open_ring
+from worker.rank_ring import RingLeader, open_ring
 
 log = structlog.get_logger()
 
-END_S = 5.0  # that a child has to end on request
+RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
 MARGIN_S = 10.0  # to answer, beyond the time that a read may take
+
+
+class Start(msgspec.Struct, tag=True):
+    """Configures a child; the answer is `Ready`."""
+
+    role: str
+    config: bytes  # PrefillConfig or DecodeConfig as JSON
+    incarnation: str  # of the worker
+    rank: int
+    size: int
+    rendezvous: str  # a file's path
+    ring_fds: list[int]  # inherited
+    pool_fds: tuple[int, int]  # of pages and of slots
+
+
+class OpenReader(msgspec.Struct, tag=True):
+    reader: int  # its number in later calls
+    transport: str
+    peer: bytes  # kv_pb2.Peer
+    is_states: bool  # it reads slots
+
+
+class ReadPages(msgspec.Struct, tag=True):
+    reader: int
+    pages: list[int]
+    generations: list[int]
+    into: list[int]  # pages of the rank's pool
+
+
+class ProbePages(msgspec.Struct, tag=True):
+    """Read pages and drop them."""
+
+    reader: int
+    num_pages: int
+
+
+class CloseReader(msgspec.Struct, tag=True):
+    reader: int
+
+
+class ComputeChecksums(msgspec.Struct, tag=True):
+    """Of bytes of pages, or slots, in the rank's pool."""
+
+    pages: list[int]
+    begin: int
+    num_bytes: int
+    is_states: bool
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The child has its part of the model and of the pages."""
+
+    ranks: list[bytes]  # kv_pb2.Rank: how peers reach its pages, and its slots if it has any
+
+
+class Done(msgspec.Struct, tag=True):
+    """A call is over; the child no longer works on it."""
+
+    reason: str = ""  # of the ReadError; empty on success
+    detail: str = ""
+    is_gone: bool = False  # the reader cannot be used any more
+    checksums: list[int] = []
+
+
+Call = Start | OpenReader | ReadPages | ProbePages | CloseReader | ComputeChecksums
 
 
 class RankChildren:
@@ -43,45 +106,77 @@ class RankChildren:
         try:
             meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
             self.pool_fds = create_file(), create_file()
-            self._ring_fds: RingFds = open_ring(config.tp - 1)
+            ring_fds = open_ring(config.tp - 1)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             raise ValueError(
                 f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
             ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
-        self.ring = RingLeader(self._ring_fds)
+        self.ring = RingLeader(ring_fds)
         self.is_closing = False  # failures after this are expected
-        start = link.Start(
-            role, msgspec.json.encode(asdict(config)), incarnation, 0, config.tp, self.rendezvous,
-            list(self._ring_fds.all), list(self.pool_fds),
-        )  # fmt: skip
-        self._children = [self._start(msgspec.structs.replace(start, rank=rank)) for rank in range(1, config.tp)]
+        self._timeout_s = 0.0
+        self._reader_numbers = itertools.count()
+        self._children: list[ChildServer[Ready | Done]] = []
+        for rank in range(1, config.tp):
+            start = Start(
+                role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
+                list(ring_fds), self.pool_fds,
+            )  # fmt: skip
+            fds = (*self.pool_fds, *ring_fds)
+            child: ChildServer[Ready | Done] = ChildServer("worker.rank_main", start, Ready | Done, fds)
+            child.ended.add_done_callback(partial(self._on_end, rank, child))
+            self._children.append(child)
 
-    def _start(self, start: link.Start) -> "RankChild":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fds = (theirs.fileno(), *self.pool_fds, *self._ring_fds.all)
-            command = [sys.executable, "-P", "-m", "worker.rank_main", str(theirs.fileno())]
-            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-        ours.sendall(link.encode(start))
-        threading.Thread(target=self._watch, args=(start.rank, popen), name="rank-watch", daemon=True).start()
-        return RankChild(start.rank, popen, ours, lambda: self.is_closing)
-
-    def _watch(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
-        status = popen.wait()
+    def _on_end(self, rank: int, child: ChildServer[Ready | Done], ended: Future[int]) -> None:
+        """On a thread of its own: while this process loads, there is no event loop."""
         if not self.is_closing:
-            log.error("a rank ended; its worker ends with it", rank=rank, status=status)
+            reason = child.trouble or f"ended with {describe_exit(ended.result())}"
+            log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result(), reason=reason)
             end_process()
 
-    async def connect(self, timeout_s: float) -> list[tuple[kv_pb2.Rank, kv_pb2.Rank]]:
+    async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
         """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
-        return [await child.connect(timeout_s + MARGIN_S) for child in self._children]
+        self._timeout_s = timeout_s + MARGIN_S
+        ranks: list[list[kv_pb2.Rank]] = []
+        for child in self._children:
+            ready = await child.wait_ready(RANKS_S)
+            assert isinstance(ready, Ready)
+            ranks.append([kv_pb2.Rank.FromString(rank) for rank in ready.ranks])
+        return ranks
+
+    async def ask(self, rank: int, call: Call) -> Done:
+        """Send a call and return its answer. Afterwards the child no longer works on it, even if this is cancelled.
+
+        Pages that a child may still write to can be neither used nor freed: if it does not answer, this process ends.
+        Raises ReadError while closing.
+        """
+        asking = asyncio.ensure_future(self._children[rank - 1].ask(call, self._timeout_s))
+        is_cancelled = False
+        while not asking.done():
+            try:
+                await asyncio.wait([asking])
+            except asyncio.CancelledError:
+                is_cancelled = True
+        error = asking.exception()
+        if error is not None and not self.is_closing:
+            log.error("a rank does not answer; this process ends", rank=rank, reason=str(error))
+            end_process()
+        if is_cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise ReadError("transport", f"rank {rank} {error}") from error
+        done = asking.result()
+        assert isinstance(done, Done)
+        return done
 
     async def open(self, transport: str, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
         """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
-        readers = [ChildReader(child, is_states) for child in self._children]
+        readers = [
+            ChildReader(self, rank, next(self._reader_numbers), transport) for rank in range(1, len(self._children) + 1)
+        ]
+        packed = peer.SerializeToString()
         try:
-            await run_all([reader.open(transport, peer) for reader in readers])
+            await run_all([reader.ask(OpenReader(reader.number, transport, packed, is_states)) for reader in readers])
         except BaseException:
             await run_all([reader.close() for reader in readers])
             raise
@@ -91,120 +186,41 @@ class RankChildren:
         self, rank: int, pages: Sequence[int], begin: int, num_bytes: int, is_states: bool
     ) -> list[int]:
         """See kvtransfer/checksums.py; of the pool of `rank`. Raises ReadError with the driver's message."""
-        child = self._children[rank - 1]
-        done = await child.ask(link.Checksum(child.next_number(), list(pages), begin, num_bytes, is_states))
+        done = await self.ask(rank, ComputeChecksums(list(pages), begin, num_bytes, is_states))
         if done.reason:
             raise ReadError(done.reason, done.detail)
         return done.checksums
 
     async def close(self) -> None:
         self.is_closing = True
-        for child in self._children:
-            child.hang_up()
-        await asyncio.gather(*(asyncio.to_thread(child.wait) for child in self._children))
-
-
-class RankChild:
-    """One process. Its methods run on the asyncio thread."""
-
-    def __init__(
-        self, rank: int, popen: subprocess.Popen[bytes], sock: socket.socket, is_closing: Callable[[], bool]
-    ) -> None:  # fmt: skip
-        self._rank = rank
-        self._is_closing = is_closing
-        self._popen = popen
-        self._sock = sock
-        self._writer: asyncio.StreamWriter | None = None
-        self._calls: dict[int, asyncio.Future[link.Done]] = {}
-        self._numbers = itertools.count()
-        self._timeout_s = 0.0
-        self._receiving: asyncio.Task[None] | None = None
-
-    async def connect(self, timeout_s: float) -> tuple[kv_pb2.Rank, kv_pb2.Rank]:
-        """See `RankChildren.connect`. `timeout_s`: of any answer. If a child fails at start, this process ends."""
-        self._timeout_s = timeout_s
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
-        ready = await link.receive(reader)
-        assert isinstance(ready, link.Ready)
-        self._receiving = asyncio.create_task(self._receive(reader))
-        return kv_pb2.Rank.FromString(ready.rank), kv_pb2.Rank.FromString(ready.states_rank)
-
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):  # the watcher thread reports it
-            while True:
-                done = await link.receive(reader)
-                assert isinstance(done, link.Done)
-                self._calls.pop(done.call).set_result(done)
-
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    async def ask(self, call: link.Call) -> link.Done:
-        """Send a call and return its answer. Afterwards the child no longer works on it, even if this is cancelled.
-
-        Pages that a child may still write to can be neither used nor freed: if it does not answer, this process ends.
-        """
-        assert self._writer is not None
-        answer = self._calls[call.call] = asyncio.get_running_loop().create_future()
-        self._writer.write(link.encode(call))
-        waiting = asyncio.ensure_future(asyncio.wait([answer], timeout=self._timeout_s))
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            await waiting
-            raise
-        finally:
-            if not answer.done() and not self._is_closing():
-                log.error("a rank does not answer; this process ends", rank=self._rank, timeout_s=self._timeout_s)
-                end_process()
-        done: link.Done = answer.result()
-        return done
-
-    def hang_up(self) -> None:
-        """Close the connection; the child then ends."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-        if self._writer is not None:
-            self._writer.close()
-
-    def wait(self) -> None:
-        """Wait until it has ended. From any thread."""
-        try:
-            self._popen.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
+        await asyncio.gather(*(child.close() for child in self._children))
 
 
 class ChildReader:
     """One child's reader of one peer; see kvtransfer's Reader."""
 
-    def __init__(self, child: RankChild, is_states: bool) -> None:
-        self._child = child
-        self._is_states = is_states
-        self.transport = ""  # the one in use
-        self._number = child.next_number()
+    def __init__(self, children: RankChildren, rank: int, number: int, transport: str) -> None:
+        self.number = number
+        self.transport = transport
+        self._children = children
+        self._rank = rank
         self._is_gone = False
 
-    async def open(self, transport: str, peer: kv_pb2.Peer) -> None:
-        self.transport = transport
-        number, packed = self._child.next_number(), peer.SerializeToString()
-        await self._ask(link.Open(number, self._number, transport, packed, self._is_states))
+    async def ask(self, call: Call) -> None:
+        done = await self._children.ask(self._rank, call)
+        self._is_gone = self._is_gone or done.is_gone
+        if done.reason:
+            raise ReadError(done.reason, done.detail)
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         pages, generations = [source.page for source in sources], [source.generation for source in sources]
-        await self._ask(link.Read(self._child.next_number(), self._number, pages, generations, list(into)))
+        await self.ask(ReadPages(self.number, pages, generations, list(into)))
 
     async def probe(self, num_pages: int) -> None:
-        await self._ask(link.Probe(self._child.next_number(), self._number, num_pages))
+        await self.ask(ProbePages(self.number, num_pages))
 
     def is_gone(self) -> bool:
         return self._is_gone
 
     async def close(self) -> None:
-        await self._ask(link.Close(self._child.next_number(), self._number))
-
-    async def _ask(self, call: link.Call) -> None:
-        done = await self._child.ask(call)
-        self._is_gone = self._is_gone or done.is_gone
-        if done.reason:
-            raise ReadError(done.reason, done.detail)
+        await self.ask(CloseReader(self.number))

@@ -2,16 +2,12 @@
 
     python -m worker.rank_main FD
 
-FD is one end of a socket pair. The process ends when the other end closes, or with the thread that started it.
+It ends when rank 0 hangs up, and with the thread that started it.
 """
 
 import asyncio
-import os
-import signal
-import socket
 import sys
 import threading
-from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -26,13 +22,14 @@ from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import describe_rank
 from protos import kv_pb2
 from runtime import rpc
+from runtime.child import serve_parent
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.lifecycle import die_with_parent, is_abandoned, spare_what_is_here
+from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
-from worker import rank_link as link
-from worker.process import RANKS_S, build_rank_engine, choose_rank_device
-from worker.rank_ring import RingFollower, parse_fds
+from worker import rank_children as calls
+from worker.process import build_rank_engine, choose_rank_device
+from worker.rank_ring import RingFollower
 from worker.ranked_pool import RankedPool, build_pools
 from worker.ranks import follow
 
@@ -40,26 +37,68 @@ log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-def main(fd: int) -> None:
-    die_with_parent()
-    sock = socket.socket(fileno=fd)
-    if is_abandoned(fd):  # the parent died before die_with_parent took effect
-        sys.exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which drains first
-        signal.signal(number, signal.SIG_IGN)
-    start = link.receive_start(sock)
-    config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
-    setup_logging(f"{start.role} rank {start.rank}", config.log_level)
-    try:
-        ranks = join_group(start.rendezvous, start.rank, start.size, choose_rank_device(config, start.rank), RANKS_S)
-        engine = build_rank_engine(config, Place(ranks, (start.pool_fds[0], start.pool_fds[1])))
-    except (ValueError, OSError, RuntimeError) as error:
-        log.error("cannot start", reason=str(error))
-        sys.exit(1)
-    spare_what_is_here()
-    ring = RingFollower(parse_fds(start.ring_fds), start.rank - 1)
-    threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
-    asyncio.run(_serve(sock, start, config, engine))
+class Rank:
+    """Answers rank 0's calls."""
+
+    def __init__(self) -> None:
+        self._pools: list[RankedPool] = []  # of pages and of slots
+        self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
+
+    async def answer(self, call: calls.Call) -> calls.Ready | calls.Done:
+        if isinstance(call, calls.Start):
+            return await self._start(call)
+        done = calls.Done()
+        try:
+            await self._do(call, done)
+        except ReadError as error:
+            done.reason, done.detail = error.reason, error.detail
+        except Exception as error:
+            log.exception("a call of rank 0 failed")
+            done.reason, done.detail = "transport", str(error) or type(error).__name__
+        reader = None if isinstance(call, calls.ComputeChecksums) else self._readers.get(call.reader)
+        done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
+        return done
+
+    async def _start(self, start: calls.Start) -> calls.Ready:
+        config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
+        setup_logging(f"{start.role} rank {start.rank}", config.log_level)
+        try:
+            device = choose_rank_device(config, start.rank)
+            ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S)
+            engine = build_rank_engine(config, Place(ranks, start.pool_fds))
+        except (ValueError, OSError, RuntimeError) as error:
+            log.error("cannot start", reason=str(error))
+            end_process()
+        spare_what_is_here()
+        ring = RingFollower(start.ring_fds, start.rank - 1)
+        threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
+        trust = load_trust(config)
+        trust.watch_handshakes()
+        self._pools, address = build_pools(engine, config, start.incarnation, trust), ""
+        if isinstance(config, PrefillConfig):
+            server = self._server = trust.build_server()
+            PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
+            address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
+            await rpc.start(server)
+        return calls.Ready([describe_rank(pool.local, address).SerializeToString() for pool in self._pools])
+
+    async def _do(self, call: calls.Call, done: calls.Done) -> None:
+        match call:
+            case calls.OpenReader():
+                peer = kv_pb2.Peer.FromString(call.peer)
+                self._readers[call.reader] = await self._pools[call.is_states].open(call.transport, peer)
+            case calls.ReadPages():
+                sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
+                await self._readers[call.reader].read(sources, call.into)
+            case calls.ProbePages():
+                await self._readers[call.reader].probe(call.num_pages)
+            case calls.CloseReader():
+                if (reader := self._readers.pop(call.reader, None)) is not None:
+                    await reader.close()
+            case calls.ComputeChecksums():
+                done.checksums = await asyncio.to_thread(
+                    compute_checksums, self._pools[call.is_states].own, call.pages, call.begin, call.num_bytes
+                )
 
 
 def _follow(ring: RingFollower, engine: Engine) -> None:
@@ -73,75 +112,5 @@ def _follow(ring: RingFollower, engine: Engine) -> None:
         end_process()
 
 
-async def _serve(
-    sock: socket.socket, start: link.Start, config: PrefillConfig | DecodeConfig, engine: Engine
-) -> None:  # fmt: skip
-    reader, writer = await asyncio.open_unix_connection(sock=sock)
-    trust = load_trust(config)
-    trust.watch_handshakes()
-    pools, address = build_pools(engine, config, start.incarnation, trust), ""
-    if isinstance(config, PrefillConfig):
-        server = trust.build_server()
-        PageServer({pool.incarnation: pool.own for pool in pools}).add_to(server)
-        address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
-        await rpc.start(server)
-    packed = [describe_rank(pool.local, address).SerializeToString() for pool in pools]
-    writer.write(link.encode(link.Ready(packed[0], packed[1] if len(packed) > 1 else b"")))
-    readers = _Readers(pools)
-    try:
-        while True:
-            call = await link.receive(reader)
-            assert isinstance(call, link.Call)
-            readers.begin(call, writer)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        os._exit(0)  # rank 0 is gone or has closed: nothing here needs saving
-
-
-@dataclass(slots=True)
-class _Readers:
-    """The readers that rank 0 has opened here."""
-
-    pools: list[RankedPool]  # of pages and of slots
-    opened: dict[int, Reader] = field(default_factory=dict)
-    _going_on: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def begin(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
-        """Start a call and send its answer later. Calls run in parallel."""
-        task = asyncio.create_task(self._answer(call, writer))
-        self._going_on.add(task)
-        task.add_done_callback(self._going_on.discard)
-
-    async def _answer(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
-        done = link.Done(call.call)
-        try:
-            await self._do(call, done)
-        except ReadError as error:
-            done.reason, done.detail = error.reason, error.detail
-        except Exception as error:
-            log.exception("a call of rank 0 failed")
-            done.reason, done.detail = "transport", str(error) or type(error).__name__
-        if not isinstance(call, link.Checksum) and (reader := self.opened.get(call.reader)) is not None:
-            done.is_gone = bool(done.reason) and reader.is_gone()
-        writer.write(link.encode(done))
-
-    async def _do(self, call: link.Call, done: link.Done) -> None:
-        match call:
-            case link.Open():
-                peer = kv_pb2.Peer.FromString(call.peer)
-                self.opened[call.reader] = await self.pools[call.is_states].open(call.transport, peer)
-            case link.Read():
-                sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
-                await self.opened[call.reader].read(sources, call.into)
-            case link.Probe():
-                await self.opened[call.reader].probe(call.num_pages)
-            case link.Close():
-                if (reader := self.opened.pop(call.reader, None)) is not None:
-                    await reader.close()
-            case link.Checksum():
-                done.checksums = await asyncio.to_thread(
-                    compute_checksums, self.pools[call.is_states].own, call.pages, call.begin, call.num_bytes
-                )
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    asyncio.run(serve_parent(int(sys.argv[1]), calls.Call, Rank().answer))

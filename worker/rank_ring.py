@@ -1,16 +1,15 @@
-"""A byte stream from one process to several through shared memory; it carries steps to ranks. Knows no messages.
+"""A byte stream from one process to several through shared memory; it carries steps to ranks.
 
     memory file:  [ written | read by follower 0 | read by follower 1 | ... | data, a ring ]
 
 Counters are bytes since the start and only grow. A follower waits on its own eventfd for data, the leader on its own
-for room; every wait has a timeout.
+for room.
 """
 
 import mmap
 import os
 import select
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +22,20 @@ class RingError(Exception):
     """The other side did not read or write in time, or is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingFds:
-    """The file descriptors of a ring, for processes to inherit."""
-
-    memory: int
-    more: tuple[int, ...]  # eventfd of each follower
-    room: int  # eventfd of the leader
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        return (self.memory, *self.more, self.room)
-
-
-def open_ring(num_followers: int, num_bytes: int = RING_BYTES) -> RingFds:
-    """A new ring. The caller owns the file descriptors."""
+def open_ring(num_followers: int, num_bytes: int = RING_BYTES) -> tuple[int, ...]:
+    """File descriptors for processes to inherit, owned by the caller: memory, each follower's eventfd, the leader's."""
     memory = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
     os.ftruncate(memory, (1 + num_followers) * COUNTER_BYTES + num_bytes)
-    more = tuple(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(num_followers))
-    return RingFds(memory, more, os.eventfd(0, os.EFD_CLOEXEC))
+    return memory, *(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(num_followers + 1))
 
 
 class _Ring:
-    def __init__(self, fds: RingFds) -> None:
-        self._fds = fds
-        self._mapping = mmap.mmap(fds.memory, 0)
-        num_counters = 1 + len(fds.more)
-        self._counters: NDArray[np.uint64] = np.frombuffer(self._mapping, np.uint64, num_counters)
-        self._data: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8, offset=num_counters * COUNTER_BYTES)
+    def __init__(self, fds: Sequence[int]) -> None:
+        """fds: see `open_ring`."""
+        memory, *self._more, self._room = fds
+        mapping, num_counters = mmap.mmap(memory, 0), 1 + len(self._more)
+        self._counters: NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, num_counters)
+        self._data: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8, offset=num_counters * COUNTER_BYTES)
 
     def _runs(self, begin: int, count: int) -> list[slice]:
         """The places of `count` bytes from the stream's `begin` on."""
@@ -70,7 +55,7 @@ class RingLeader(_Ring):
             written, slowest = int(self._counters[0]), int(self._counters[1:].min())
             room = len(self._data) - (written - slowest)
             if not room:
-                _wait(self._fds.room, timeout_s, "a rank does not read its steps")
+                _wait(self._room, timeout_s, "a rank does not read its steps")
                 continue
             part = stream[done : done + room]
             at = 0
@@ -79,14 +64,14 @@ class RingLeader(_Ring):
                 at += run.stop - run.start
             self._counters[0] = written + len(part)  # after the bytes: x86 keeps that order, other CPUs may not
             done += len(part)
-            for fd in self._fds.more:
+            for fd in self._more:
                 os.eventfd_write(fd, 1)
 
 
 class RingFollower(_Ring):
     """One of the reading ends."""
 
-    def __init__(self, fds: RingFds, number: int) -> None:
+    def __init__(self, fds: Sequence[int], number: int) -> None:
         super().__init__(fds)
         self._number = number
 
@@ -101,11 +86,11 @@ class RingFollower(_Ring):
             read = int(self._counters[1 + self._number])
             available = min(int(self._counters[0]) - read, count)
             if not available:
-                _wait(self._fds.more[self._number], timeout_s, "no step came")
+                _wait(self._more[self._number], timeout_s, "no step came")
                 continue
             parts += [self._data[run].tobytes() for run in self._runs(read, available)]
             self._counters[1 + self._number] = read + available
-            os.eventfd_write(self._fds.room, 1)
+            os.eventfd_write(self._room, 1)
             count -= available
         return b"".join(parts)
 
@@ -117,9 +102,3 @@ def _wait(fd: int, timeout_s: float | None, trouble: str) -> None:
     if not poller.poll(None if timeout_s is None else timeout_s * 1000):
         raise RingError(f"{trouble} for {timeout_s:g} s")
     os.eventfd_read(fd)
-
-
-def parse_fds(numbers: Sequence[int]) -> RingFds:
-    """The ring of inherited file descriptors."""
-    memory, *more, room = numbers
-    return RingFds(memory, tuple(more), room)

@@ -5,7 +5,7 @@ have the same rows and runners over their own shards, and get the same tokens, s
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ log = structlog.get_logger()
 SEND_S = 30.0  # for followers to make room in the ring: they lag by a few steps at most
 MOST_BEHIND = 2  # steps that a follower may launch before it collects one
 
+Array = NDArray[np.int32]
+
 
 class Open(msgspec.Struct, tag=True, array_like=True):
     """InputBatch.open without tokens, which are sent as Tokens."""
@@ -34,28 +36,34 @@ class Open(msgspec.Struct, tag=True, array_like=True):
     sampling: SamplingParams
     answer_begin: int
 
+    def apply(self, rows: InputBatch) -> None:
+        rows.open(self.row, np.zeros(0, np.int32), self.sampling, self.answer_begin)
+
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """InputBatch.close"""
-
     row: int
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.close(self.row)
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
-    """InputBatch.write_tokens"""
-
     row: int
     begin: int
-    token_ids: bytes  # int32
+    token_ids: Array
     is_lagging: bool
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.write_tokens(self.row, self.begin, self.token_ids, self.is_lagging)
 
 
 class Pages(msgspec.Struct, tag=True, array_like=True):
-    """InputBatch.write_pages"""
-
     row: int
     first: int
     pages: list[int]
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.write_pages(self.row, self.first, self.pages)
 
 
 Delta = Open | Close | Tokens | Pages
@@ -66,20 +74,27 @@ class Step(msgspec.Struct, tag=True, array_like=True):
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
-    requests: list[tuple[Any, ...]]  # fields of `ForwardRow` except the mask
-    masks: dict[int, bytes]  # index of a request |-> its mask, int32
+    requests: Sequence[ForwardRow]
     is_begun: bool  # Choice follows, with further masks
 
 
 class Choice(msgspec.Struct, tag=True, array_like=True):
     """Runner.choose for the last step."""
 
-    masks: dict[int, bytes]
+    masks: dict[int, Array]
 
 
-MASK = ForwardRow._fields.index("mask")
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Step | Choice)
+def _pack_array(array: Array) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, array.tobytes()
+
+
+def _unpack_array(_type: type, packed: tuple[list[int], bytes]) -> Array:
+    shape, data = packed
+    return np.frombuffer(data, np.int32).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack_array)
+_decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack_array)
 
 
 class Leader:
@@ -99,17 +114,14 @@ class Leader:
 
     def send(self, runner: int, requests: Sequence[ForwardRow], is_begun: bool = False) -> None:
         """Send a step, before rank 0 computes it. is_begun: `send_choice` follows. Raises RingError."""
-        if not self.is_leading:
-            return
-        masks = _pack({index: part.mask for index, part in enumerate(requests) if part.mask is not None})
-        plain = [part[:MASK] + part[MASK + 1 :] for part in requests]
-        deltas, self._deltas = self._deltas, []
-        self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks, is_begun)), SEND_S)
+        if self.is_leading:
+            deltas, self._deltas = self._deltas, []
+            self._ring.write(_encoder.encode(Step(deltas, runner, requests, is_begun)), SEND_S)
 
     def send_choice(self, masks: Masks) -> None:
         """Send what the last step may choose. Raises RingError."""
         if self.is_leading:
-            self._ring.write(_encoder.encode(Choice(_pack(masks))), SEND_S)
+            self._ring.write(_encoder.encode(Choice(dict(masks))), SEND_S)
 
 
 class LedInputBatch(InputBatch):
@@ -120,7 +132,7 @@ class LedInputBatch(InputBatch):
         super().__init__(*sizes)
         self._leader = leader
 
-    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+    def open(self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int) -> None:
         self._leader.note(Open(row, sampling, answer_begin))
         super().open(row, token_ids, sampling, answer_begin)
 
@@ -128,8 +140,8 @@ class LedInputBatch(InputBatch):
         self._leader.note(Close(row))
         super().close(row)
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
-        self._leader.note(Tokens(row, begin, token_ids.tobytes(), is_lagging))
+    def write_tokens(self, row: int, begin: int, token_ids: Array, is_lagging: bool = False) -> None:
+        self._leader.note(Tokens(row, begin, token_ids, is_lagging))
         super().write_tokens(row, begin, token_ids, is_lagging)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
@@ -184,45 +196,14 @@ def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> N
         if isinstance(message, Choice):
             assert begun is not None, "a choice without a step"
             runner, step = begun
-            behind.append(runner.choose(step, _unpack(message.masks, rows.vocab_size)))
+            behind.append(runner.choose(step, message.masks))
         else:
             for delta in message.deltas:
-                apply(rows, delta)
-            runner, requests = runners[message.runner], _requests(message, rows.vocab_size)
+                delta.apply(rows)
+            runner = runners[message.runner]
             if message.is_begun:
-                begun = runner, runner.begin(requests)
+                begun = runner, runner.begin(message.requests)
                 continue
-            behind.append(runner.launch(requests))
+            behind.append(runner.launch(message.requests))
         if len(behind) > MOST_BEHIND:
             behind.popleft().collect()
-
-
-def apply(rows: InputBatch, delta: Delta) -> None:
-    """Repeat a change of the leader's rows."""
-    match delta:
-        case Open():
-            rows.open(delta.row, np.zeros(0, np.int32), delta.sampling, delta.answer_begin)
-        case Close():
-            rows.close(delta.row)
-        case Tokens():
-            token_ids = np.frombuffer(delta.token_ids, np.int32).copy()
-            rows.write_tokens(delta.row, delta.begin, token_ids, delta.is_lagging)
-        case Pages():
-            rows.write_pages(delta.row, delta.first, delta.pages)
-
-
-def _requests(step: Step, vocab_size: int) -> list[ForwardRow]:
-    masks = _unpack(step.masks, vocab_size)
-    return [
-        ForwardRow._make((*fields[:MASK], masks.get(index), *fields[MASK:]))
-        for index, fields in enumerate(step.requests)
-    ]
-
-
-def _pack(masks: Masks) -> dict[int, bytes]:
-    return {index: mask.tobytes() for index, mask in masks.items()}
-
-
-def _unpack(masks: Mapping[int, bytes], vocab_size: int) -> dict[int, NDArray[np.int32]]:
-    width = -(-vocab_size // 32)
-    return {index: np.frombuffer(mask, np.int32).reshape(-1, width) for index, mask in masks.items()}

@@ -4,9 +4,6 @@ Runs on the asyncio thread. Long work happens in the process, or on one thread.
 """
 
 import asyncio
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +11,11 @@ from typing import TypeVar
 
 import structlog
 
-from decode_worker.grammar import pipe_frames
+from decode_worker.grammar.compiler_process import Answer, Busy, Compile, Compiled, ReadVocabulary, Refused, Start
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.matcher import Grammar, load_grammar
-from decode_worker.grammar.pipe_frames import Frame
-from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
+from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
+from runtime.child import ChildError, ChildServer
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -39,12 +36,9 @@ class GrammarCompiler:
     def __init__(self, folder: Path, vocab_size: int, cpu_s: int) -> None:
         """`folder` has the tokenizer; `vocab_size` is the model's. Starts nothing."""
         self._wall_s = wall_limit_s(cpu_s)
-        self._command = [
-            sys.executable, "-P", "-m", "decode_worker.grammar.compiler_process",
-            str(folder), str(vocab_size), str(cpu_s), str(self._wall_s),
-        ]  # fmt: skip
+        self._start = Start(str(folder), vocab_size, cpu_s, self._wall_s)
         self._turn = asyncio.Lock()  # held by the request that the process works on
-        self._process: Process | None = None
+        self._child: ChildServer[Answer] | None = None
         self._vocabulary: Vocabulary | None = None  # once the first grammar needs it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._is_closed = False
@@ -52,7 +46,7 @@ class GrammarCompiler:
     @property
     def pid(self) -> int | None:
         """Of the process, while there is one."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
         """Returns when the process is ready, or has failed, which is logged: `compile` tries again."""
@@ -70,68 +64,53 @@ class GrammarCompiler:
         async with self._turn:
             if self._is_closed:
                 raise GrammarBusyError("this worker stops")
-            process = await self._ensure_started()
+            await self._ensure_started()
             if self._vocabulary is None:
-                reply = await self._ask(process, Frame({"kind": "vocabulary"}))
-                self._vocabulary = await self._on_thread(lambda: vocabulary_from_frame(reply))
+                packed = await self._ask(ReadVocabulary())
+                assert isinstance(packed, PackedVocabulary)
+                self._vocabulary = await self._on_thread(lambda: unpack_vocabulary(packed))
             vocabulary = self._vocabulary
-            answer = await self._ask(process, Frame({"kind": kind}, text.encode()))
-            if answer.head["status"] == "refused":
-                raise GrammarRefusedError(answer.head["message"], answer.head["param"])
-            if answer.head["status"] != "compiled":
-                raise GrammarBusyError(f"no time to compile it within {self._wall_s:g} s: the machine is busy")
-            return await self._on_thread(lambda: load_grammar(vocabulary, answer.body.decode(), kind, text))
+            match answer := await self._ask(Compile(kind, text)):
+                case Refused():
+                    raise GrammarRefusedError(answer.message, answer.param)
+                case Busy():
+                    raise GrammarBusyError(f"no time to compile it within {self._wall_s:g} s: the machine is busy")
+            assert isinstance(answer, Compiled)
+            return await self._on_thread(lambda: load_grammar(vocabulary, answer.grammar.decode(), kind, text))
 
     async def close(self) -> None:
         """End the process. A compilation under way ends as GrammarBusyError."""
         self._is_closed = True
-        await self._kill()
+        if self._child is not None:
+            await self._child.close(timeout_s=0.0)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _ensure_started(self) -> Process:
-        """The process, which has read the vocabulary. Raises GrammarBrokenError."""
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        await self._kill()
-        process = self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, env={**os.environ, **_SAFE_ENVIRONMENT}
+    async def _ensure_started(self) -> None:
+        """Until the process has read the vocabulary. Raises GrammarBrokenError."""
+        if self._child is not None:
+            if self._child.is_answering:
+                return
+            await self._child.close()
+        self._child = ChildServer(
+            "decode_worker.grammar.compiler_process", self._start, Answer, environment=_SAFE_ENVIRONMENT
         )
-        if await self._read(process, START_S) is None:
-            raise GrammarBrokenError("the grammar compiler does not start; the worker's log says why")
-        log.info("grammar compiler started", pid=process.pid)
-        return process
-
-    async def _ask(self, process: Process, request: Frame) -> Frame:
-        assert process.stdin is not None
         try:
-            process.stdin.write(pipe_frames.pack(request))
-        except (BrokenPipeError, ConnectionResetError):
-            log.warning("grammar compiler is gone")
-        answer = await self._read(process, self._wall_s + _SLACK_S)
-        if answer is None:
-            raise GrammarBusyError("the grammar compiler died and is started again")
-        return answer
+            await self._child.wait_ready(START_S)
+        except ChildError as error:
+            log.warning("grammar compiler fails", error=str(error))
+            raise GrammarBrokenError("the grammar compiler does not start; the worker's log says why") from error
+        log.info("grammar compiler started", pid=self._child.pid)
 
-    async def _read(self, process: Process, timeout_s: float) -> Frame | None:
-        """Its next message; None when there is none, and then the process is dead."""
-        assert process.stdout is not None
+    async def _ask(self, call: ReadVocabulary | Compile) -> Answer:
+        assert self._child is not None
         try:
-            async with asyncio.timeout(timeout_s):
-                return await pipe_frames.read_from(process.stdout)
-        except (TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
-            log.warning("grammar compiler fails", error=str(error) or type(error).__name__)
-            await self._kill()
-            return None
-        except asyncio.CancelledError:  # in mid-message: it cannot be asked again
-            await self._kill()
+            return await self._child.ask(call, self._wall_s + _SLACK_S)
+        except ChildError as error:
+            log.warning("grammar compiler fails", error=str(error))
+            raise GrammarBusyError("the grammar compiler died and is started again") from error
+        except asyncio.CancelledError:  # the next one should not wait for this
+            self._child.fail("was interrupted")
             raise
-
-    async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

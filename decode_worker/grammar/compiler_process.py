@@ -1,29 +1,28 @@
-"""The compiler's own process: `python -m decode_worker.grammar.compiler_process FOLDER VOCABULARY_SIZE CPU_S WALL_S`.
+"""The compiler's own process: `python -m decode_worker.grammar.compiler_process FD`.
 
 It reads the vocabulary once, then forks for each grammar. The fork has limits of CPU time and memory and ends with its
 grammar: whatever a hostile text does to it ends there, and the next grammar finds everything loaded.
 
-    worker ◄── frames on stdin and stdout ──► this process ──fork──► one compilation
+    worker ◄── calls and answers ──► this process ──fork──► one compilation
 
-It ends when its stdin does: so with the worker, however that ends; a compilation under way is killed.
+It ends with the worker, however that ends, and a compilation under way with it.
 """
 
-import math
+import asyncio
 import os
 import random
 import re
 import resource
-import select
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from decode_worker.grammar import pipe_frames
 from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.culprit import Part, find_culprit, find_long_chain, tag_parts
 from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedError
@@ -35,11 +34,10 @@ from decode_worker.grammar.limits import (
     free_lead,
 )
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.grammar.pipe_frames import Frame
-from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
+from runtime.child import die_with_parent, pack, receive, serve_parent
 from runtime.peer_input import MAX_JSON_DEPTH
 
-_CHUNK_BYTES = 1 << 20
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
 _NO_MESSAGE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 _MAX_MESSAGE_CHARS = 300
@@ -47,33 +45,106 @@ _MAX_MESSAGE_CHARS = 300
 _TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
 
 
-def main(folder: Path, size: int, cpu_s: int, wall_s: float) -> None:
-    """Say that the vocabulary is there, then answer requests until stdin ends."""
-    requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not mix with answers
-    vocabulary = read_vocabulary(folder, size)
-    _write(answers, pipe_frames.pack(Frame({"status": "ready"})))
-    while True:
+class Start(msgspec.Struct, tag=True):
+    """The first call; answered by Ready."""
+
+    folder: str  # of the tokenizer
+    vocab_size: int
+    cpu_s: int  # for one grammar
+    wall_s: float
+
+
+class ReadVocabulary(msgspec.Struct, tag=True):
+    """Answered by PackedVocabulary."""
+
+
+class Compile(msgspec.Struct, tag=True):
+    """Answered by Compiled, Refused or Busy."""
+
+    kind: str
+    text: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The vocabulary is read."""
+
+
+class Compiled(msgspec.Struct, tag=True):
+    grammar: bytes  # serialised
+
+
+class Refused(msgspec.Struct, tag=True):
+    """See GrammarRefusedError."""
+
+    message: str
+    param: str = ""
+
+
+class Busy(msgspec.Struct, tag=True):
+    """It took longer than `wall_s`."""
+
+
+Call = Start | ReadVocabulary | Compile
+Answer = Ready | PackedVocabulary | Compiled | Refused | Busy
+
+
+class Compiler:
+    """Answers the worker's calls, which come one after the other."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: of the worker's calls."""
+        self._fd = fd
+
+    async def answer(self, call: Call) -> Answer | msgspec.Raw:
+        match call:
+            case Start():
+                self._limits = call
+                self._vocabulary = read_vocabulary(Path(call.folder), call.vocab_size)
+                return Ready()
+            case ReadVocabulary():
+                return self._vocabulary.pack()
+            case Compile():
+                return await self._compile_in_fork(call)
+
+    async def _compile_in_fork(self, call: Compile) -> msgspec.Raw | Refused | Busy:
+        """What a fork with limits answers, or why there is no answer."""
+        ours, theirs = socket.socketpair()
+        limits, parent, fork = self._limits, os.getpid(), os.fork()
+        if fork == 0:
+            try:
+                os.close(self._fd)
+                die_with_parent()
+                if os.getppid() == parent:
+                    _limit_myself(limits.cpu_s)
+                    theirs.sendall(pack(answer_call(self._vocabulary, call, limits.cpu_s)))
+            finally:
+                os._exit(0)
+        theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            request = pipe_frames.read(lambda num_bytes: _read_exactly(requests, num_bytes))
-        except EOFError:
-            return
-        if request.head["kind"] == "vocabulary":
-            answer = pipe_frames.pack(vocabulary.to_frame())
-        else:
-            work = partial(_answer, vocabulary, request.head["kind"], request.body.decode(), cpu_s)
-            answer = _run_limited(work, cpu_s, wall_s, (requests, answers))
-        _write(answers, answer)
+            async with asyncio.timeout(limits.wall_s):
+                return msgspec.Raw(await receive(reader))
+        except TimeoutError:
+            return Busy()
+        except (EOFError, ConnectionError, ValueError):
+            pass
+        finally:
+            writer.close()
+            os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
+            _pid, status = os.waitpid(fork, 0)  # noqa: ASYNC222  it is dead
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+            return Refused(f"took longer than {limits.cpu_s} s to compile; simplify it")
+        return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
 
 
-def _answer(vocabulary: Vocabulary, kind: str, text: str, cpu_s: int) -> Frame:
-    """To one request. Runs in a process of its own, within limits."""
+def answer_call(vocabulary: Vocabulary, call: Compile, cpu_s: int) -> Compiled | Refused:
+    """Runs in a process of its own, within limits."""
     try:
-        return Frame({"status": "compiled"}, _compile(vocabulary, kind, text))
+        return Compiled(_compile(vocabulary, call.kind, call.text))
     except GrammarRefusedError as error:
         until = cpu_s / 2  # a limit that is hit would take the reason along
-        param, problem = find_culprit(kind, text, str(error), partial(_find_problem, vocabulary, until))
-        return _refusal(problem, param)
+        param, problem = find_culprit(call.kind, call.text, str(error), partial(_find_problem, vocabulary, until))
+        return Refused(problem, param)
 
 
 def _find_problem(vocabulary: Vocabulary, until: float, kind: str, text: str) -> str | None:
@@ -127,50 +198,6 @@ def _try_out(grammar: Grammar, lead: str) -> None:
         ) from error
 
 
-def _run_limited(work: Callable[[], Frame], cpu_s: int, wall_s: float, not_inherited: tuple[int, int]) -> bytes:
-    """The packed result of `work`, done by a fork with limits, or the packed reason why there is none."""
-    source, sink = os.pipe()
-    fork = os.fork()
-    if fork == 0:
-        try:
-            for fd in (source, *not_inherited):
-                os.close(fd)
-            _limit_myself(cpu_s)
-            _write(sink, pipe_frames.pack(work()))
-        finally:
-            os._exit(0)
-    os.close(sink)
-    try:
-        result, is_late = _collect(fork, source, not_inherited[0], time.monotonic() + wall_s)
-    finally:
-        os.close(source)
-        os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
-        _pid, status = os.waitpid(fork, 0)
-    if is_late:
-        return pipe_frames.pack(Frame({"status": "busy"}))
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
-        return pipe_frames.pack(_refusal(f"took longer than {cpu_s} s to compile; simplify it"))
-    return result or pipe_frames.pack(_refusal("it cannot be compiled: the compiler crashed on it; simplify it"))
-
-
-def _collect(fork: int, source: int, requests: int, deadline: float) -> tuple[bytes, bool]:
-    """All that the fork writes, and whether it was too late. Ends this process when the worker is gone."""
-    poll = select.poll()
-    poll.register(source, select.POLLIN)
-    poll.register(requests, 0)  # POLLHUP only
-    chunks: list[bytes] = []
-    while (left_s := deadline - time.monotonic()) > 0:
-        for fd, _events in poll.poll(math.ceil(left_s * 1000)):
-            if fd == requests:
-                os.kill(fork, signal.SIGKILL)
-                os._exit(0)
-            chunk = os.read(source, _CHUNK_BYTES)
-            if not chunk:
-                return b"".join(chunks), False
-            chunks.append(chunk)
-    return b"", True
-
-
 def _limit_myself(cpu_s: int) -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -183,25 +210,5 @@ def _limit_myself(cpu_s: int) -> None:
     os.dup2(nowhere, 1)
 
 
-def _refusal(message: str, param: str = "") -> Frame:
-    return Frame({"status": "refused", "message": message, "param": param})
-
-
-def _read_exactly(fd: int, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        chunk = os.read(fd, num_bytes - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)
-
-
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    asyncio.run(serve_parent(int(sys.argv[1]), Call, Compiler(int(sys.argv[1])).answer))

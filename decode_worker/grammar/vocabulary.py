@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.grammar.bindings import TokenizerInfo, core
-from decode_worker.grammar.pipe_frames import Frame
 
 # xgrammar allows control characters in strings with a maximum length or a pattern.
 _NOT_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
@@ -49,17 +48,23 @@ class Vocabulary:
         bits[[token for token, name in self.control.items() if not name or name not in text]] = False
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
-    def to_frame(self) -> Frame:
+    def pack(self) -> "PackedVocabulary":
         """Takes 0.1 s for 128k tokens."""
-        head = {"size": self.size, "control": list(self.control.items()), "never": self.never}
-        return Frame(head, self.info.serialize_json().encode())
+        return PackedVocabulary(self.info.serialize_json().encode(), self.size, self.control, self.never)
 
 
-def vocabulary_from_frame(frame: Frame) -> Vocabulary:
-    """The inverse of `to_frame`."""
-    head = frame.head
-    info = core.TokenizerInfo.deserialize_json(frame.body.decode())
-    return Vocabulary(info, head["size"], dict(head["control"]), head["never"])
+class PackedVocabulary(msgspec.Struct, tag=True):
+    """A vocabulary on its way between processes."""
+
+    info: bytes
+    size: int
+    control: dict[int, str]
+    never: dict[str, list[int]]
+
+
+def unpack_vocabulary(packed: PackedVocabulary) -> Vocabulary:
+    info = core.TokenizerInfo.deserialize_json(packed.info.decode())
+    return Vocabulary(info, packed.size, packed.control, packed.never)
 
 
 class _Added(msgspec.Struct):

@@ -20,10 +20,11 @@ WAIT_S = 60.0
 # Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
 STAND_IN = """
 import os, pathlib, signal, subprocess, sys
-from runtime.lifecycle import ReadyReporter, follow_supervisor
+from runtime.child import follow_parent
+from runtime.lifecycle import ReadyReporter
 
 role, fd = sys.argv[1], int(sys.argv[-1].removeprefix("--ready-fd="))
-follow_supervisor(fd)
+follow_parent(fd)
 mode = os.environ.get("STAND_IN_" + role.upper(), "ready")
 
 def note(*words):
@@ -78,12 +79,8 @@ class Service:
         environment |= {f"STAND_IN_{role.upper()}": mode for role, mode in modes.items()}
         self.process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(stand_in), str(start_timeout_s), str(stop_s)],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env=environment,
-        )
+            stdout=stdout, stderr=subprocess.PIPE, text=True, bufsize=1, env=environment,
+        )  # fmt: skip
         self.shown = ""  # all of its stderr read so far
 
     def read_until(self, text: str) -> None:
@@ -182,6 +179,8 @@ def test_machines_get_one_json_line_an_event(service: Service) -> None:
     assert gateway[-2:] == ["secret", "None"], "the key is in the environment, the service's own port is not"
     assert not any("secret" in word for word in gateway[:-2])
     assert sum(word.startswith("--prefill=") for word in gateway) == 2
+    assert len(service.noted("pid")) == len(service.noted("ended")) == 4
+    assert service.noted("ended")[0] == ["ended", "gateway"], "it ends first"
 
 
 def test_people_at_a_terminal_read_lines(start: Start) -> None:
@@ -199,13 +198,6 @@ def test_people_at_a_terminal_read_lines(start: Start) -> None:
     assert f"curl http://{address}/v1/chat/completions" in shown and f'base_url="http://{address}/v1"' in shown
     assert shown.count("cores are shared") == 1, "once for all"
     assert '"model": "baton-demo"' in shown and "$BATON_API_KEY" in shown
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_gateway_first_and_leaves_nothing(service: Service, number: signal.Signals) -> None:
-    assert service.stop(number) == 0
-    assert len(service.noted("pid")) == len(service.noted("ended")) == 4
-    assert service.noted("ended")[0] == ["ended", "gateway"]
 
 
 def test_a_signal_while_loading_leaves_nothing(start: Start) -> None:
@@ -261,24 +253,16 @@ def test_a_worker_that_dies_starts_again_where_it_was(service: Service) -> None:
         service.read_until(f"decode-0 ended with exit status 3; 2 workers are left; it starts again in {delay}")
         service.read_until('"process": "decode-0", "address"')
         assert port in service.last("decode"), "a restarted worker keeps its port"
-    assert service.process.poll() is None
-    assert service.stop() == 0
+    os.kill(int(service.last("decode")[1]), signal.SIGUSR1)
+    service.read_until("it starts again in")
+    assert service.stop() == 0, "a signal ends the wait"
     assert len(service.noted("pid")) == 6
 
 
-def test_a_signal_before_a_worker_starts_again_leaves_nothing(service: Service) -> None:
-    os.kill(int(service.last("decode")[1]), signal.SIGUSR1)
-    service.read_until("it starts again in")
-    assert service.stop() == 0
-
-
-def test_a_worker_that_was_asked_to_end_stays_ended(service: Service) -> None:
+def test_a_worker_that_was_asked_to_end_stays_ended_and_the_service_ends_with_its_gateway(service: Service) -> None:
     os.kill(int(service.last("decode")[1]), signal.SIGTERM)
     service.read_until("decode-0 ended with exit status 0; 2 workers are left; it stays ended, as it was asked to")
     assert service.process.poll() is None
-
-
-def test_the_service_ends_with_its_gateway(service: Service) -> None:
     os.kill(int(service.last("gateway")[1]), signal.SIGKILL)
     assert service.finish() == 1
     assert "the gateway ended with signal SIGKILL" in service.shown

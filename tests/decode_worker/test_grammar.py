@@ -5,7 +5,11 @@ import json
 import os
 import random
 import re
+import select
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.grammar import compiler as compiler_module
-from decode_worker.grammar import pipe_frames
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import (
     GrammarBrokenError,
@@ -31,8 +34,7 @@ from decode_worker.grammar.errors import (
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
 from decode_worker.grammar.limits import MAX_TEXT_BYTES, find_problem, json_depth
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.grammar.pipe_frames import Frame
-from decode_worker.grammar.vocabulary import read_vocabulary, vocabulary_from_frame
+from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
@@ -197,20 +199,6 @@ def test_vocabularies_are_read_as_transformers_reads_them(tmp_path: Path) -> Non
 def vocabulary_of(folder: Path) -> dict[int, bytes]:
     texts = read_vocabulary(folder, PADDED_SIZE).info.decoded_vocab()
     return {token: text for token, text in enumerate(texts) if text}
-
-
-def test_vocabularies_survive_the_pipe() -> None:
-    words = vocabulary(PADDED_SIZE)
-    same = vocabulary_from_frame(words.to_frame())
-    assert (same.size, same.control, same.never) == (PADDED_SIZE, words.control, words.never)
-    assert list(same.info.decoded_vocab()) == list(words.info.decoded_vocab())
-
-
-@given(st.dictionaries(st.text(), st.integers()), st.binary())
-def test_frames_survive_the_pipe(head: dict[str, Any], body: bytes) -> None:
-    stream: Iterator[int] = iter(pipe_frames.pack(Frame(head, body)))
-    assert pipe_frames.read(lambda count: bytes(next(stream) for _ in range(count))) == Frame(head, body)
-    assert not list(stream)
 
 
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
@@ -442,8 +430,8 @@ def test_the_queue_is_bounded(service: Service) -> None:
     service.run(fill_queue())
 
 
-def test_a_compiler_that_dies_is_replaced_and_ends_with_its_worker(service: Service) -> None:
-    async def kill() -> int:
+def test_a_compiler_that_dies_is_replaced(service: Service) -> None:
+    async def kill() -> None:
         here, killed = service.grammars(), service.compiler.pid
         assert killed is not None
         os.kill(killed, signal.SIGSTOP)
@@ -454,10 +442,34 @@ def test_a_compiler_that_dies_is_replaced_and_ends_with_its_worker(service: Serv
             await waiting
         await here.get("regex", "b", LONG_S)
         assert service.compiler.pid not in (None, killed)
-        process = service.compiler._process
-        assert process is not None
-        assert process.stdin is not None
-        process.stdin.close()  # as the kernel does if a worker is killed
-        return await asyncio.wait_for(process.wait(), 60)
 
-    assert service.run(kill()) == 0
+    service.run(kill())
+
+
+WORKER = """
+import asyncio, sys
+from decode_worker.grammar.compiler import GrammarCompiler
+from demo.paths import TARGET_DIR
+
+async def main():
+    compiler = GrammarCompiler(TARGET_DIR, 1024, 60)
+    await compiler.start()
+    print(compiler.pid, flush=True)
+    await compiler.compile("regex", "((a{1,1000}){1,1000}){1,100}")
+
+asyncio.run(main())
+"""
+
+
+def test_a_compilation_ends_with_its_worker() -> None:
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        compiler = next(int(line) for line in worker.stdout if line.strip().isdigit())  # among lines of the log
+        while not (forks := Path(f"/proc/{compiler}/task/{compiler}/children").read_text().split()):
+            time.sleep(0.01)
+        os.kill(int(forks[0]), signal.SIGSTOP)  # it would end by itself
+        handles = [os.pidfd_open(pid) for pid in (compiler, int(forks[0]))]
+        worker.kill()
+        for handle in handles:
+            assert select.select([handle], [], [], 60)[0], "it outlives the worker"
+            os.close(handle)

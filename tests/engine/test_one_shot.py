@@ -97,11 +97,11 @@ def test_ranks_that_cannot_or_err_keep_to_nccl(group: dist.ProcessGroup, monkeyp
         raise CudaError("cudaIpcGetMemHandle: operation not supported")
 
     monkeypatch.setattr(one_shot, "PROBES", one_shot.PROBES[:1])
-    assert one_shot.open_sums(group, CPU, gpu) is None  # one rank: not a size that the kernel has
+    assert one_shot.open_ranks(group, CPU, gpu) is None  # one rank: not a size that the kernel has
     monkeypatch.setattr(one_shot, "SIZES", (1,))
-    assert one_shot.open_sums(group, CPU, gpu) is not None
+    assert one_shot.open_ranks(group, CPU, gpu) is not None
     with monkeypatch.context() as failing:
         failing.setattr(gpu.cudart, "export", fail)
-        assert one_shot.open_sums(group, CPU, gpu) is None
+        assert one_shot.open_ranks(group, CPU, gpu) is None
     monkeypatch.setattr(gpu_ranks, "all_reduce_", lambda part, _shared: part * 2)
-    assert one_shot.open_sums(group, CPU, gpu) is None
+    assert one_shot.open_ranks(group, CPU, gpu) is None

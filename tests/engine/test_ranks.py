@@ -106,25 +106,22 @@ def test_ranks_have_heads_that_belong_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "size", "said"),
+    ("model", "size", "said"),
     [
         ({"num_heads": 6}, 4, "num_heads 6"),
         ({"intermediate_size": 255}, 2, "intermediate_size 255"),
         ({"vocab_size": 321}, 2, "vocab_size 321"),
         ({"num_heads": 12, "num_kv_heads": 3, "intermediate_size": 256}, 4, "3 KV heads"),
+        ("qwen3_5_moe", 4, "linear_num_key_heads 2"),
+        ("lfm2_moe", 8, "num_heads 4"),
     ],
 )
-def test_what_cannot_be_divided_is_told(change: dict[str, int], size: int, said: str) -> None:
+def test_what_cannot_be_divided_is_told(
+    models: Sequence[Path], model: str | dict[str, int], size: int, said: str
+) -> None:
+    config = load_config(models[list(FAMILIES).index(model)]) if isinstance(model, str) else load_config_like(**model)
     with pytest.raises(ValueError, match=said):
-        shard_config(load_config_like(**change), Shard(0, size))
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "said"), [("qwen3_5_moe", 4, "linear_num_key_heads 2"), ("lfm2_moe", 8, "num_heads 4")]
-)
-def test_what_hybrids_cannot_divide_is_told(models: Sequence[Path], name: str, size: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        shard_config(load_config(models[list(FAMILIES).index(name)]), Shard(0, size))
+        shard_config(config, Shard(0, size))
 
 
 def load_config_like(**change: int) -> ModelConfig:

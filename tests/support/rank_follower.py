@@ -11,9 +11,9 @@ import torch
 
 from engine.engine import Place
 from engine.ranks import join_group
-from runtime.lifecycle import die_with_parent
+from runtime.child import die_with_parent
 from tests.support.decode_bench import build, capture
-from worker.rank_ring import RingError, RingFollower, parse_fds
+from worker.rank_ring import RingError, RingFollower
 from worker.ranks import follow
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ MEET_S = 60
 
 def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd: str, *fds: str) -> None:
     die_with_parent()
-    ring = RingFollower(parse_fds(list(map(int, fds))), int(rank) - 1)
+    ring = RingFollower(list(map(int, fds)), int(rank) - 1)
     ranks = join_group(rendezvous, int(rank), int(size), CPU, MEET_S)
     engine = capture(build(Path(model), Path(draft), Place(ranks, (int(pool_fd), -1))))
     assert engine.draft_runner is not None

@@ -60,14 +60,13 @@ def run_rank(rendezvous: str, rank: int, size: int) -> None:
     plain = join_group(rendezvous, rank, size, CPU, timeout_s=60)
     one_shot.PROBES = one_shot.PROBES[:2]  # the interpreter takes seconds for many rows
     assert dist.group.WORLD is not None
-    sums = one_shot.open_sums(dist.group.WORLD, CPU, FakeGpu())
-    assert sums is not None
-    sums._shared.epochs.fill_(WRAP)
-    sums._shared.buffer[: gpu_ranks.flag_bytes(size)].view(torch.int32).fill_(WRAP)
+    ranks = one_shot.open_ranks(dist.group.WORLD, CPU, FakeGpu())
+    assert ranks is not None
+    ranks._shared.epochs.fill_(WRAP)
+    ranks._shared.buffer[: gpu_ranks.flag_bytes(size)].view(torch.int32).fill_(WRAP)
     plain.barrier(CPU)
-    ranks = GroupRanks(dist.group.WORLD, sums)
     line = f"result {check_sums(rank, size, ranks)}"
-    assert int(sums._shared.epochs[0]) < 0, "epochs did not wrap around"
+    assert int(ranks._shared.epochs[0]) < 0, "epochs did not wrap around"
     plain.barrier(CPU)
     if rank == size - 1:
         os.write(1, f"{line} gone\n".encode())

@@ -56,7 +56,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
     """Rank 0 of 2."""
     rendezvous, fds, pool_fd = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), rendezvous, "1", "2"]
-    passed = (pool_fd, *fds.all)
+    passed = (pool_fd, *fds)
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(RingLeader(fds))
     ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
@@ -78,9 +78,10 @@ def expected(alone: Engine) -> Answers:
     return Bench(alone, NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
 
 
-@pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
 @pytest.mark.parametrize(
-    ("num_pages", "steps_ahead"), [(NUM_PAGES - 1, 0), (26, 0), (26, 1)], ids=["room", "preemption", "ahead"]
+    ("drafter", "num_pages", "steps_ahead"),
+    [("off", NUM_PAGES - 1, 0), ("ngram", 26, 0), ("draft", 26, 0), ("off", 26, 1), ("draft", 26, 1)],
+    ids=["room", "preemption-ngram", "preemption-draft", "ahead", "ahead-draft"],
 )
 def test_answers_are_those_of_one_process(
     led: Engine, expected: Answers, drafter: str, num_pages: int, steps_ahead: int
@@ -115,7 +116,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_fo
         leader.write(message, timeout_s=END_S)
     for thread in threads:
         thread.join(END_S)
-    for fd in fds.all:
+    for fd in fds:
         os.close(fd)
     assert told == [messages] * num_followers
 
@@ -129,7 +130,7 @@ def test_waits_have_an_end() -> None:
     assert first.read(timeout_s=1) == bytes(40)
     with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second rank
         leader.write(bytes(40), timeout_s=0.01)
-    for fd in fds.all:
+    for fd in fds:
         os.close(fd)
 
 
@@ -145,5 +146,5 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pyt
     runner = LedRunner(Leader(RingLeader(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
     with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
         replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
-    for fd in fds.all:
+    for fd in fds:
         os.close(fd)

@@ -4,8 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,26 @@ from worker.thread import EngineThread, call_in_thread
 PATIENCE_S = 30.0  # longer than any wait here; a test that reaches it fails
 
 
-def wait_until(holds: threading.Event) -> None:
-    assert holds.wait(PATIENCE_S)
+class Step:
+    """A step that waits in its middle until it may leave, then finds no more work or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.entered, self.leave, self.left = threading.Event(), threading.Event(), threading.Event()
+        self._error = error
+
+    def __call__(self) -> bool:
+        if self.left.is_set():
+            return False
+        self.entered.set()
+        self.leave.wait(PATIENCE_S)
+        self.left.set()
+        if self._error is not None:
+            raise self._error
+        return True
 
 
 @contextmanager
-def running(
-    step: Callable[[], bool], next_deadline: Callable[[], float | None] = lambda: None
-) -> Iterator[EngineThread]:
-    thread = EngineThread(step, next_deadline)
+def running(thread: EngineThread) -> Iterator[EngineThread]:
     thread.start()
     try:
         yield thread
@@ -35,42 +45,8 @@ def running(
         assert not thread._thread.is_alive()
 
 
-def test_no_wake_is_lost_under_stress() -> None:
-    """Four threads add jobs at random moments of the loop; all are done, although each job wakes it only once."""
-    jobs: deque[int] = deque()
-    done: list[int] = []
-    looked, finished = threading.Event(), threading.Event()
-
-    def step() -> bool:
-        with thread.lock:
-            if not jobs:
-                looked.set()
-                return False
-            done.append(jobs.popleft())
-            if len(done) == 2000:
-                finished.set()
-        return True
-
-    def produce(first: int) -> None:
-        for job in range(first, first + 500):
-            with thread.lock:
-                jobs.append(job)
-                thread.wake()
-            if job % 3 == 0:
-                looked.clear()
-                looked.wait(0.001)  # sometimes lets the loop fall asleep
-
-    producers = [threading.Thread(target=produce, args=(number * 500,)) for number in range(4)]
-    thread = EngineThread(step)
-    thread.start()
-    for producer in producers:
-        producer.start()
-    wait_until(finished)
-    for producer in producers:
-        producer.join(PATIENCE_S)
-    thread.stop(PATIENCE_S)
-    assert sorted(done) == list(range(2000))
-    assert thread.progress().steps == 2000
+def wait_until(holds: threading.Event) -> None:
+    assert holds.wait(PATIENCE_S)
 
 
 def test_a_wake_in_a_step_that_has_looked_already_is_not_lost() -> None:
@@ -86,9 +62,8 @@ def test_a_wake_in_a_step_that_has_looked_already_is_not_lost() -> None:
         return False
 
     thread = EngineThread(step)
-    thread.start()
-    wait_until(looked_again)
-    thread.stop(PATIENCE_S)
+    with running(thread):
+        wait_until(looked_again)
 
 
 @pytest.mark.parametrize("wait_s", [0.05, -1.0])
@@ -103,30 +78,32 @@ def test_a_deadline_ends_the_sleep_without_a_wake(wait_s: float) -> None:
             fired.set()
         return False
 
-    with running(step, lambda: deadlines[0]):
+    with running(EngineThread(step, lambda: deadlines[0])):
         wait_until(fired)
     assert time.monotonic() >= due
 
 
-def test_stop_comes_after_the_step_under_way() -> None:
-    entered, leave, left = threading.Event(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("error", [None, RuntimeError("Event loop is closed")])
+def test_stop_comes_after_the_step_under_way_whose_failure_is_then_unheard(error: Exception | None) -> None:
+    step, failed = Step(error), threading.Event()
+    with running(EngineThread(step, on_failure=failed.set)) as thread:
+        wait_until(step.entered)
+        thread.stop(0.01)  # gives up waiting: the step is long
+        assert not step.left.is_set()
+        step.leave.set()
+    assert step.left.is_set() and not failed.is_set()
+    assert thread.progress().steps == (error is None)
 
-    def step() -> bool:
-        entered.set()
-        leave.wait(PATIENCE_S)
-        left.set()
-        return True
 
-    thread = EngineThread(step)
-    thread.start()
-    wait_until(entered)
-    thread.stop(0.01)  # gives up waiting: the step is long
-    assert not left.is_set()
-    leave.set()
-    wait_until(left)
-    thread.stop(PATIENCE_S)
-    assert not thread._thread.is_alive()
-    assert thread.progress().steps == 1
+def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
+    step, idle = Step(), threading.Event()
+    with running(EngineThread(step, idle.set)) as thread:  # called just before it sleeps
+        wait_until(step.entered)
+        first = thread.progress().step_age_s
+        assert 0 < first <= thread.progress().step_age_s and thread.progress().steps == 0
+        step.leave.set()
+        wait_until(idle)
+        assert (thread.progress().step_age_s, thread.progress().steps) == (0, 1)
 
 
 def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> None:
@@ -137,50 +114,6 @@ def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> Non
         begun = [subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=full, text=True) for out in outs]
         said = [process.communicate(timeout=PATIENCE_S)[0] for process in begun]
     assert [process.returncode for process in begun] == [1, 1] and "ZeroDivisionError" in said[0]
-
-
-def test_a_step_that_outlasts_its_stop_may_fail_unheard() -> None:
-    entered, leave, told = threading.Event(), threading.Event(), threading.Event()
-
-    def step() -> bool:
-        entered.set()
-        leave.wait(PATIENCE_S)
-        raise RuntimeError("Event loop is closed")
-
-    thread = EngineThread(step, on_failure=told.set)
-    thread.start()
-    wait_until(entered)
-    thread.stop(0.01)
-    leave.set()
-    thread.stop(PATIENCE_S)
-    assert not thread._thread.is_alive()
-    assert not told.is_set()
-
-
-def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
-    entered, leave, idle = threading.Event(), threading.Event(), threading.Event()
-    has_work = [True]
-
-    def step() -> bool:
-        if has_work:
-            has_work.clear()
-            entered.set()
-            leave.wait(PATIENCE_S)
-            return True
-        return False
-
-    def next_deadline() -> None:
-        idle.set()  # called just before it sleeps
-
-    with running(step, next_deadline) as thread:
-        wait_until(entered)
-        first = thread.progress().step_age_s
-        assert 0 < first <= thread.progress().step_age_s
-        assert thread.progress().steps == 0
-        leave.set()
-        wait_until(idle)
-        assert thread.progress().step_age_s == 0
-        assert thread.progress().steps == 1
 
 
 def test_a_call_in_a_thread_leaves_no_helpers_of_openmp_behind() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from decode_worker.grammar.compiler_process import _answer
+from decode_worker.grammar.compiler_process import Compile, Compiled, Refused, answer_call
 from decode_worker.grammar.matcher import Matcher
 from decode_worker.grammar.vocabulary import read_vocabulary
 from demo.paths import TARGET_DIR
@@ -255,6 +255,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_behind_reasoning_too(
     worker: Worker, start: ReasoningStart
 ) -> None:
     hopeless = Grammar("json_schema", '{"$ref": "#"}', "p")
-    for grammar, status in ((hopeless, "refused"), (ANSWERS[0][0], "compiled")):
+    for grammar, expected in ((hopeless, Refused), (ANSWERS[0][0], Compiled)):
         wrapped = after_reasoning(grammar, THINK, start)
-        assert _answer(worker.words, wrapped.kind, wrapped.text, 10).head["status"] == status
+        assert isinstance(answer_call(worker.words, Compile(wrapped.kind, wrapped.text), 10), expected)

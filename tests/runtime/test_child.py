@@ -1,0 +1,155 @@
+"""Children that answer calls: what goes wrong with them is noticed, named and leaves no process."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, describe_exit, pack, serve_parent
+
+WAIT_S = 60.0
+MODULE = "tests.runtime.test_child"
+HERE = {"PYTHONPATH": str(Path(__file__).parents[2])}  # children do not look into the current folder
+
+
+class Do(msgspec.Struct, tag=True):
+    """A call, and its answer."""
+
+    what: str
+    data: bytes = b""
+
+
+Child = ChildServer[Do]
+
+
+def run(test: Callable[[Child], Awaitable[Any]], timeout_s: float = WAIT_S, start: str = "ready") -> Child:
+    """`test` on a child that is ready; it is gone afterwards."""
+
+    async def main() -> Child:
+        child = Child(MODULE, Do(start), Do, environment=HERE)
+        try:
+            await child.wait_ready(timeout_s)
+            await test(child)
+        finally:
+            await child.close()
+            assert child.ended.done()
+        return child
+
+    return asyncio.run(main())
+
+
+def test_calls_are_answered_in_any_order_and_the_end_of_the_stream_is_the_childs_end() -> None:
+    async def test(child: Child) -> None:
+        asked = [child.ask(Do(what, bytes(size)), WAIT_S) for what, size in (("later", 1 << 22), ("soon", 0))]
+        assert [len((await answer).data) for answer in asyncio.as_completed(asked)] == [0, 1 << 22]
+
+    assert run(test).ended.result() == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "trouble"),
+    [
+        ("exit", "ended with exit status 7"),
+        ("die", "ended with signal SIGKILL"),
+        ("hang up", "ended with exit status 0"),
+        ("garbage", "sent what is no answer"),
+        ("too long", "sent what is no answer .a message of .* bytes is too long"),
+        ("unasked", "sent what is no answer .77"),
+    ],
+)
+def test_a_child_that_fails_is_named_and_all_calls_end(what: str, trouble: str) -> None:
+    async def test(child: Child) -> None:
+        waiting = asyncio.ensure_future(child.ask(Do("never"), WAIT_S))
+        with pytest.raises(ChildError, match=trouble):
+            await child.ask(Do(what), WAIT_S)
+        with pytest.raises(ChildError, match=trouble):
+            await waiting
+        with pytest.raises(ChildError, match=trouble):
+            await child.ask(Do("soon"), WAIT_S)
+        assert not child.is_answering
+
+    run(test)
+
+
+def test_a_stopped_child_is_killed_when_its_time_is_over() -> None:
+    async def test(child: Child) -> None:
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(ChildError, match=r"did not answer within 0.2 s"):
+            await child.ask(Do("soon"), 0.2)
+
+    assert run(test).ended.result() == -signal.SIGKILL
+    with pytest.raises(ChildError, match="did not answer"):
+        run(test, 0.1, start="never")
+
+
+def test_a_cancelled_call_harms_no_other() -> None:
+    async def test(child: Child) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(child.ask(Do("later"), WAIT_S), 0.01)
+        assert (await child.ask(Do("later"), WAIT_S)).what == "later"
+
+    run(test)
+
+
+def test_a_child_inherits_nothing_and_ends_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-m", MODULE, "parent"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert len(list(Path(f"/proc/{child}/fd").iterdir())) <= 4 + 3, "its own, the link and asyncio's"
+        handle = os.pidfd_open(child)
+        os.kill(child, signal.SIGINT)  # a terminal's Ctrl-C reaches it too, and is for the parent
+        assert not select.select([handle], [], [], 0.2)[0]
+        parent.kill()
+        assert select.select([handle], [], [], WAIT_S)[0], "it outlives the parent"
+        os.close(handle)
+
+
+@pytest.mark.parametrize(("code", "words"), [(7, "exit status 7"), (-9, "signal SIGKILL"), (-99, "signal 99")])
+def test_exits_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+# -- the processes ---------------------------------------------------------------------------------------------------
+
+
+async def work(call: Do) -> Do:
+    raw = socket.socket(fileno=os.dup(int(sys.argv[1])))
+    match call.what:
+        case "never":
+            await asyncio.sleep(WAIT_S)
+        case "later":
+            await asyncio.sleep(0.1)
+        case "exit":
+            os._exit(7)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang up":
+            raw.shutdown(socket.SHUT_RDWR)
+            await asyncio.sleep(WAIT_S)
+        case "garbage":
+            raw.send((3).to_bytes(4, "little") + b"abc")
+        case "too long":
+            raw.send((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+        case "unasked":
+            raw.send(pack((77, call)))
+    return call
+
+
+async def be_parent() -> None:
+    child = Child(MODULE, Do("ready"), Do, environment=HERE)
+    await child.wait_ready(WAIT_S)
+    print(child.pid, flush=True)
+    await child.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(be_parent() if sys.argv[1] == "parent" else serve_parent(int(sys.argv[1]), Do, work))
