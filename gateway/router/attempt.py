@@ -5,14 +5,13 @@ import time
 from asyncio import sleep
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
 
 import grpc
 
 from gateway.errors import bad_request, took_too_long
 from gateway.router.attempt_record import AttemptRecord, WorkerName
 from gateway.router.decode_client import DecodeClient, Prefilled, Session, SessionEvent
-from gateway.router.engine_client import Tokens
+from gateway.router.engine_client import FinishReason, Tokens
 from gateway.router.placement import Role
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
@@ -24,16 +23,8 @@ from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, 
 from wire.timing import Timing
 
 NO_TIMING = Timing()
+FINISH_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length"}  # of answers
 READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each with the 20 likeliest tokens
-
-
-class _Update(NamedTuple):
-    """A SessionDelta, unpacked."""
-
-    token_ids: Sequence[int]
-    finish_reason: str
-    logprobs: Sequence[TokenLogprobs]
-    timing: Timing  # the decode worker's part, with the last update
 
 
 class Attempt:
@@ -63,7 +54,7 @@ class Attempt:
         self._prefilled: Timing | None = None  # where a prefill worker ran
         self._is_remembered = False  # decode is known to have the KV of the prompt
         self._scored: list[TokenLogprobs] = []  # the prompt's tokens', so far
-        self._held: list[_Update] = []  # back until all those are here
+        self._held: Tokens | None = None  # back until all those are here
         self._prefilling: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         request.is_new_again = False
@@ -161,9 +152,9 @@ class Attempt:
                 raise event
             if isinstance(event, Prefilled):
                 self._take_prefilled(event)
-                tokens = self._emit([])
+                tokens = self._emit(None)
             else:
-                tokens = self._emit([await self._take_delta(event)])
+                tokens = self._emit(await self._take_delta(event))
             if tokens is not None:
                 return tokens
 
@@ -184,18 +175,18 @@ class Attempt:
         self._remember()
         self._record.finish_prefill(prefilled.timing, self._clock())
 
-    async def _take_delta(self, delta: decode_pb2.SessionDelta) -> _Update:
+    async def _take_delta(self, delta: decode_pb2.SessionDelta) -> Tokens:
         """Raises AttemptFailed, or ApiError, where it reports trouble."""
         finish = delta.finish_reason
-        timing = unpack_decode_timing(delta.timing) if finish else NO_TIMING
-        self._record.add_tokens(len(delta.token_ids), timing if finish else None, self._clock())
-        if finish not in ("", "stop", "length"):
+        timing = unpack_decode_timing(delta.timing) if finish else None
+        self._record.add_tokens(len(delta.token_ids), timing, self._clock())
+        if finish not in FINISH_REASONS:
             raise self._describe_trouble(delta)
-        if not delta.logprobs and not delta.prompt_logprobs:
-            return _Update(delta.token_ids, finish, (), timing)
-        logprobs = await _unpack_logprobs(delta.logprobs)
-        self._scored.extend(await _unpack_logprobs(delta.prompt_logprobs))
-        return _Update(delta.token_ids, finish, logprobs, timing)
+        logprobs: Sequence[TokenLogprobs] = ()
+        if delta.logprobs or delta.prompt_logprobs:
+            logprobs = await _unpack_logprobs(delta.logprobs)
+            self._scored.extend(await _unpack_logprobs(delta.prompt_logprobs))
+        return Tokens(tuple(delta.token_ids), FINISH_REASONS[finish], tuple(logprobs), None, timing)
 
     def _describe_trouble(self, delta: decode_pb2.SessionDelta) -> Exception:
         detail, grammar = delta.error or delta.finish_reason, self._request.wanted.grammar
@@ -209,27 +200,24 @@ class Attempt:
             return AttemptFailed("lost", f"{prefill.address} {stuck}", "prefill", is_stuck=True)
         return AttemptFailed("expired", detail, "prefill")
 
-    def _emit(self, latest: list[_Update]) -> Tokens | None:
+    def _emit(self, latest: Tokens | None) -> Tokens | None:
         """Tokens for the client; none before all log-probabilities of the prompt that it asked for are here."""
-        request, updates = self._request, self._held + latest
+        request, tokens = self._request, _join(self._held, latest)
         wants_prompt = request.num_prompt_logprobs is not None
-        if not updates or (wants_prompt and len(self._scored) < len(request.wanted.prompt_ids) - 1):
-            self._held = updates
+        if tokens is None or (wants_prompt and len(self._scored) < len(request.wanted.prompt_ids) - 1):
+            self._held = tokens
             return None
-        self._held, last = [], updates[-1]
-        token_ids = tuple(token for update in updates for token in update.token_ids)
-        tokens = Tokens(
-            token_ids,
-            _finish_reason(last.finish_reason),
-            tuple(one for update in updates for one in update.logprobs),
-            tuple(self._scored) if wants_prompt else None,
-            self._build_timing(last.timing) if last.finish_reason or not request.emitted else None,
-        )
+        self._held = None
+        if wants_prompt or tokens.finish_reason or not request.emitted:
+            prompt_logprobs = tuple(self._scored) if wants_prompt else None
+            is_timed = tokens.finish_reason or not request.emitted
+            timing = self._build_timing(tokens.timing or NO_TIMING) if is_timed else None
+            tokens = replace(tokens, prompt_logprobs=prompt_logprobs, timing=timing)
         request.is_prompt_scored = request.is_prompt_scored or wants_prompt
-        request.emit(token_ids, self._clock())
-        if last.finish_reason or (token_ids and not self._is_remembered):
+        request.emit(tokens.token_ids, self._clock())
+        if tokens.finish_reason or (tokens.token_ids and not self._is_remembered):
             self._remember()
-        if last.finish_reason:
+        if tokens.finish_reason:
             self._record.close(self._clock())
         return tokens
 
@@ -293,7 +281,9 @@ async def _unpack_logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list
     return found
 
 
-def _finish_reason(reason: str) -> Literal["stop", "length"] | None:
-    if not reason:
-        return None
-    return "stop" if reason == "stop" else "length"
+def _join(held: Tokens | None, latest: Tokens | None) -> Tokens | None:
+    """Both, in one message."""
+    if held is None or latest is None:
+        return held or latest
+    token_ids, logprobs = held.token_ids + latest.token_ids, held.logprobs + latest.logprobs
+    return replace(latest, token_ids=token_ids, logprobs=logprobs)
