@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench.products import check_products
-from cli.doctor_rules import Gpu, Machine, Model
+from cli.doctor_rules import GpuFacts, Machine, Model
 from engine.attention.choose import choose_for_layers
 from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_compiler, find_built, name_modules
 from engine.engine import check_kv_dtype, choose_device
@@ -141,14 +141,14 @@ def find_modules(model: ModelConfig | FallbackConfig, dtype: torch.dtype, kv_dty
     return sorted(set().union(*(name_modules(shape, [window], own, kv) for shape, window in layers)))
 
 
-def examine_gpu(index: int) -> Gpu:
+def examine_gpu(index: int) -> GpuFacts:
     """Opens the GPU, which takes some of its memory until this process ends."""
     facts = torch.cuda.get_device_properties(index)
     try:
         free_bytes = torch.cuda.mem_get_info(index)[0]
     except RuntimeError:  # full to the brim: not even a context fits
         free_bytes = 0
-    return Gpu(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
+    return GpuFacts(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
 
 
 def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ Status = Literal["ok", "warning", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     """A GPU that torch can use."""
 
     name: str
@@ -61,7 +61,7 @@ class Machine:
     num_driver_gpus: int
     visible_gpus: tuple[str, ...]  # as `baton serve` deals them out
     visible_setting: str  # CUDA_VISIBLE_DEVICES
-    gpus: tuple[Gpu, ...]  # as torch numbers them
+    gpus: tuple[GpuFacts, ...]  # as torch numbers them
     strangers: tuple[tuple[int, int], ...]  # pairs of which the first cannot read the second's memory
     linked: tuple[tuple[int, int], ...]  # pairs that NVLink joins, the smaller number first
     triton: str

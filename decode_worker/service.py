@@ -12,7 +12,7 @@ import structlog
 
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.grammars import Grammars
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.kv_peers import HandshakeRefusedError
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
@@ -79,7 +79,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         if not self._streams.is_open(gateway):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"gateway {gateway} has no Steps stream open here")
 
-    async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> Grammar:
+    async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> LoadedGrammar:
         """Responds in time even if the grammar is not ready: a worker that is silent for too long counts as dead."""
         left_s = context.time_remaining()
         wait_s = GRAMMAR_WAIT_S if left_s is None else min(GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE * left_s)
@@ -163,7 +163,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
 
 def build_params(
-    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: Grammar | None = None,
+    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: LoadedGrammar | None = None,
     grammar_s: float = 0.0,
 ) -> SequenceParams:  # fmt: skip
     """ValueError if a parameter is out of range, or two contradict each other."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.grpc_bytes import is_unreachable
 from kvtransfer.memory_file import GENERATION_BYTES
-from kvtransfer.nixl_agent import NOT_INSTALLED, Agent, NixlError, is_fast, is_installed
+from kvtransfer.nixl_agent import NOT_INSTALLED, NixlAgent, NixlError, is_fast, is_installed
 from kvtransfer.reader import Advert, Landing, Local, PageRef, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
@@ -99,7 +99,7 @@ class NixlReader(TransportReader):
         self._num_slots = max(1, min(self._store.num_pages, LANDING_BYTES // self._store.page_bytes))  # of the landing
         self._found: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)  # target of generations
         self._landing: Landing  # this, agent and lists exist after `_open_agent`
-        self._agent: Agent
+        self._agent: NixlAgent
         self._lists: list[tuple[int, int]]  # prepared lists of each run over all pages: (ours, theirs)
         self._generations: tuple[int, int]
         self._opened = ExitStack()  # the agent, then the landing; used only on the thread
@@ -128,7 +128,7 @@ class NixlReader(TransportReader):
             memory.check(num_pages, self._page_bytes, len(self._runs))
         self._landing = store.open_landing(num_slots)  # first: on a GPU it gives UCX the CUDA context it needs
         self._opened.callback(self._landing.close)
-        self._agent = agent = Agent(name, answers_alone=False, is_local=is_local)
+        self._agent = agent = NixlAgent(name, answers_alone=False, is_local=is_local)
         self._opened.callback(agent.close)
         found, size = int(self._found.ctypes.data), GENERATION_BYTES
         agent.register(self._landing.address, num_slots * store.page_bytes, store.device_index)
@@ -232,7 +232,7 @@ class NixlReader(TransportReader):
 def open_pool(local: Local) -> NixlMemory:
     """Register the pool with an agent that serves it until `local` is closed. Raises NixlError."""
     store, generations = local.store, int(local.store.generations.ctypes.data)
-    agent = Agent(local.name, answers_alone=True, is_local=local.is_loopback)
+    agent = NixlAgent(local.name, answers_alone=True, is_local=local.is_loopback)
     local.cleanup.callback(agent.close)  # ends all access by peers
     agent.register(store.address, store.num_pages * store.page_bytes, store.device_index)
     agent.register(generations, store.num_pages * GENERATION_BYTES, -1)

@@ -82,7 +82,7 @@ def _load() -> tuple[Any, UcxLog]:
     return importlib.import_module(f"{package}._bindings"), log
 
 
-class Agent:
+class NixlAgent:
     """Registered memory, connections and transfers. One call at a time.
 
     After `close` nothing writes to registered memory any more, not even a running transfer: UCX's worker is gone, with

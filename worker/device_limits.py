@@ -36,7 +36,7 @@ from worker.pool_size import resolve_pools
 log = structlog.get_logger()
 
 
-class Headers(NamedTuple):
+class CheckpointHeaders(NamedTuple):
     """A checkpoint, without reading its weights."""
 
     config: ModelConfig | FallbackConfig
@@ -49,14 +49,14 @@ class Headers(NamedTuple):
 @lru_cache(maxsize=1)  # a worker needs them for its limits and again for its pool
 def read_headers(
     folder: Path, draft: Path | None, dtype: str, kv_dtype: KvDType, quantization: Quantization
-) -> Headers:
+) -> CheckpointHeaders:
     """Raises ValueError or OSError like `build_engine`."""
     file_bytes = sum(path.stat().st_size for one in (folder, draft) if one for path in list_shards(one))
     model, checkpoint = open_any_model(folder)
     chosen = choose_dtype(model, checkpoint, dtype)
     kept = resolve_kv_dtype(kv_dtype, chosen)
     shape = shape_of(model, int(file_bytes * SHRINKS_TO[quantization]))
-    return Headers(model, chosen, kept, file_bytes, replace(shape, kv_item_bytes=kept.itemsize))
+    return CheckpointHeaders(model, chosen, kept, file_bytes, replace(shape, kv_item_bytes=kept.itemsize))
 
 
 def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:

@@ -17,7 +17,7 @@ from bench.batches import SAMPLINGS
 from bench.decoding import NO_SPECULATION, build_eager_speculator
 from bench.gpu_checks.loop import GATEWAY, run_jobs
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
@@ -154,7 +154,7 @@ def build_answers(
 ) -> list[SequenceParams]:  # fmt: skip
     """A request for each kind of sampling; the fourth matches a grammar if `has_json`."""
     words = read_vocabulary(TARGET_DIR, 1024)
-    grammar = Grammar(compile_text("ebnf", GRAMMAR, words.info), words, words.text_mask("ebnf", GRAMMAR))
+    grammar = LoadedGrammar(compile_text("ebnf", GRAMMAR, words.info), words, words.text_mask("ebnf", GRAMMAR))
     return [
         SequenceParams(
             str(row), np.array(PROMPT[row % 3 : 3 + 5 * row], np.int32).tobytes(), max(5 * row + 2 - row % 3, 0),

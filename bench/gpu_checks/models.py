@@ -18,7 +18,7 @@ from engine.ops.choose import ops_for
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.entry import TensorEntry
 from engine.weights.formats import choose_format
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16
@@ -78,7 +78,7 @@ def load_random(
     longest = max(SHAPES[shape]["max_position_embeddings"], context_tokens)
     config = build_config({**SHAPES[shape], "max_position_embeddings": longest})
     checkpoint = RandomCheckpoint(config, device)
-    reader = Reader(checkpoint, torch.bfloat16, device, lambda done, total: None)
+    reader = ShardReader(checkpoint, torch.bfloat16, device, lambda done, total: None)
     decoder = build_decoder(config, choose_format(reader, ops_for(device), quantization, None))
     return Loaded(Path(shape), shape, decoder, config.kv_parts)
 

@@ -11,9 +11,17 @@ from typing import TypeVar
 
 import structlog
 
-from decode_worker.grammar.compiler_process import Answer, Busy, Compile, Compiled, ReadVocabulary, Refused, Start
+from decode_worker.grammar.compiler_process import (
+    Answer,
+    Busy,
+    Compile,
+    Compiled,
+    CompilerStart,
+    ReadVocabulary,
+    Refused,
+)
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
-from decode_worker.grammar.matcher import Grammar, load_grammar
+from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
 from runtime.child import ChildError, ChildServer
 
@@ -36,7 +44,7 @@ class GrammarCompiler:
     def __init__(self, folder: Path, vocab_size: int, cpu_s: int) -> None:
         """`folder` has the tokenizer; `vocab_size` is the model's. Starts nothing."""
         self._wall_s = wall_limit_s(cpu_s)
-        self._start = Start(str(folder), vocab_size, cpu_s, self._wall_s)
+        self._start = CompilerStart(str(folder), vocab_size, cpu_s, self._wall_s)
         self._turn = asyncio.Lock()  # held by the request that the process works on
         self._child: ChildServer[Answer] | None = None
         self._vocabulary: Vocabulary | None = None  # once the first grammar needs it
@@ -56,7 +64,7 @@ class GrammarCompiler:
             except GrammarBrokenError as error:
                 log.error("no grammar can be compiled", reason=str(error))
 
-    async def compile(self, kind: str, text: str) -> Grammar:
+    async def compile(self, kind: str, text: str) -> LoadedGrammar:
         """Ends within START_S and the wall limit after its turn has come.
 
         Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError.

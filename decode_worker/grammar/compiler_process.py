@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.culprit import Part, find_culprit, find_long_chain, tag_parts
+from decode_worker.grammar.culprit import GrammarPart, find_culprit, find_long_chain, tag_parts
 from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedError
 from decode_worker.grammar.limits import (
     MAX_COMPILED_BYTES,
@@ -33,7 +33,7 @@ from decode_worker.grammar.limits import (
     TRIAL_TOKENS,
     free_lead,
 )
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
 from runtime.child import die_with_parent, pack, receive, serve_parent
 from runtime.peer_input import MAX_JSON_DEPTH
@@ -45,8 +45,8 @@ _MAX_MESSAGE_CHARS = 300
 _TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
 
 
-class Start(msgspec.Struct, tag=True):
-    """The first call; answered by Ready."""
+class CompilerStart(msgspec.Struct, tag=True):
+    """The first call; answered by CompilerReady."""
 
     folder: str  # of the tokenizer
     vocab_size: int
@@ -65,7 +65,7 @@ class Compile(msgspec.Struct, tag=True):
     text: str
 
 
-class Ready(msgspec.Struct, tag=True):
+class CompilerReady(msgspec.Struct, tag=True):
     """The vocabulary is read."""
 
 
@@ -84,8 +84,8 @@ class Busy(msgspec.Struct, tag=True):
     """It took longer than `wall_s`."""
 
 
-Call = Start | ReadVocabulary | Compile
-Answer = Ready | PackedVocabulary | Compiled | Refused | Busy
+Call = CompilerStart | ReadVocabulary | Compile
+Answer = CompilerReady | PackedVocabulary | Compiled | Refused | Busy
 
 
 class Compiler:
@@ -97,10 +97,10 @@ class Compiler:
 
     async def answer(self, call: Call) -> Answer | msgspec.Raw:
         match call:
-            case Start():
+            case CompilerStart():
                 self._limits = call
                 self._vocabulary = read_vocabulary(Path(call.folder), call.vocab_size)
-                return Ready()
+                return CompilerReady()
             case ReadVocabulary():
                 return self._vocabulary.pack()
             case Compile():
@@ -159,12 +159,12 @@ def _find_problem(vocabulary: Vocabulary, until: float, kind: str, text: str) ->
 
 def _compile(vocabulary: Vocabulary, kind: str, text: str) -> bytes:
     """The serialised grammar. Raises GrammarRefusedError."""
-    for part in tag_parts(text) if kind == "structural_tag" else [Part(kind, text, "")]:
+    for part in tag_parts(text) if kind == "structural_tag" else [GrammarPart(kind, text, "")]:
         if (chain := find_long_chain(part.kind, part.text)) is not None:
             raise GrammarRefusedError(chain)
     try:
         compiled = compile_text(kind, text, vocabulary.info)
-        _try_out(Grammar(compiled, vocabulary, vocabulary.text_mask(kind, text)), free_lead(kind, text))
+        _try_out(LoadedGrammar(compiled, vocabulary, vocabulary.text_mask(kind, text)), free_lead(kind, text))
         serialised = compiled.serialize_json().encode()
     except MemoryError as error:
         raise GrammarRefusedError(_TOO_LARGE) from error
@@ -178,7 +178,7 @@ def _compile(vocabulary: Vocabulary, kind: str, text: str) -> bytes:
     return serialised
 
 
-def _try_out(grammar: Grammar, lead: str) -> None:
+def _try_out(grammar: LoadedGrammar, lead: str) -> None:
     """Follow one random answer behind `lead`: grammars may be quick to compile and slow, or impossible, to follow."""
     matcher = grammar.new_matcher(())
     matcher.begin_with(lead)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
 from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_TURN_CPU_S, UNKNOWN_CPU_S
-from decode_worker.grammar.matcher import Grammar, Matcher
-from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread, StuckError
+from decode_worker.grammar.matcher import LoadedGrammar, Matcher
+from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from worker.sequences import ScheduledSequence, Sequence
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Standing(Enum):
     LATE = "there was no time: it continues in a later step"
 
 
-_NO_TURN: Done[Any] = Done(Standing.LATE, 0.0)
+_NO_TURN: TurnEnd[Any] = TurnEnd(Standing.LATE, 0.0)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Constraints:
     def _state(self, sequence: Sequence) -> _State:
         return self._states.setdefault(sequence, _State())
 
-    def _do(self, work: Seq[tuple[Sequence, Callable[[Sequence, _State], T]]]) -> list[Done[T | Standing]]:
+    def _do(self, work: Seq[tuple[Sequence, Callable[[Sequence, _State], T]]]) -> list[TurnEnd[T | Standing]]:
         """The result of each answer's work; _NO_TURN if there was no time for it."""
         if not work:
             return []
@@ -96,9 +96,9 @@ class Constraints:
             ran = self._thread.run(calls, MAX_STEP_CPU_S)
         except NoThreadError as error:
             log.error("no grammar is followed", reason=str(error))
-            return [Done(error, 0.0) for _ in work]
-        done: list[Done[T | Standing]] = [
-            Done(_report(sequence, one.result), one.cpu_s) for (sequence, _), one in zip(work, ran, strict=False)
+            return [TurnEnd(error, 0.0) for _ in work]
+        done: list[TurnEnd[T | Standing]] = [
+            TurnEnd(_report(sequence, one.result), one.cpu_s) for (sequence, _), one in zip(work, ran, strict=False)
         ]
         return done + [_NO_TURN] * (len(work) - len(done))
 
@@ -157,8 +157,8 @@ def _report(sequence: Sequence, result: T | Exception) -> T | Exception:
     return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")
 
 
-def _grammar(sequence: Sequence) -> Grammar:
-    assert isinstance(sequence.params.grammar, Grammar)
+def _grammar(sequence: Sequence) -> LoadedGrammar:
+    assert isinstance(sequence.params.grammar, LoadedGrammar)
     return sequence.params.grammar
 
 

@@ -21,7 +21,7 @@ _PROBE = "part"  # name of a definition that is added
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GrammarPart:
     """A grammar within a structural tag."""
 
     kind: str
@@ -29,7 +29,7 @@ class Part:
     param: str  # the client's field; empty where the tag does not say
 
 
-def tag_parts(tag: str) -> Iterator[Part]:
+def tag_parts(tag: str) -> Iterator[GrammarPart]:
     """In their order. gateway/tools/grammar.py writes tags, and names each node's field as its `param`."""
     left: list[Any] = [_parsed(tag)]
     while left:
@@ -37,7 +37,7 @@ def tag_parts(tag: str) -> Iterator[Part]:
         if isinstance(node, dict) and (key := _TEXT_OF.get(str(node.get("type")))) in node:
             kind = "ebnf" if key == "grammar" else str(node["type"])
             text = node[key] if isinstance(node[key], str) else json.dumps(node[key])
-            yield Part(kind, text, str(node.get("param", "")))
+            yield GrammarPart(kind, text, str(node.get("param", "")))
         elif isinstance(node, (dict, list)):
             left += reversed(list(node.values()) if isinstance(node, dict) else node)
 

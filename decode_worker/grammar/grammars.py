@@ -7,7 +7,7 @@ from collections import OrderedDict
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.limits import find_problem
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.metrics import DecodeMetrics
 
 MAX_COMPILING = 16  # grammars that wait for the compiler, the present one included
@@ -22,16 +22,16 @@ class Grammars:
         self._metrics = metrics
         self._max_bytes = max_bytes
         # By the hash of kind and text, those first that are dropped first:
-        self.cached: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()  # with its bytes
+        self.cached: OrderedDict[bytes, tuple[LoadedGrammar, int]] = OrderedDict()  # with its bytes
         self.num_bytes = 0  # of them
         self._refusals: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # message, param
-        self._compiling: dict[bytes, asyncio.Task[Grammar]] = {}
+        self._compiling: dict[bytes, asyncio.Task[LoadedGrammar]] = {}
 
     async def start(self) -> None:
         """Start the compiler. Returns when it is ready, or has failed, which is logged."""
         await self._compiler.start()
 
-    async def get(self, kind: str, text: str, timeout_s: float) -> Grammar:
+    async def get(self, kind: str, text: str, timeout_s: float) -> LoadedGrammar:
         """The grammar of a text, within `timeout_s`. A compilation that takes longer continues: ask again.
 
         Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling does not cancel the compilation.
@@ -60,7 +60,7 @@ class Grammars:
             raise GrammarBusyError("the grammar is still being compiled")
         return task.result()
 
-    async def _compile(self, key: bytes, kind: str, text: str) -> Grammar:
+    async def _compile(self, key: bytes, kind: str, text: str) -> LoadedGrammar:
         try:
             with self._metrics.grammar_seconds.time():
                 grammar = await self._compiler.compile(kind, text)
@@ -77,7 +77,7 @@ class Grammars:
         self._keep(key, grammar, grammar.num_bytes)
         return grammar
 
-    def _keep(self, key: bytes, grammar: Grammar, num_bytes: int) -> None:
+    def _keep(self, key: bytes, grammar: LoadedGrammar, num_bytes: int) -> None:
         if num_bytes <= self._max_bytes:
             self.cached[key] = grammar, num_bytes
             self.num_bytes += num_bytes

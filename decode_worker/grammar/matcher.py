@@ -16,7 +16,7 @@ from decode_worker.grammar.vocabulary import Vocabulary
 
 
 @dataclass(slots=True, eq=False)
-class Grammar:
+class LoadedGrammar:
     """A compiled grammar, shared by sequences. Only `is_too_slow` changes, once."""
 
     compiled: CompiledGrammar
@@ -34,10 +34,10 @@ class Grammar:
         return Matcher(self, stop_token_ids)
 
 
-def load_grammar(vocabulary: Vocabulary, serialised: str, kind: str, text: str) -> Grammar:
+def load_grammar(vocabulary: Vocabulary, serialised: str, kind: str, text: str) -> LoadedGrammar:
     """The grammar of `text`, which xgrammar compiled for this vocabulary and serialised. Slow for large ones."""
     compiled = core.CompiledGrammar.deserialize_json(serialised, vocabulary.info)
-    return Grammar(compiled, vocabulary, vocabulary.text_mask(kind, text))
+    return LoadedGrammar(compiled, vocabulary, vocabulary.text_mask(kind, text))
 
 
 class Matcher:
@@ -47,7 +47,7 @@ class Matcher:
     usable after an error. `until`: when to begin no further token, in time.thread_time().
     """
 
-    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, grammar: LoadedGrammar, stop_token_ids: Collection[int]) -> None:
         self.num_tokens = 0  # accepted
         self._stops = frozenset(stop_token_ids)
         # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.

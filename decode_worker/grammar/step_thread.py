@@ -33,7 +33,7 @@ class StuckError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
+class TurnEnd(Generic[T]):
     """One call."""
 
     result: T | Exception
@@ -47,7 +47,7 @@ class StepThread:
         self._thread: _Thread | None = None
         self._abandoned: list[_Thread] = []
 
-    def run(self, calls: Sequence[Callable[[], T]], cpu_s: float) -> list[Done[T]]:
+    def run(self, calls: Sequence[Callable[[], T]], cpu_s: float) -> list[TurnEnd[T]]:
         """Make the calls one after the other, at least one; none begins after `cpu_s`. Returns those made.
 
         An exception is a result; StuckError, of the last one, if the call was abandoned. Raises NoThreadError.
@@ -61,7 +61,7 @@ class StepThread:
             if thread.abandon_if_stuck():
                 self._abandoned.append(thread)
                 self._thread = None
-                return [*thread.done, Done(StuckError(), MAX_STUCK_CPU_S)]
+                return [*thread.done, TurnEnd(StuckError(), MAX_STUCK_CPU_S)]
         return thread.done
 
     def _start(self) -> "_Thread":
@@ -81,7 +81,7 @@ class _Thread(Thread):
         super().__init__(name="grammar-step", daemon=True)
         self.runs: SimpleQueue[tuple[Sequence[Callable[[], Any]], float] | None] = SimpleQueue()  # None: the end
         self.is_over = Event()  # the run
-        self.done: list[Done[Any]] = []  # the thread's until the run is over or abandoned
+        self.done: list[TurnEnd[Any]] = []  # the thread's until the run is over or abandoned
         self._lock = Lock()
         self._is_abandoned = False
         self._began = 0.0  # the present call, in thread_time() of the thread
@@ -110,7 +110,7 @@ class _Thread(Thread):
         with self._lock:
             now = thread_time()
             if not self._is_abandoned:
-                self.done.append(Done(result, now - self._began))
+                self.done.append(TurnEnd(result, now - self._began))
             self._began = now
 
     def abandon_if_stuck(self) -> bool:

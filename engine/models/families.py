@@ -22,7 +22,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertKeys:
     """The mixtures of experts of a family."""
 
     moe: Fields  # of config.Moe, without its routing
@@ -48,7 +48,7 @@ class Family:
     longrope_names: tuple[str, ...] = ()  # older ones
     rope_layers: bool = False  # no_rope_layers, no_rope_layer_interval
     has_varied_layers: bool = False  # see read_layers.py; the last layer is full
-    experts: Experts | None = None
+    experts: ExpertKeys | None = None
     whole: tuple[str, str] | None = None  # (model_type, architecture) of a model whose text_config this is
     whole_fields: Fields = field(default_factory=dict)  # of that model
 
@@ -79,11 +79,11 @@ def build_experts(
     layers: MoeLayers = "all",
     enabled: str | None = None,
     **moe: Any,
-) -> Experts:
+) -> ExpertKeys:
     """count, inner, top_k, enabled: keys."""
     given = {"router": router, "experts": module, "layout": layout, "inner_size": partial(integer, key=inner)}
     chosen = {"num_experts": partial(count_experts, key=count), "top_k": partial(integer, key=top_k)}
-    return Experts(given | moe, {**chosen, **routing}, layers, enabled)
+    return ExpertKeys(given | moe, {**chosen, **routing}, layers, enabled)
 
 
 def read_inner_size(config: Json) -> int:

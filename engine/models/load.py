@@ -36,7 +36,7 @@ from engine.weights.fp8 import check_fp8
 from engine.weights.gguf_file import read_gguf
 from engine.weights.packed import can_pack
 from engine.weights.quantised import QuantisedCheckpoint
-from engine.weights.reader import OnProgress, Reader
+from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,7 +113,7 @@ def load_model(
 
     def build(weights: Weights | None) -> Decoder:
         """weights: memory for packed ones; None: not packed."""
-        reader = Reader(checkpoint, chosen, device, report, Shard(ranks.rank, ranks.size))
+        reader = ShardReader(checkpoint, chosen, device, report, Shard(ranks.rank, ranks.size))
         return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks)
 
     is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()

@@ -7,7 +7,7 @@ from typing import Any
 from engine.json_values import Json, collection, flag, integer, number, read_json
 from engine.layers.config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
-from engine.models.families import FAMILIES, Experts, Family
+from engine.models.families import FAMILIES, ExpertKeys, Family
 from engine.models.read_layers import read_kv_heads, read_recurrent, read_ropes, read_windows
 from engine.weights.scheme import read_scheme
 
@@ -133,13 +133,13 @@ def _refuse_unsupported(config: Json, family: Family, activation: str) -> None:
                 raise ValueError(f"{key} {config[key]!r} is not supported; supported: {value}")
 
 
-def _read_moe(config: Json, experts: Experts) -> Moe | None:
+def _read_moe(config: Json, experts: ExpertKeys) -> Moe | None:
     if experts.enabled and not flag(config, experts.enabled):
         return None
     return Moe(routing=Routing(**_resolve(experts.routing, config)), **_resolve(experts.moe, config))
 
 
-def _is_moe(config: Json, experts: Experts, layer: int) -> bool:
+def _is_moe(config: Json, experts: ExpertKeys, layer: int) -> bool:
     if experts.layers == "sparse_step":
         step = integer(config, "decoder_sparse_step", 1)
         return layer not in collection(config, "mlp_only_layers", list) and (layer + 1) % step == 0

@@ -40,7 +40,7 @@ from engine.weights.packed import (
     panel_order,
 )
 from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from engine.weights.table import Product
 
 
@@ -48,7 +48,7 @@ from engine.weights.table import Product
 class PlainFormat:
     """Weights in the model's dtype. Those that need neither conversion nor fusing stay in the file's mapping."""
 
-    reader: Reader
+    reader: ShardReader
     ops: Ops
 
     def linear(self, product: Product) -> Linear:
@@ -225,7 +225,7 @@ class Fp8Format(PlainFormat):
         return Fp8Linear(Fp8Matrix(codes, scale), self.reader.bias(product), self.ops)
 
 
-def find_groups(reader: Reader, product: Product, quantization: Quantization, bits: int = 4) -> list[Groups]:
+def find_groups(reader: ShardReader, product: Product, quantization: Quantization, bits: int = 4) -> list[Groups]:
     """Each part of a product, in equally many bits: the file's own, or with int4 at most `bits`; else none."""
     stored, is_rounded = reader.groups(product), quantization == "int4"
     rounded = round_groups if bits == 4 else round_to_8_bits
@@ -246,7 +246,7 @@ def _name(product: Product) -> str:
     return part.weight if part.index is None else f"{part.weight}.{part.index}"
 
 
-def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
+def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
     """weights: memory for packed ones; None: they are not packed. In float32, a file's codes become floats."""
     if weights is not None:
         return PackedFormat(reader, ops, weights, quantization)

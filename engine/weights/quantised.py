@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import FLOATS, Checkpoint
-from engine.weights.quantised_forms import DTYPES, FORMS, Coded, Form, Headers, Layout
+from engine.weights.quantised_forms import DTYPES, FORMS, Coded, CodeLayout, Form, Headers
 from engine.weights.scheme import Scheme
 
 LEFT_OUT = (
@@ -24,7 +24,7 @@ class _Matrix:
     """One tensor of the model and its tensors in the files."""
 
     form: Form
-    layout: Layout
+    layout: CodeLayout
     parts: dict[str, str]  # suffix |-> name
 
 

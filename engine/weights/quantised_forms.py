@@ -30,7 +30,7 @@ Parts = Mapping[str, Tensor]  # suffix |-> tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CodeLayout:
     """A matrix [N, K], or several, as headers describe them."""
 
     dtype: str  # the format's name
@@ -54,7 +54,7 @@ class Layout:
 class Coded(NamedTuple):
     """w[n, k] = (codes[n, k] - zero) * scale, with the zero and the scale of its block."""
 
-    layout: Layout
+    layout: CodeLayout
     codes: Tensor  # [N, K] uint8, or float8
     scale: Tensor  # [R, G] of a float dtype
     zeros: Tensor | int  # [R, G] uint8, or of all blocks
@@ -144,24 +144,24 @@ def _scale_of(names: Mapping[str, object]) -> str:
     return ".weight_scale_inv" if ".weight_scale_inv" in names else ".weight_scale"
 
 
-def _describe_bytes(headers: Headers, scheme: Scheme) -> Layout:
+def _describe_bytes(headers: Headers, scheme: Scheme) -> CodeLayout:
     num_rows, depth = headers.shape(".weight", (FP8, INT8))
     scale, zeros = _scale_of(headers.entries), ".weight_zero_point"
     block = _block_of(headers, scale, num_rows, depth, scheme)
     is_int = headers.entries[".weight"].dtype == INT8
     if is_int and zeros in headers.entries:
         headers.expect(zeros, (INT8,), headers.shape(scale, SCALES, None))
-    return Layout("INT8" if is_int else "FP8", num_rows, depth, block)
+    return CodeLayout("INT8" if is_int else "FP8", num_rows, depth, block)
 
 
-def _decode_bytes(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
+def _decode_bytes(parts: Parts, layout: CodeLayout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     codes, zeros, scale = parts[".weight"], parts.get(".weight_zero_point"), parts[_scale_of(parts)]
     if codes.dtype is not torch.int8:
         return codes, scale, 0
     return _offset(codes), scale, 128 if zeros is None else _offset(zeros)
 
 
-def _describe_packed(headers: Headers, scheme: Scheme) -> Layout:
+def _describe_packed(headers: Headers, scheme: Scheme) -> CodeLayout:
     packed = headers.shape(".weight_packed", INTS)
     headers.expect(".weight_shape", ("I64", "I32"), (2,))
     num_rows, depth = headers.read(headers.base + ".weight_shape").tolist()
@@ -172,7 +172,7 @@ def _describe_packed(headers: Headers, scheme: Scheme) -> Layout:
             f"{' or '.join(map(str, scheme.bits))} bits"
         )
     block = _block_of(headers, ".weight_scale", num_rows, depth, scheme)
-    layout = Layout(f"PACKED{fitting[0]}", num_rows, depth, block, fitting[0])
+    layout = CodeLayout(f"PACKED{fitting[0]}", num_rows, depth, block, fitting[0])
     if ".weight_zero_point" in headers.entries:
         rows, groups = layout.table
         headers.expect(".weight_zero_point", INTS, (_words(rows, layout.bits), groups))
@@ -180,14 +180,14 @@ def _describe_packed(headers: Headers, scheme: Scheme) -> Layout:
     return layout
 
 
-def _decode_packed(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
+def _decode_packed(parts: Parts, layout: CodeLayout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     zeros, bits = parts.get(".weight_zero_point"), layout.bits
     codes = _unpack(parts[".weight_packed"], bits)[:, : layout.depth]
     middle = 1 << bits - 1
     return codes, parts[".weight_scale"], middle if zeros is None else _unpack(zeros.T, bits)[:, : layout.table[0]].T
 
 
-def _describe_columns(headers: Headers, name: str, num_rows: int, depth: int, bits: int) -> Layout:
+def _describe_columns(headers: Headers, name: str, num_rows: int, depth: int, bits: int) -> CodeLayout:
     """GPTQ and AWQ have tables [G, N]."""
     num_groups = headers.shape(".scales", SCALES)[0]
     if depth % num_groups:
@@ -197,26 +197,26 @@ def _describe_columns(headers: Headers, name: str, num_rows: int, depth: int, bi
     headers.expect(".scales", SCALES, (num_groups, num_rows))
     headers.expect(".qzeros", INTS, (num_groups, _words(num_rows, bits)))
     _check_order(headers, ".g_idx", depth)
-    return Layout(f"{name}{bits}", num_rows, depth, (1, depth // num_groups), bits)
+    return CodeLayout(f"{name}{bits}", num_rows, depth, (1, depth // num_groups), bits)
 
 
-def _describe_gptq(headers: Headers, scheme: Scheme) -> Layout:
+def _describe_gptq(headers: Headers, scheme: Scheme) -> CodeLayout:
     words, num_rows = headers.shape(".qweight", INTS)
     (bits,) = scheme.bits
     return _describe_columns(headers, "GPTQ", num_rows, words * WORD_BITS // bits, bits)
 
 
-def _decode_gptq(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
+def _decode_gptq(parts: Parts, layout: CodeLayout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     zeros = _unpack(parts[".qzeros"], layout.bits) + scheme.zero_offset & (1 << layout.bits) - 1
     return _unpack(parts[".qweight"].T, layout.bits), parts[".scales"].T, zeros.T
 
 
-def _describe_awq(headers: Headers, scheme: Scheme) -> Layout:
+def _describe_awq(headers: Headers, scheme: Scheme) -> CodeLayout:
     depth, words = headers.shape(".qweight", INTS)
     return _describe_columns(headers, "AWQ", words * WORD_BITS // 4, depth, 4)
 
 
-def _decode_awq(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
+def _decode_awq(parts: Parts, layout: CodeLayout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     codes, zeros = (
         _unpack(parts[suffix], 4).unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1).T  # type: ignore[no-untyped-call]
         for suffix in (".qweight", ".qzeros")
@@ -224,15 +224,15 @@ def _decode_awq(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, T
     return codes.contiguous(), parts[".scales"].T, zeros
 
 
-def _describe_mxfp4(headers: Headers, scheme: Scheme) -> Layout:
+def _describe_mxfp4(headers: Headers, scheme: Scheme) -> CodeLayout:
     num_stacked, num_rows, num_groups, num_bytes = shape = headers.shape("_blocks", ("U8",), 4)
     if num_bytes != GROUP // 2:
         raise ValueError(f"{headers.base}_blocks has shape {list(shape)}, expected blocks of {GROUP // 2} bytes")
     headers.expect("_scales", ("U8", "F8_E8M0"), shape[:3])
-    return Layout("MXFP4", num_rows, num_groups * GROUP, (1, GROUP), 8, num_stacked)
+    return CodeLayout("MXFP4", num_rows, num_groups * GROUP, (1, GROUP), 8, num_stacked)
 
 
-def _decode_mxfp4(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
+def _decode_mxfp4(parts: Parts, layout: CodeLayout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     """The values are multiples of half a scale, which is a power of two."""
     blocks = parts["_blocks"]
     codes = MXFP4_PAIRS.index_select(0, blocks.flatten().int()).view(torch.uint8).view(layout.num_rows, layout.depth)
@@ -260,8 +260,8 @@ class Form:
 
     main: str  # suffix
     others: tuple[str, ...]  # suffixes, some of them optional
-    describe: Callable[[Headers, Scheme], Layout]
-    decode: Callable[[Parts, Layout, Scheme], tuple[Tensor, Tensor, Tensor | int]]
+    describe: Callable[[Headers, Scheme], CodeLayout]
+    decode: Callable[[Parts, CodeLayout, Scheme], tuple[Tensor, Tensor, Tensor | int]]
     dtypes: tuple[str, ...] = ()  # of the main tensor; empty: its name is enough
     order: str = ""  # suffix of the tensor that gives each column's block
     plain: str = ".weight"

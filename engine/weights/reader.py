@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 Matrix = TypeVar("Matrix", Groups, Fp8Matrix)
 
 
-class Reader:
+class ShardReader:
     """A rank maps whole files, but touches only its own part of them."""
 
     def __init__(

@@ -20,7 +20,7 @@ from gateway.router.request import Request
 from wire.page_keys import PageKey
 
 
-class Worker(Protocol):
+class PlaceOwner(Protocol):
     """What the queue needs of a WorkerClient."""
 
     role: Role
@@ -47,17 +47,17 @@ class Places:
     """
 
     placement: Placement
-    decode: Worker
-    prefill: Worker | None
+    decode: PlaceOwner
+    prefill: PlaceOwner | None
     coming: Coming | None
-    held: list[Worker] = field(init=False)
+    held: list[PlaceOwner] = field(init=False)
 
     def __post_init__(self) -> None:
         self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
         for worker in self.held:
             worker.num_mine += 1
 
-    def release(self, worker: Worker, is_refused: bool = False) -> None:
+    def release(self, worker: PlaceOwner, is_refused: bool = False) -> None:
         """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
         if worker in self.held:
             self.held.remove(worker)
@@ -76,12 +76,12 @@ class Waiter:
 class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
-    def __init__(self, workers: Iterable[Worker], placer: Placer, max_queue: int, patience_s: float) -> None:
+    def __init__(self, workers: Iterable[PlaceOwner], placer: Placer, max_queue: int, patience_s: float) -> None:
         """`patience_s`: how long requests wait while no worker can serve, counted from when one last could."""
         self.placer = placer
         self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
-        self._workers: dict[tuple[Role, str], Worker] = {}
+        self._workers: dict[tuple[Role, str], PlaceOwner] = {}
         self._max_queue = max_queue
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
@@ -93,11 +93,11 @@ class Queue:
         for worker in workers:
             self.add(worker)
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: PlaceOwner) -> None:
         """It may get requests from now on."""
         self._workers[worker.role, worker.address] = worker
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: PlaceOwner) -> None:
         """It gets no more. No request has a place there."""
         del self._workers[worker.role, worker.address]
 

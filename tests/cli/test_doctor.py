@@ -16,7 +16,7 @@ from cli.bench import load_shape
 from cli.doctor import show
 from cli.doctor_plan import judge
 from cli.doctor_probe import examine_flashinfer, examine_machine, find_modules, read_architectures
-from cli.doctor_rules import Gpu, Machine, Model, Row
+from cli.doctor_rules import GpuFacts, Machine, Model, Row
 from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
 from engine.models.config import ModelConfig
@@ -26,7 +26,7 @@ from tests.support.command_line import call, run
 from wire.kv_layout import PagePart
 
 GIB = 1 << 30
-H200 = Gpu("NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0), "uuid")
+H200 = GpuFacts("NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0), "uuid")
 HEADS = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
 WIDE = replace(HEADS, head_dim=256)
 MODULES = tuple(sorted(name_modules(HEADS, [None], "bfloat16", "bfloat16")))
@@ -119,7 +119,7 @@ def put(name: str, gib: float, *capability: int) -> Machine:
     """A machine with one such card, the worker image and a driver for CUDA 13."""
     size = int(gib * GIB)
     major, minor = capability
-    return replace(NODE, gpus=(Gpu(name, size, size, (major, minor), "a"),), linked=(), num_driver_gpus=1)
+    return replace(NODE, gpus=(GpuFacts(name, size, size, (major, minor), "a"),), linked=(), num_driver_gpus=1)
 
 
 A100, L4 = put("A100-SXM4-80GB", 79, 8, 0), put("NVIDIA L4", 22, 8, 9)

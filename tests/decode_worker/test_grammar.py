@@ -33,7 +33,7 @@ from decode_worker.grammar.errors import (
 )
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
 from decode_worker.grammar.limits import MAX_TEXT_BYTES, find_problem, json_depth
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
@@ -253,7 +253,7 @@ def service() -> Iterator[Service]:
         runner.run(compiler.close())
 
 
-async def end_of(answer: Awaitable[Grammar]) -> str:
+async def end_of(answer: Awaitable[LoadedGrammar]) -> str:
     """ "" for a grammar, otherwise the reason why there is none."""
     try:
         await answer

@@ -18,7 +18,7 @@ from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, deco
 from decode_worker import loop, service
 from decode_worker.grammar import constraints, step_thread
 from decode_worker.grammar.constraints import Constraints
-from decode_worker.grammar.matcher import Grammar, Matcher
+from decode_worker.grammar.matcher import LoadedGrammar, Matcher
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
@@ -65,7 +65,7 @@ def requests() -> list[SequenceParams]:
 
 def ask(
     handle: int,
-    grammar: Grammar | None,
+    grammar: LoadedGrammar | None,
     sampling: SamplingParams = SAMPLINGS[0],
     stops: Sequence[int] | frozenset[int] = STOPS,
 ) -> SequenceParams:
@@ -163,14 +163,14 @@ def test_an_answer_that_does_not_fit_ends_alone(engine: Engine) -> None:
 
 
 @pytest.fixture
-def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], Grammar]:
+def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], LoadedGrammar]:
     """A grammar for which `happen` runs before a method of its answers' matchers."""
 
-    def make(method: str, happen: Callable[[], None]) -> Grammar:
+    def make(method: str, happen: Callable[[], None]) -> LoadedGrammar:
         grammar, work = compile_here("regex", "a+", vocabulary()), getattr(Matcher, method)
-        new_matcher, matchers = Grammar.new_matcher, list[Matcher]()
+        new_matcher, matchers = LoadedGrammar.new_matcher, list[Matcher]()
 
-        def remember(of: Grammar, stop_token_ids: Sequence[int]) -> Matcher:
+        def remember(of: LoadedGrammar, stop_token_ids: Sequence[int]) -> Matcher:
             made = new_matcher(of, stop_token_ids)
             if of is grammar:
                 matchers.append(made)
@@ -181,7 +181,7 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], 
                 happen()
             return work(state, tokens, until)
 
-        monkeypatch.setattr(Grammar, "new_matcher", remember)
+        monkeypatch.setattr(LoadedGrammar, "new_matcher", remember)
         monkeypatch.setattr(Matcher, method, work_after)
         return grammar
 
@@ -208,7 +208,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     engine: Engine,
     requests: Sequence[SequenceParams],
     answers: Answers,
-    bad: Callable[[str, Callable[[], None]], Grammar],
+    bad: Callable[[str, Callable[[], None]], LoadedGrammar],
     method: str,
     hang: Callable[[], None],
 ) -> None:
@@ -229,7 +229,7 @@ def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
     requests: Sequence[SequenceParams],
     answers: Answers,
-    bad: Callable[[str, Callable[[], None]], Grammar],
+    bad: Callable[[str, Callable[[], None]], LoadedGrammar],
     error: Exception,
     method: str,
 ) -> None:

@@ -21,7 +21,7 @@ from decode_worker.grammar import matcher, step_thread
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.grammar.limits import MAX_STUCK
-from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread, StuckError
+from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
 from worker.prefix_cache import PrefixCache
@@ -91,15 +91,15 @@ def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> Counte
     """Number of turns per answer if they take these CPU seconds and a step has `budget`."""
     counts = Counter[int]()
 
-    def run(calls: Sequence[partial[Any]], _cpu_s: float) -> list[Done[Any]]:
-        left, done = budget, list[Done[Any]]()
+    def run(calls: Sequence[partial[Any]], _cpu_s: float) -> list[TurnEnd[Any]]:
+        left, done = budget, list[TurnEnd[Any]]()
         for call in calls:
             number = call.args[1].params.handle
             if done and left <= 0:
                 break
             left -= costs[number]
             counts[number] += 1
-            done.append(Done(call(), costs[number]))
+            done.append(TurnEnd(call(), costs[number]))
         return done
 
     here, grammar = Constraints(), compile_here("regex", "[a-z]+", vocabulary())

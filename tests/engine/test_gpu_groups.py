@@ -21,7 +21,7 @@ from engine.ranks import ONE_RANK
 from engine.weights.formats import GpuFormat, choose_format
 from engine.weights.fp8 import has_fp8
 from engine.weights.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from engine.weights.table import Shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
@@ -136,7 +136,7 @@ def test_a_checkpoint_keeps_its_bits(name: str, kinds: list[type], tmp_path: Pat
     quantised, plain = write_models(tmp_path, name)
     config, checkpoint = open_model(quantised)
     progress: list[tuple[int, int]] = []
-    reader = Reader(checkpoint, torch.float32, CPU, lambda *done: progress.append(done))
+    reader = ShardReader(checkpoint, torch.float32, CPU, lambda *done: progress.append(done))
     decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"))
     assert [type(one) for one in products_of(decoder)] == kinds
     assert progress == sorted(progress) and len({done for done, _total in progress}) > 9
@@ -149,7 +149,7 @@ def test_ranks_keep_bits_where_they_cut_none(tmp_path: Path) -> None:
     """down_proj has 192 columns: half of them are three groups, and end within a block of 128."""
     for name, last in (("gptq8", GroupsLinear), ("gptq4", GroupsLinear), ("fp8-block", PlainLinear)):
         config, checkpoint = open_model(write_models(tmp_path / name, name)[0])
-        reader = Reader(checkpoint, torch.float32, CPU, lambda *_: None, Shard(1, 2))
+        reader = ShardReader(checkpoint, torch.float32, CPU, lambda *_: None, Shard(1, 2))
         decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"), ONE_RANK)
         kinds = [type(one) for one in products_of(decoder)]
         assert kinds == [Fp8Linear if name == "fp8-block" else GroupsLinear] * 3 + [last], name
@@ -158,7 +158,7 @@ def test_ranks_keep_bits_where_they_cut_none(tmp_path: Path) -> None:
 def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", layers=1, intermediate=200)
     config, checkpoint = open_model(folder)
-    reader = Reader(checkpoint, torch.bfloat16, CPU, lambda *_: None)
+    reader = ShardReader(checkpoint, torch.bfloat16, CPU, lambda *_: None)
     decoder, plain = build_decoder(config, GpuFormat(reader, Ops(), "int4")), load_model(folder, "float32", CPU)
     *rounded, last = products_of(decoder)
     assert isinstance(last, PlainLinear), "200 columns are no groups"
@@ -177,7 +177,7 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
         (CPU, torch.bfloat16, "none", "PlainFormat"), (CPU, torch.bfloat16, "int8", "Int8Format"),
     ]  # fmt: skip
     for device, dtype, quantization, expected in cases:
-        reader = Reader(checkpoint, dtype, device, lambda *_: None)
+        reader = ShardReader(checkpoint, dtype, device, lambda *_: None)
         assert type(choose_format(reader, Ops(), quantization, None)).__name__ == expected
     check_quantization("int4", "auto", CUDA)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
@@ -185,6 +185,6 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
     config, checkpoint = open_model(write_models(tmp_path / "fp8", "fp8-block")[0])
     for dtype, has in ((torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)):
         monkeypatch.setattr("engine.weights.formats.has_fp8", lambda device, has=has: has)
-        decoder = build_decoder(config, GpuFormat(Reader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
+        decoder = build_decoder(config, GpuFormat(ShardReader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
         is_kept = has and dtype is torch.bfloat16
         assert [type(one) for one in products_of(decoder)] == [Fp8Linear if is_kept else PlainLinear] * 4

@@ -30,7 +30,7 @@ from engine.ops.cuda import CudaOps
 from engine.runner import Runner
 from engine.sampling import gpu as gpu_sampling
 from engine.weights.formats import choose_format
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
 from wire.kv_layout import pool_sizes
@@ -49,7 +49,7 @@ class Built:
         """way: an attention backend; or fp8 (weights and pages) or graphs (plain steps), both with FlashInfer."""
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
-        reader = Reader(checkpoint, BF16, CUDA, lambda *_: None)
+        reader = ShardReader(checkpoint, BF16, CUDA, lambda *_: None)
         decoder = build_decoder(CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None))
         attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shapes[0])
         if way != "torch_sdpa":

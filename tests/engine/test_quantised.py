@@ -18,7 +18,7 @@ from engine.models.assemble import check_tensors
 from engine.models.load import choose_dtype, load_model, open_model
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
 from tests.support.forward import logits_of
@@ -38,8 +38,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pa
     return {name: write_models(tmp_path_factory.mktemp(name), name) for name in NAMES}
 
 
-def read(checkpoint: Checkpoint, shard: Shard = WHOLE) -> Reader:
-    return Reader(checkpoint, torch.float32, CPU, lambda *_: None, shard)
+def read(checkpoint: Checkpoint, shard: Shard = WHOLE) -> ShardReader:
+    return ShardReader(checkpoint, torch.float32, CPU, lambda *_: None, shard)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from engine.models.read_config import load_config
 from engine.models.table import build_table, shard_config
 from engine.ranks import Ranks
 from engine.weights.checkpoint import SafetensorsCheckpoint
-from engine.weights.reader import Reader
+from engine.weights.reader import ShardReader
 from engine.weights.table import Axis, Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
@@ -75,8 +75,8 @@ def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -
     products = [one for one in build_table(config).weights() if isinstance(one, Product)]
     products = [one for one in products if next(one.stored()).name in checkpoint.entries]  # a tied head may be missing
 
-    def read(rank: int, size: int) -> Reader:
-        return Reader(checkpoint, torch.float32, CPU, lambda *_: None, Shard(rank, size))
+    def read(rank: int, size: int) -> ShardReader:
+        return ShardReader(checkpoint, torch.float32, CPU, lambda *_: None, Shard(rank, size))
 
     whole = read(0, 1)
     for size in (2, 4):

@@ -24,7 +24,7 @@ from engine.kv.gpu import GpuPages
 from engine.kv.pool import HostPages
 from kvtransfer import nixl, nixl_agent
 from kvtransfer.nixl import MAX_METADATA_BYTES, MAX_PAGES, NixlMemory, NixlReader
-from kvtransfer.nixl_agent import UNKNOWN, Agent, find_link, is_fast
+from kvtransfer.nixl_agent import UNKNOWN, NixlAgent, find_link, is_fast
 from kvtransfer.reader import PageRef, ReadError
 from protos import decode_pb2, kv_pb2
 from tests.support.fake_cuda import FakeGpu, count_opened
@@ -197,14 +197,14 @@ async def test_32_reads_at_once_by_two_readers(lasting: kv_pb2.Peer, monkeypatch
 
 async def test_generations_are_read_after_the_pages(owner: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = await open_reader(owner.peer)
-    begin_read, num_begun = Agent.begin_read, count(1)
+    begin_read, num_begun = NixlAgent.begin_read, count(1)
 
-    def recycle_between(agent: Agent, *transfer: Any) -> None:
+    def recycle_between(agent: NixlAgent, *transfer: Any) -> None:
         if next(num_begun) == 2:
             owner.recycle(4)
         begin_read(agent, *transfer)
 
-    monkeypatch.setattr(Agent, "begin_read", recycle_between)
+    monkeypatch.setattr(NixlAgent, "begin_read", recycle_between)
     with pytest.raises(ReadError, match="page 4 was recycled: offered at generation 1, now 2"):
         await reader.read([ref(3), ref(4)], [0, 1])
     assert not reader._store.load([0, 1]).any()

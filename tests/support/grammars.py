@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.grammar.bindings import compile_text
-from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
@@ -25,8 +25,8 @@ def encode(text: str) -> list[int]:
     return Tokenizer(TARGET_DIR).encode(text, add_special_tokens=False)
 
 
-def compile_here(kind: str, text: str, words: Vocabulary) -> Grammar:
-    return Grammar(compile_text(kind, text, words.info), words, words.text_mask(kind, text))
+def compile_here(kind: str, text: str, words: Vocabulary) -> LoadedGrammar:
+    return LoadedGrammar(compile_text(kind, text, words.info), words, words.text_mask(kind, text))
 
 
 def allowed_in(row: NDArray[np.int32]) -> list[int]:
@@ -35,7 +35,7 @@ def allowed_in(row: NDArray[np.int32]) -> list[int]:
     return allowed
 
 
-def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
+def walk(grammar: LoadedGrammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
     """Random allowed tokens to the end, without stop token; None if that takes more than `most` tokens."""
     state, tokens = grammar.new_matcher(stops), list[int]()
     while not state.is_over and len(tokens) < most:
