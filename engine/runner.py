@@ -19,9 +19,8 @@ from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.pieces import PieceGraphs
-from engine.prepared import Prepared, Preparer
+from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
 from engine.ranges import Ints
-from engine.sample_spec import LogitsChunk, with_masks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import Stager, download, mark, upload
@@ -194,7 +193,7 @@ class Runner:
     def choose(self, begun: Begun, masks: Masks) -> Launched:
         """The second half."""
         step = begun.step
-        chunks = with_masks(step.outputs, step.chunks, begun.requests, masks, self._rows.vocab_size)
+        chunks = with_masks(step.chunks, begun.requests, masks, self._rows.vocab_size)
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
