@@ -15,8 +15,9 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
+from engine.attention.choose import choose_attention, choose_for_layers
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
+from engine.attention.layered import LayeredAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -183,6 +184,30 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
         assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
         check_writes(problem, pool)
         assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
+
+
+# --- layers that differ in their heads
+
+
+def test_each_part_is_attended_as_if_alone() -> None:
+    """Layers with different heads share a page."""
+    lens = [(3, 40), (1, 17), (20, 20)]
+    small, wide = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 1, 128, 0.1)
+    shapes = [wide, small, wide, small]  # layers 2 and 3 are the second of their parts, as Problem's layer 1
+    problems = [Problem(lens, (4, 1), 128), Problem(lens, (4, 2), 64)]  # in the order of first layers
+    for problem, shape in zip(problems, (wide, small), strict=True):
+        problem.shape = shape
+    num_pages = len(problems[0].pool)
+    pool = torch.cat([problem.pool.reshape(num_pages, -1) for problem in problems], 1)
+    attention = choose_for_layers(shapes, [None, 8, None, 8], 16, CPU, torch.float32).backend
+    assert isinstance(attention, LayeredAttention)
+    attention.plan(pool, problems[0].batch)
+    for layer, problem, window in ((2, problems[0], None), (3, problems[1], 8)):
+        found = attention.attend(layer, problem.heads, window)
+        expected, pages = problem.run(TorchSdpaAttention(problem.shape), window)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        part = attention._views[problems.index(problem)]
+        assert torch.equal(part, pages)
 
 
 # --- building and choosing
