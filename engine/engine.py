@@ -224,56 +224,56 @@ def assemble_engine(
     largest_step: LargestStep | None = None,
 ) -> Engine:
     """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
-    decoder, config, device = model.decoder, model.decoder.config, model.decoder.device
-    attention = _choose_attention(decoder, page_tokens, resolve_kv_dtype(kv_dtype, decoder.dtype))
-    shape = _pool_shape(decoder, page_tokens, kv_dtype)
-    draft_shape = _pool_shape(draft.decoder, page_tokens, kv_dtype) if draft else None
-    page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
-    build_rows, ranks = place.build_rows, place.ranks
-    rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
-    mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
-    models, draft_attention = [(decoder, attention, shape)], None
-    if draft and draft_shape:
-        draft_attention = _choose_attention(draft.decoder, page_tokens, draft_shape.dtype)
-        models.append((draft.decoder, draft_attention, draft_shape))
+    decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
+    models = [model] if draft is None else [model, draft]
+    pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
+    shapes = [PoolShape(1, one.decoder.config.kv_parts, page_tokens, pool_dtype) for one in models]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
+    attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
+    context_tokens = _resolve_context(decoder, max_context_tokens)
+    rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
-        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, rows))
-    num_pages, num_slots = (
-        ranks.all_reduce_min(count, device)
-        for count in size_pool(
-            config.context_tokens, page_bytes, ranks.size, gpu_memory, mapped_bytes, slots.page_bytes
-        )
-    )
+        measured = [*zip([one.decoder for one in models], attention, shapes, strict=True)]
+        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, measured, rows))
+    sizes = size_pool(
+        config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
+        sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
+    )  # fmt: skip
+    num_pages, num_slots = (ranks.all_reduce_min(count, device) for count in sizes)
     has_padding = device.type == "cuda"
 
     def share(fd: int, parts: tuple[PagePart, ...]) -> PoolShare | None:
         barrier = partial(ranks.all_reduce_min, 0, device)
         return PoolShare(ranks.rank, ranks.size, parts, fd, barrier) if ranks.size > 1 else None
 
-    shapes = ((model, shape), (draft, draft_shape))
-    parts = tuple(part for loaded, own in shapes if loaded and own for part in own.page_parts(loaded.kv_parts))
-    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts))
+    parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
+    draft_shape = None if draft is None else shapes[1]
+    pool = Pool(
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts)
+    )  # fmt: skip
     states = None
     if config.state_parts:
         whole = slots.page_parts(model.state_parts)
         states = Pool(slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole))
         rows.states = states.shape.split(states.pages)
+    draft_runner = None
+    if draft is not None and pool.draft_tensor is not None:
+        draft_runner = place.build_runner(1, draft.decoder, attention[1].backend, pool.draft_tensor, rows, True)
     return Engine(
         folder=model.folder,
         config=config,
         weights=model.weights,
         dtype=_name(decoder.dtype),
         device=device,
-        attention=attention,
+        attention=attention[0],
         pool=pool,
         states=states,
         padding_page=num_pages if has_padding else None,
         rows=rows,
-        runner=place.build_runner(0, decoder, attention.backend, pool.tensor, rows),
+        runner=place.build_runner(0, decoder, attention[0].backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
-        draft_runner=_build_draft_runner(draft, draft_attention, pool, rows, place) if draft else None,
+        draft_runner=draft_runner,
         quantization=quantization,
         why_unshared=decoder.why_unshared,
     )
@@ -338,22 +338,11 @@ def _load_draft(
     return loaded
 
 
-def _build_draft_runner(
-    draft: Loaded, attention: AttentionChoice | None, pool: Pool, rows: InputBatch, place: Place
-) -> Runner:
-    assert pool.draft_tensor is not None and attention is not None
-    return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows, True)
-
-
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
     config = decoder.config
     return choose_for_layers(
         config.attention_shapes, config.windows, page_tokens, decoder.device, decoder.dtype, kv_dtype, config.has_sinks
     )
-
-
-def _pool_shape(decoder: Decoder, page_tokens: int, kv_dtype: KvDType) -> PoolShape:
-    return PoolShape(1, decoder.config.kv_parts, page_tokens, resolve_kv_dtype(kv_dtype, decoder.dtype))
 
 
 def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:

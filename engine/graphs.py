@@ -18,16 +18,14 @@ from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
-from engine.kernels.sampling_fields import SamplingTensors
+from engine.kernels.sampling_fields import DENSE_FIELDS, SamplingTensors
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
-from engine.staging import upload
-from engine.static_block import StaticBlock
+from engine.staging import StaticBlock, upload
 from wire.sampling import MAX_DRAFT_TOKENS
 
-DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
 NUM_WARM_UPS = 2  # before a capture: compiles and loads kernels, allocates library workspaces
 

@@ -19,9 +19,8 @@ from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.pieces import PieceGraphs
-from engine.prepared import Prepared, Preparer
+from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
 from engine.ranges import Ints
-from engine.sample_spec import LogitsChunk, with_masks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import Stager, download, mark, upload
@@ -43,12 +42,7 @@ class ModelOutput:
     num_accepted: dict[int, int] = field(default_factory=dict)  # index of a request with drafts |-> how many were right
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Log-probabilities of some outputs of a step."""
-
-    outputs: list[int]  # indices
-    found: FoundLogprobs
+Scores = tuple[list[int], FoundLogprobs]  # indices of some outputs of a step, and their log-probabilities
 
 
 class Launched:
@@ -74,8 +68,8 @@ class Launched:
         numbers: list[int] = self._numbers.tolist()
         tokens, accepted = numbers[: self._num_tokens], numbers[self._num_tokens :]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if self._scores else []
-        for scores in self._scores:
-            for output, one in zip(scores.outputs, scores.found.read(), strict=True):
+        for outputs, found in self._scores:
+            for output, one in zip(outputs, found.read(), strict=True):
                 logprobs[output] = one
         return ModelOutput(tokens, logprobs, dict(zip(self._drafted, accepted, strict=True)))
 
@@ -193,7 +187,7 @@ class Runner:
     def choose(self, begun: Begun, masks: Masks) -> Launched:
         """The second half."""
         step = begun.step
-        chunks = with_masks(step.outputs, step.chunks, begun.requests, masks, self._rows.vocab_size)
+        chunks = with_masks(step.chunks, begun.requests, masks, self._rows.vocab_size)
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
@@ -201,7 +195,6 @@ class Runner:
         return self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
 
     def _run(self, step: Prepared) -> Launched:
-        """Launch the step on the device, without waiting for it."""
         return self._begin(step)(step)
 
     @torch.inference_mode()
@@ -224,7 +217,7 @@ class Runner:
             wanted = rows[chunk.scored].tolist()
             if self._model.ranks.size > 1:  # no rank has all logits
                 logits, wanted = self._model.logits(_take(graph.hidden, wanted)), list(range(len(wanted)))
-            scores.append(_score(chunk, _log_softmax(logits, wanted), tokens))
+            scores.append(_score(chunk, torch.log_softmax(_take(logits, wanted), -1), tokens))
         drafted = [] if step.drafts is None or accepted is None else step.drafts.requests.tolist()
         return Launched(tokens, scores, drafted, accepted)
 
@@ -260,7 +253,7 @@ class Runner:
                 parts.append(self._choose_among_ranks(chunk, hidden[chunk.span]))
                 continue
             logits = self._model.logits(hidden[chunk.span])  # [n, V]
-            logprobs = _log_softmax(logits, chunk.scored) if chunk.scored else None
+            logprobs = torch.log_softmax(_take(logits, chunk.scored), -1) if chunk.scored else None
             parts.append(self._choose(chunk, logits, places[chunk.span]))
             if logprobs is not None:
                 scores.append(_score(chunk, logprobs, parts[-1]))
@@ -316,15 +309,10 @@ class Runner:
         return chunk.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
 
 
-def _log_softmax(logits: Tensor, rows: list[int]) -> Tensor:
-    """[n, V] raw logits -> [R, V] of R rows."""
-    return torch.log_softmax(_take(logits, rows), -1)
-
-
 def _score(chunk: LogitsChunk, logprobs: Tensor, tokens: Tensor) -> Scores:
     """[R, V] of the scored outputs, [n] tokens sampled or given."""
     found = find_logprobs(logprobs, _take(tokens, chunk.scored), chunk.num_top)
-    return Scores([chunk.span.start + output for output in chunk.scored], found)
+    return [chunk.span.start + output for output in chunk.scored], found
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:

@@ -1,7 +1,8 @@
 """Copies between host and device that do not block the host."""
 
-from collections.abc import Sequence
-from itertools import chain, compress, repeat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain, compress, repeat
 from operator import is_not
 from typing import Any
 
@@ -21,36 +22,37 @@ def pin(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return _split(_pack(arrays), arrays)
+    begins = find_begins(arrays)
+    return _split(_pack(arrays, begins), arrays, begins)
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on `device`, in one copy. On the CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return _split(_pack(arrays).to(device, non_blocking=True), arrays)
+    begins = find_begins(arrays)
+    return _split(_pack(arrays, begins).to(device, non_blocking=True), arrays, begins)
 
 
-def _pack(arrays: Sequence[NDArray[Any]]) -> Tensor:
+def find_begins(arrays: Iterable[NDArray[Any]]) -> list[int]:
+    """Where each array begins in a block, in bytes; ends with the block's size."""
+    return list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
+
+
+def _pack(arrays: Sequence[NDArray[Any]], begins: Sequence[int]) -> Tensor:
     """One after the other in pinned memory."""
-    begins = _find_begins(arrays)
     pinned = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
+    memory = pinned.numpy()
     for array, begin in zip(arrays, begins, strict=False):
-        pinned.numpy()[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        memory[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
     return pinned
 
 
-def _split(block: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-    """The parts of a block that `_pack` made from `arrays`."""
+def _split(block: Tensor, arrays: Sequence[NDArray[Any]], begins: Sequence[int]) -> list[Tensor]:
     return [
         block[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, begin in zip(arrays, _find_begins(arrays), strict=False)
+        for array, begin in zip(arrays, begins, strict=False)
     ]
-
-
-def _find_begins(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    begins: list[int] = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
-    return begins
 
 
 class Stager:
@@ -68,6 +70,47 @@ class Stager:
         tensors = [next(fresh) if new else self._tensors[at] for at, new in enumerate(is_new)]
         self._arrays, self._tensors = list(arrays), tensors
         return tensors
+
+
+class StaticBlock:
+    """Tensors at fixed addresses, filled together in one copy: inputs of a captured step. One caller at a time."""
+
+    def __init__(self, padding: Mapping[str, NDArray[Any]], device: torch.device) -> None:
+        """padding: name |-> the tensor's default content."""
+        begins = find_begins(padding.values())
+        self._padding = dict(padding)
+        self._begins = dict(zip(padding, begins, strict=False))
+        self._template = np.zeros(begins[-1], np.uint8)
+        for name, view in self._views(self._template).items():
+            view[...] = padding[name]
+        self._device = device
+        self._block = torch.from_numpy(self._template.copy()).to(device)
+
+    def tensor(self, name: str) -> Tensor:
+        """[shape of its padding], always the same memory; unsigned integers as signed ones."""
+        array, begin = self._padding[name], self._begins[name]
+        signed = np.empty(0, array.dtype.str.replace("u", "i"))
+        return self._block[begin : begin + array.nbytes].view(torch.from_numpy(signed).dtype).view(array.shape)
+
+    @contextmanager
+    def fill(self) -> Iterator[Mapping[str, NDArray[Any]]]:
+        """Arrays of all tensors, full of padding, to write into. Leaving the block copies them to the device.
+
+        The copy runs after everything launched before.
+        """
+        is_cpu = self._device.type == "cpu"
+        target = self._block if is_cpu else torch.empty(len(self._template), dtype=torch.uint8, pin_memory=True)
+        memory = target.numpy()
+        memory[:] = self._template
+        yield self._views(memory)
+        if not is_cpu:
+            self._block.copy_(target, non_blocking=True)
+
+    def _views(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        return {
+            name: memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+            for (name, array), begin in zip(self._padding.items(), self._begins.values(), strict=True)
+        }
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -2,29 +2,16 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import DTypeLike
 from torch import Tensor
 
 SEEN_BIT = 1 << 30
 """In a token's count: set if the token is in the prompt or the answer. The lower bits count it in the answer."""
 
-
 MOST = 1e30
 """Bounds for temperature and repetition penalty, as is 1 / MOST for the latter: float32 holds both."""
 
-PARAMETERS: dict[str, DTypeLike] = {
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float64,
-    "min_p": np.float64,
-    "seeds": np.uint64,
-    "positions": np.int64,
-    "repetition": np.float32,
-    "frequency": np.float32,
-    "presence": np.float32,
-}
-ROW_FIELDS = (*PARAMETERS, "counts_line", "mask_line")
+DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
+ROW_FIELDS = (*DENSE_FIELDS, "positions", "counts_line", "mask_line")
 
 
 class SamplingTensors(NamedTuple):

@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.kernels.sampling_fields import MOST, SamplingTensors
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.cpu import load_cpu_sampling
-from engine.sampling.filters import keep_tokens
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
 from wire.sampling import LEAST_TEMPERATURE
@@ -24,11 +23,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """[S, V] float32 -> [S] int64 on the CPU, and slowly on other devices. May modify `logits`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
-    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
-    fit and, on the CPU, rows whose mask allows no token (`allowed_words` checks this earlier). On a GPU such
-    a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
+    the filters (`keep_tokens`), then noise. Rows are independent. ValueError on the CPU names rows whose mask allows
+    no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not
+    wait. Where the first logit is NaN it is NOT_A_NUMBER.
     """
-    batch.check(logits)
     kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
@@ -71,3 +69,24 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
         kept = keep_tokens(scaled, column(batch.top_k), column(batch.top_p), column(batch.min_p))
         scores.masked_fill_(~kept, -torch.inf)
     return scores.max(-1).indices
+
+
+def keep_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """By sorting all tokens: the slow twin of the floors in kernels/cpu_sampling.cpp.
+
+    [R, V] scaled logits with maxima 0, [R] int64, [R] float64, [R] float64 -> [R, V] bool, the tokens to keep.
+
+    top_k keeps every token as likely as the k-th (ties included). top_p keeps, of those, the smallest set whose
+    renormalised probability reaches p, at least one; among equals the lower id comes first. min_p keeps tokens at
+    least min_p times as likely as the likeliest.
+    """
+    vocabulary = scaled.shape[1]
+    values, ids = scaled.sort(descending=True, stable=True)
+    last = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary) - 1
+    is_kept = values >= values.gather(1, last[:, None])
+    mass = values.double().exp_().mul_(is_kept).cumsum(1)
+    num_before = (mass < top_p[:, None] * mass[:, -1:]).sum(1, keepdim=True)
+    in_nucleus = torch.arange(vocabulary, device=scaled.device) <= num_before
+    is_kept &= in_nucleus | (top_p == 1)[:, None]
+    is_kept &= values >= min_p.log()[:, None].float()
+    return torch.zeros_like(is_kept).scatter_(1, ids, is_kept)

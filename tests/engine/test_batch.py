@@ -56,11 +56,6 @@ def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens:
     assert batch.page_table.shape[1] == max(-(-(part.begin + part.count) // page_tokens) for part in parts)
     assert batch.cu_seqlens_q[-1] == at == batch.token_ids.shape[0]
     assert batch.logits_rows.tolist() == wanted_rows
-
-
-def test_types_are_those_that_kernels_expect() -> None:
-    rows = build_rows(4, np.random.default_rng(0))
-    batch = build_batch(lay_out(rows, [ForwardRow(2, 3, 1, 1)]), rows, Stager(CPU))
     for long in (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows):
         assert long.dtype is torch.int64
     for short in (batch.cu_seqlens_q, batch.seq_lens, batch.page_table):
@@ -72,13 +67,6 @@ def test_a_slice_ends_before_its_row_does() -> None:
     lay_out(rows, [ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
         lay_out(rows, [ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
-
-
-def test_tokens_are_read_when_the_batch_is_built() -> None:
-    rows = build_rows(4, np.random.default_rng(0))
-    layout = lay_out(rows, [ForwardRow(1, 5, 1, 1)])
-    rows.tokens[1, 5] = 77
-    assert build_batch(layout, rows, Stager(CPU)).token_ids.tolist() == [77]
 
 
 def test_second_requests_of_rows_wait_for_all_first_ones() -> None:

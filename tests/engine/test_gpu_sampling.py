@@ -25,7 +25,7 @@ from engine.kernels.sampling_fields import SEEN_BIT
 from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.gpu import sample, upload_batch
-from engine.sampling.logits import NOT_A_NUMBER, adjust_logits_
+from engine.sampling.logits import adjust_logits_
 from engine.sampling.sample import sample_slowly
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
@@ -41,7 +41,6 @@ def random_logits(seed: int, *shape: int, spread: float = 3.0) -> Tensor:
 
 def check(logits: Tensor, batch: SamplingBatch) -> list[int]:
     """[S, V] -> the tokens, which must be the slow twin's."""
-    batch.check(logits)
     before = logits.clone()
     tokens = sample(logits, batch).tolist()
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "logits were modified"
@@ -176,30 +175,6 @@ def test_where_a_filter_decides(params: SamplingParams) -> None:
     check(torch.stack(logits), build_sampling_batch([params] * 4, positions))
 
 
-def test_at_the_edge_of_top_p() -> None:
-    keys = noise.build_keys(np.full(30_000, 1, np.uint64), np.arange(30_000), CPU)
-    noises = noise.gumbel_noise(torch.tensor([3499, 3500]), keys[:, None])
-    positions = noises.argmax(0).tolist()  # the position where each token's noise is largest
-    free = build_sampling_batch([SamplingParams(seed=1)] * 2, positions)
-    assert sample_slowly(torch.zeros(2, 5000), free).tolist() == [3499, 3500]
-    for top_k in (0, 10):  # all equal tokens are kept
-        params = [SamplingParams(top_p=0.7, top_k=top_k, seed=1)] * 2
-        tokens = check(torch.zeros(2, 5000), build_sampling_batch(params, positions))
-        assert tokens[0] == 3499
-        assert tokens[1] < 3500
-
-
-def test_of_equal_scores_the_first_token_wins() -> None:
-    vocabulary = 20_000
-    keys = noise.build_keys(np.array([3], np.uint64), np.array([5]), CPU)
-    values, ids = noise.gumbel_noise(torch.arange(vocabulary), keys[0]).sort(stable=True)
-    pairs = [sorted(ids[at : at + 2].tolist()) for at in (values[1:] == values[:-1]).nonzero()[:2, 0]]
-    masks = np.stack([build_mask(set(pair), vocabulary) for pair in pairs])
-    lines = np.arange(len(pairs), dtype=np.int32)
-    batch = build_sampling_batch([SamplingParams(seed=3)] * len(pairs), [5] * len(pairs), masks=masks, mask_line=lines)
-    assert check(torch.zeros(len(pairs), vocabulary), batch) == [low for low, _ in pairs]
-
-
 def test_of_equal_scores_in_blocks_looked_at_one_after_the_other_the_first_token_wins() -> None:
     seed, position, num_blocks = 5, 100, 10  # one in 200 positions has such tokens
     keys = noise.build_keys(np.array([seed], np.uint64), np.array([position]), CPU)
@@ -214,16 +189,6 @@ def test_of_equal_scores_in_blocks_looked_at_one_after_the_other_the_first_token
     assert check(logits, batch) == [min(equal)]
 
 
-def test_a_broken_row_takes_any_filter() -> None:
-    for broken in (math.nan, math.inf, -math.inf):
-        logits = random_logits(2, 4, 2500)
-        logits[:2, ::7] = broken
-        logits[2:] = broken
-        params = [SamplingParams(top_p=0.9), SamplingParams(top_k=5, top_p=0.5), SamplingParams(top_k=70, top_p=0.9)]
-        tokens = check(logits, build_sampling_batch([*params, SamplingParams(0.0)], range(4)))
-        assert [token == NOT_A_NUMBER for token in tokens] == [math.isnan(broken)] * 4
-
-
 def test_a_mask_that_allows_no_token_gives_none() -> None:
     masks = np.stack([build_mask(set(), 40), build_mask({3, 39}, 40)])
     lines = np.array([0, 0, 1, -1], np.int32)
@@ -231,10 +196,6 @@ def test_a_mask_that_allows_no_token_gives_none() -> None:
     tokens = check(random_logits(3, 4, 40), build_sampling_batch(params, range(4), masks=masks, mask_line=lines))
     assert tokens[:2] == [-1, -1]
     assert tokens[2] in (3, 39)
-
-
-def test_no_rows() -> None:
-    assert check(torch.zeros(0, 10), build_sampling_batch([], [])) == []
 
 
 # --- buffers of fixed capacity, and what the host may read
@@ -265,15 +226,8 @@ def test_what_is_beyond_the_lines_in_use_is_not_looked_at() -> None:
     assert out.tolist() == sample_slowly(logits.clone(), batch).tolist()
 
 
-def test_the_host_reads_no_value_of_the_device() -> None:
-    asked = [Asked(SamplingParams(repetition_penalty=2.0), [1, 2, 3], 1, 2)]
-    batch = build_batch(asked, 40)
-    assert isinstance(batch.counts, Tensor)
-    there = batch._replace(counts=batch.counts.to("meta"), extra_ids=torch.empty(2, dtype=torch.int32, device="meta"))
-    there.check(torch.zeros(1, 40, device="meta"))
-    for wrong in (torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(2, device="meta")):
-        with pytest.raises(ValueError, match="extra_ids are"):
-            there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
+def test_drafts_that_are_on_the_device_stay_there() -> None:
+    batch = build_batch([Asked(SamplingParams(repetition_penalty=2.0), [1, 2, 3], 1, 2)], 40)
     drafts = torch.tensor([2, 3], dtype=torch.int32)
     assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts
 

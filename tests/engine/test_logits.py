@@ -13,8 +13,12 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.logits import adjust_logits_, allowed_words, can_choose
+from engine.sampling.logprobs import find_logprobs
 from tests.support.sampling_twins import Asked, build_batch, build_mask, sample_batch, threads
+from tests.support.threads import one_thread
 from wire.sampling import SamplingParams
+
+__all__ = ["one_thread"]  # a fixture
 
 
 def random_logits(seed: int, *shape: int) -> Tensor:
@@ -73,7 +77,7 @@ def rows_for(draw: st.DrawFn, vocabulary: int) -> Asked:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([1, 5, 31, 32, 33, 64, 200, 300]), seed=st.integers(0, 1000))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_slow_equals_plain_python_whatever_is_beside_it(data: st.DataObject, vocabulary: int, seed: int) -> None:
     rows = data.draw(st.lists(rows_for(vocabulary), min_size=1, max_size=4))
     logits = random_logits(seed, len(rows), vocabulary)
@@ -87,7 +91,7 @@ def test_slow_equals_plain_python_whatever_is_beside_it(data: st.DataObject, voc
 
 
 @given(data=st.data(), seed=st.integers(0, 1000), num_threads=st.sampled_from([1, 3]))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_the_kernel_adjusts_to_the_same_bits(data: st.DataObject, seed: int, num_threads: int) -> None:
     kernel = load_cpu_sampling()
     if kernel is None:
@@ -157,3 +161,28 @@ def test_can_choose_looks_at_tokens_that_exist(vocabulary: int) -> None:
     assert not can_choose(build_mask(set(), vocabulary), vocabulary)
     for token in {0, vocabulary // 2, vocabulary - 1}:
         assert can_choose(build_mask({token}, vocabulary), vocabulary)
+
+
+# --- log-probabilities
+
+
+@given(
+    seed=st.integers(0, 1000),
+    vocabulary=st.sampled_from([1, 2, 50, 4097, 9000]),
+    rows=st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from([0, 1, 2, 5, 20, 60])), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # bfloat16: ties
+)
+@settings(max_examples=80)
+def test_log_probabilities_are_those_of_a_stable_sort(
+    seed: int, vocabulary: int, rows: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(rows), vocabulary, generator=generator).to(dtype).float()
+    logprobs = torch.log_softmax(logits, -1)
+    tokens, counts = [token % vocabulary for token, _ in rows], [count for _, count in rows]
+    told = find_logprobs(logprobs, torch.tensor(tokens), counts).read()
+    for row, token, count, one in zip(logprobs, tokens, counts, told, strict=True):
+        order = sorted(range(vocabulary), key=lambda other: (-float(row[other]), other))[:count]
+        assert one.logprob == float(row[token])
+        assert one.top_ids == tuple(order)
+        assert one.top_logprobs == tuple(row[order].tolist())

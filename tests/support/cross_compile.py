@@ -27,8 +27,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-import engine
 from bench.batches import build_sampling_batch
+from engine import kernels, ops, sampling
+from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
 from engine.kernels import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.kernels.build import cache_folder
@@ -38,9 +39,11 @@ from engine.kernels.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
+from engine.layers import recurrent
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
+from engine.weights import fp8
 from engine.weights.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
@@ -58,11 +61,14 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(architecture: int = HOPPER, timeout_s: float = 240) -> dict[str, list[Compiled]]:
-    """Case |-> the kernels it launches and no earlier case does. Recompiled when the engine or Triton has changed.
+    """Case |-> the kernels it launches and no earlier case does.
 
-    All architectures but Hopper are compiled together, in one process.
+    Recompiled when what launches kernels, or Triton, has changed. All architectures but Hopper are compiled together,
+    in one process.
     """
-    sources = (*sorted(Path(engine.__path__[0]).rglob("*.py")), Path(__file__))
+    sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], recurrent, qkv, fp8)]
+    for package in (kernels, ops, sampling):
+        sources += sorted(Path(package.__path__[0]).glob("*.py"))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + triton.__version__.encode()).hexdigest()
     architectures = [HOPPER] if architecture == HOPPER else sorted(SHARED_KIB.keys() - {HOPPER})
     folder = cache_folder() / f"triton-{key[:16]}-{architectures[0]}"

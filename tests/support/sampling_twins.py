@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.batches import build_sampling_batch
 from engine.kernels.sampling_fields import SEEN_BIT
+from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logits import allowed_words
 from engine.sampling.sample import sample, sample_slowly
@@ -74,18 +75,21 @@ def build_mask(allowed: set[int], vocabulary: int) -> NDArray[np.int32]:
 
 
 def sample_both(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], num_threads: int = 1, **parts: Any
-) -> Tensor:
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], num_threads: int = 1,
+    on_gpu: bool = False, **parts: Any,
+) -> Tensor:  # fmt: skip
     """[S, V] -> [S]; does not modify the logits. `parts`: counts and masks of a `SamplingBatch`."""
-    return sample_batch(logits, build_sampling_batch(params, positions, **parts), num_threads)
+    return sample_batch(logits, build_sampling_batch(params, positions, **parts), num_threads, on_gpu)
 
 
-def sample_batch(logits: Tensor, batch: SamplingBatch, num_threads: int = 1) -> Tensor:
-    """[S, V] -> [S]; does not modify the logits."""
+def sample_batch(logits: Tensor, batch: SamplingBatch, num_threads: int = 1, on_gpu: bool = False) -> Tensor:
+    """[S, V] -> [S]; does not modify the logits. on_gpu: by the GPU's kernels, interpreted, too."""
     with threads(num_threads):
         tokens = sample(logits.clone(memory_format=torch.contiguous_format), batch)
     expected = sample_slowly(logits.clone(memory_format=torch.contiguous_format), batch)
     assert tokens.tolist() == expected.tolist()
+    if on_gpu:
+        assert gpu.sample(logits, batch).tolist() == expected.tolist()
     return tokens
 
 
