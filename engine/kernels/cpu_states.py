@@ -1,6 +1,7 @@
 """Layers with a state of each sequence on a CPU, by cpu_states.cpp. Tensors are named as in layers/recurrent.py."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -52,7 +53,7 @@ class _DeltaNet(ctypes.Structure):
 def gated_conv(
     rows: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor, starts: Tensor, states: Tensor
 ) -> Tensor:
-    """See `Ops.gated_conv`. The layer `fits`."""
+    """See `Ops.gated_conv`. `fits_gated_conv` took them."""
     kernel, out = load(), rows.new_empty(len(rows), len(weight))
     assert kernel is not None
     kernel.baton_gated_conv(
@@ -66,7 +67,7 @@ def delta_net(
     rows: Tensor, conv: Tensor, decay_rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
     sources: Tensor, targets: Tensor, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, memory: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See `Ops.delta_net`. The layer `fits`; the last four are the states."""
+    """See `Ops.delta_net`. `fits_delta_net` took them; the last four are the states."""
     kernel, out = load(), rows.new_empty(len(rows), value.shape[1] * value.shape[2])
     assert kernel is not None
     mixed = torch.empty(len(rows), len(conv), dtype=torch.float32)
@@ -93,10 +94,54 @@ def _describe_states(*states: Tensor) -> ctypes.Array[_States]:
     return (_States * len(states))(*described)
 
 
-def fits(rows: Tensor, taps: int, key_dim: int = 0) -> bool:
-    """Whether the functions above take such rows and layers."""
-    is_known = rows.dtype in (torch.float32, torch.bfloat16) and taps <= MOST_TAPS and key_dim <= MOST_KEYS
-    return is_known and load() is not None
+def fits_gated_conv(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor, starts: Tensor, states: Tensor
+) -> bool:
+    """Whether `gated_conv` takes them."""
+    weights = [weight] if bias is None else [weight, bias]
+    return _fits(rows, 3 * len(weight), weights, (sources, targets, starts), [states]) and _fit_taps(weight, [states])
+
+
+def fits_delta_net(
+    rows: Tensor, conv: Tensor, decay_rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
+    sources: Tensor, targets: Tensor, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, memory: Tensor,
+) -> bool:  # fmt: skip
+    """Whether `delta_net` takes them."""
+    num_heads, key_dim, value_dim = memory.shape[1:]
+    weights, states = [conv, decay_rate, dt_bias, norm], [query, key, value, memory]
+    return (
+        _fits(rows, len(conv) + (value_dim + 2) * num_heads, weights, (sources, targets, starts), states)
+        and _fit_taps(conv, states[:3])
+        and query.shape == key.shape
+        and num_heads % query.shape[1] == 0
+        and query.shape[2] == key_dim <= MOST_KEYS
+        and value.shape[1:3] == (num_heads, value_dim)
+        and (len(decay_rate), len(dt_bias), len(norm)) == (num_heads, num_heads, value_dim)
+    )
+
+
+def _fits(rows: Tensor, width: int, weights: Sequence[Tensor], at: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
+    """Types and strides. at: the first three of `StateRows`."""
+    return (
+        load() is not None
+        and rows.dtype in (torch.float32, torch.bfloat16)
+        and rows.shape[1:] == (width,)
+        and rows.stride(1) == 1
+        and all(weight.dtype is torch.float32 and weight.is_contiguous() for weight in weights)
+        and [tensor.dtype for tensor in at] == [torch.int64, torch.int64, torch.int32]
+        and [len(tensor) for tensor in at] == [len(at[0]), len(at[0]), len(at[0]) + 1]
+        and all(tensor.is_contiguous() for tensor in at)
+        and all(one.dtype is torch.float32 and one.stride()[2:] == (one.shape[3], 1) for one in states)
+    )
+
+
+def _fit_taps(weight: Tensor, states: Sequence[Tensor]) -> bool:
+    num_channels, taps = weight.shape
+    return (
+        taps <= MOST_TAPS
+        and sum(one.shape[1] * one.shape[2] for one in states) == num_channels
+        and all(one.shape[3] == taps - 1 for one in states)
+    )
 
 
 @cache

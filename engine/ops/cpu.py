@@ -23,11 +23,11 @@ class CpuOps(Ops):
         return super().add_norm_(hidden, delta, weight, eps)
 
     def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
-        if cpu_states.fits(rows, layer.weight.shape[1]):
+        if cpu_states.fits_gated_conv(rows, *layer, *at[:3], states):
             return cpu_states.gated_conv(rows, *layer, *at[:3], states)
         return super().gated_conv(rows, layer, at, states)
 
     def delta_net(self, rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
-        if cpu_states.fits(rows, layer.conv.shape[1], layer.key_dim):
+        if cpu_states.fits_delta_net(rows, *layer[4:], *at[:3], *states):
             return cpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
         return super().delta_net(rows, layer, at, states)

@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -21,11 +23,13 @@ from engine.attention.layered import LayeredAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.batch import Batch
 from engine.kernels import build
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import BUILDS, built_for
+from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
 
 CONTEXTS = (1, 15, 16, 17, 100, 1000)
 
@@ -169,6 +173,46 @@ def test_blocks_cover_every_token_once_longest_first() -> None:
     assert plan_blocks(np.zeros(0, np.int64), np.zeros(0, np.int64), 64).shape == (0, 2)
 
 
+# --- what the kernel refuses
+
+
+def lens(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def spoil(batch: Batch, name: str, index: tuple[int, ...], value: int) -> Batch:
+    tensor: Tensor = getattr(batch, name).clone()
+    tensor[index] = value
+    fields: dict[str, Any] = {name: tensor}
+    return replace(batch, **fields)
+
+
+@needs_compiler
+def test_what_changes_after_a_good_batch_is_checked() -> None:
+    problem = Problem([(1, 33), (1, 45)])
+    good = problem.batch
+    others = (
+        (spoil(good, "page_table", (0, 1), 10_000), "page_table holds 10000"),
+        (spoil(good, "slot_mapping", (0,), 100_000), "slot_mapping holds 100000"),
+        (spoil(good, "slot_mapping", (0,), -2), "slot_mapping holds -2"),
+        (spoil(good, "seq_lens", (0,), 99), "seq_lens .* differ"),
+        (spoil(good, "cu_seqlens_q", (1,), 2), "cu_seqlens_q"),
+        (replace(good, query_lens_host=lens(1, 2)), "cu_seqlens_q"),
+        (replace(good, token_ids=good.token_ids[:1]), "slot_mapping is"),
+        (replace(good, page_table=good.page_table[:, :1].contiguous()), "45 tokens in a page table of 1 pages"),
+    )
+    for batch, message in others:
+        backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
+        backend.plan(problem.pool, good)
+        with pytest.raises(ValueError, match=message):
+            backend.plan(problem.pool, batch)
+        with pytest.raises(ValueError, match="attend without a plan"):
+            backend.attend(0, problem.heads, None)
+        backend.plan(problem.pool, good)
+        with pytest.raises(ValueError, match="page_table holds"):
+            backend.plan(problem.pool[:1], good)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
@@ -184,6 +228,39 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
         assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
         check_writes(problem, pool)
         assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
+
+
+def test_wrong_tensors_are_refused() -> None:
+    problem = Problem([(2, 33)])
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
+    (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
+    strided = torch.zeros(2, 8, 128)[..., ::2]
+    for layer, heads, window, message in (
+        (0, QKV(query_key[:1], value), None, "query is"),
+        (0, QKV(query_key.bfloat16(), value), None, "query is torch.bfloat16"),
+        (0, QKV(strided, value), None, "query has strides"),
+        (0, QKV(query_key[:, 1:], value), None, "query is"),
+        (0, QKV(query_key[:, 1:], value[:, :1]), None, "key is"),
+        (0, QKV(query_key, value[..., :32]), None, "value is"),
+        (2, problem.heads, None, "layer 2"),
+        (-1, problem.heads, None, "layer -1"),
+        (0, problem.heads, 0, "window is 0"),
+    ):
+        backend.plan(pool, batch)
+        with pytest.raises(ValueError, match=message):
+            backend.attend(layer, heads, window)
+    with pytest.raises(ValueError, match="sinks is"):
+        backend.attend(0, problem.heads, None, torch.zeros(5))
+    for other, message in (
+        (pool.half(), "pool is torch.float16"),
+        (pool.narrow(KV_HEADS, 0, 1), "pool is"),
+        (pool.transpose(TOKENS, LAYERS), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.plan(other, batch)
+        with pytest.raises(ValueError, match="without a plan"):  # the plan before is dropped
+            backend.attend(0, problem.heads, None)
+    assert torch.equal(pool, Problem([(2, 33)]).pool)
 
 
 # --- layers that differ in their heads
