@@ -467,6 +467,8 @@ def test_a_compilation_ends_with_its_worker() -> None:
         compiler = next(int(line) for line in worker.stdout if line.strip().isdigit())  # among lines of the log
         while not (forks := Path(f"/proc/{compiler}/task/{compiler}/children").read_text().split()):
             time.sleep(0.01)
+        while Path(f"/proc/{forks[0]}/stat").read_text().split()[13] == "0":  # until it has begun to compile
+            time.sleep(0.01)
         os.kill(int(forks[0]), signal.SIGSTOP)  # it would end by itself
         handles = [os.pidfd_open(pid) for pid in (compiler, int(forks[0]))]
         worker.kill()
