@@ -1,19 +1,83 @@
-"""Completes the OpenAPI document: FastAPI describes requests; this adds kinds of answers, errors and API keys."""
+"""Adds answers to the OpenAPI document: FastAPI describes request bodies itself, but answers are msgspec types."""
 
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI
 
-from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
+from gateway.api.anthropic.writer import CountAnswer, MessageBody
+from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
 from gateway.api.http.middleware import OPEN_PATHS
+from gateway.api.http.service_routes import WorkerStatus
+from gateway.api.openai.answers import (
+    ChatChoice,
+    DetokenizeAnswer,
+    Envelope,
+    ModelCard,
+    ModelList,
+    TextChoice,
+    TokenizeAnswer,
+    TokenLogprob,
+)
+from gateway.api.responses.answers import InputTokens, ResponseBody
 
+_REF = "#/components/schemas/{name}"
+
+
+class ChatCompletion(Envelope):
+    """A whole answer to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextCompletion(Envelope):
+    """A whole answer to a completion request."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Alive(msgspec.Struct):
+    """State of the process or the service."""
+
+    status: str
+
+
+class Version(msgspec.Struct):
+    """Version of this software."""
+
+    version: str
+
+
+class FleetStatus(msgspec.Struct):
+    """All workers."""
+
+    workers: list[WorkerStatus]
+
+
+_ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": TextCompletion,
+    "/v1/models": ModelList,
+    "/v1/models/{model_id}": ModelCard,
+    RESPONSES_PATH: ResponseBody,
+    f"{RESPONSES_PATH}/input_tokens": InputTokens,
+    MESSAGES_PATH: MessageBody,
+    f"{MESSAGES_PATH}/count_tokens": CountAnswer,
+    "/tokenize": TokenizeAnswer,
+    "/detokenize": DetokenizeAnswer,
+    "/live": Alive,
+    "/ready": Alive,
+    "/health": Alive,
+    "/version": Version,
+    "/status": FleetStatus,
+}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH)
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}}
-_ERROR = {"type": "object", "properties": {"error": {"type": "object", "properties": _FIELDS}}, "required": ["error"]}
 
 
 def add_document(app: FastAPI, *, needs_key: bool) -> None:
@@ -23,6 +87,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
+            document["components"]["schemas"] |= _answer_schemas()
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)
@@ -36,12 +101,30 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     app.openapi = build_whole  # type: ignore[method-assign]
 
 
+def _answer_schemas() -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components(
+        [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, TokenLogprob], ref_template=_REF
+    )
+    # msgspec does not know the types of these fields: they hold JSON that was encoded before
+    schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(TokenLogprob)
+    by_token = {"type": "object", "additionalProperties": {"type": "number"}}
+    schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
+    schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
+    return schemas
+
+
 def _responses(path: str) -> dict[str, Any]:
     """Status |-> response of one operation."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if path == "/metrics":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    answer = _ANSWERS.get(path)
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if answer is not None:
+        content = {"application/json": {"schema": _reference(answer)}}
     if path in _STREAMED:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
-    failure = {"description": "The error.", "content": {"application/json": {"schema": _ERROR}}}
+    error = ErrorEvent if path.startswith(MESSAGES_PATH) else ErrorEnvelope
+    failure = {"description": "The error.", "content": {"application/json": {"schema": _reference(error)}}}
     return {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure}
+
+
+def _reference(answer: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=answer.__name__)}

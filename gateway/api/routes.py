@@ -1,16 +1,19 @@
 """The endpoints of OpenAI's and Anthropic's APIs. `types.py` says what they take, `writer.py` what they answer."""
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
-from gateway.api.anthropic.writer import MessageWriter
+from gateway.api.anthropic.writer import CountAnswer, MessageWriter
 from gateway.api.http.answer import encode, json_response, respond
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
 from gateway.api.http.read_body import limited_route
+from gateway.api.openai.answers import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.api.openai.writer import AnswerWriter, ChatWriter, TextWriter
+from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
 from gateway.errors import bad_request
@@ -34,7 +37,7 @@ def build_api_router(served: ServedModel) -> APIRouter:
     @router.get("/v1/models")
     async def list_models() -> Response:
         """The names of the model served."""
-        return json_response({"data": [_card(served, name) for name in served.names.listed], "object": "list"})
+        return json_response(ModelList([_card(served, name) for name in served.names.listed]))
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
@@ -49,7 +52,7 @@ def build_api_router(served: ServedModel) -> APIRouter:
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Counts a conversation's tokens."""
-        return json_response({"input_tokens": len(await tokenize(served, body.raw()))})
+        return json_response(CountAnswer(len(await tokenize(served, body.raw()))))
 
     @router.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -65,9 +68,7 @@ def build_api_router(served: ServedModel) -> APIRouter:
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(body: CountInputRequest) -> Response:
         """Counts the tokens of a request's prompt."""
-        return json_response(
-            {"input_tokens": len(await tokenize(served, body.raw())), "object": "response.input_tokens"}
-        )
+        return json_response(InputTokens(len(await tokenize(served, body.raw()))))
 
     @router.post("/tokenize")
     async def to_tokens(body: TokenizeRequest) -> Response:
@@ -75,8 +76,8 @@ def build_api_router(served: ServedModel) -> APIRouter:
         ids = await tokenize(served, body.raw())
 
         def write() -> bytes:
-            written = {"token_strs": tokenizer.pieces(ids)} if body.return_token_strs else {}
-            return encode({"count": len(ids), "max_model_len": tokenizer.context_tokens, "tokens": ids, **written})
+            token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
+            return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
         return json_response(await served.offload.run(len(ids), write))  # cheaper per token than tokenising a character
 
@@ -84,7 +85,7 @@ def build_api_router(served: ServedModel) -> APIRouter:
     async def to_text(body: DetokenizeRequest) -> Response:
         """Turns token ids into text, control tokens as they are written."""
         text = await detokenize(served, body.model, body.tokens, "tokens", with_control_tokens=True)
-        return json_response({"prompt": text})
+        return json_response(DetokenizeAnswer(text))
 
     return router
 
@@ -107,8 +108,5 @@ async def _complete(
     )
 
 
-def _card(served: ServedModel, name: str) -> dict[str, object]:
-    """A name of the model; `root`: the base model, as in vLLM."""
-    limit, root = served.tokenizer.context_tokens, served.names.listed[0]
-    sizes = {"created": served.created_s, "max_model_len": limit}
-    return {"id": name, **sizes, "root": root, "object": "model", "owned_by": "baton"}
+def _card(served: ServedModel, name: str) -> ModelCard:
+    return ModelCard(name, served.created_s, served.tokenizer.context_tokens, served.names.listed[0])

@@ -27,21 +27,53 @@ _OPENAI_TYPES = _TYPES | {503: "service_unavailable_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
-def build_error(error: ApiError) -> dict[str, str | None]:
-    """An error's fields in OpenAI's form."""
+class Tagged(msgspec.Struct, tag_field="type"):
+    """An object that is sent with a field `type`: the tag of its class."""
+
+
+class ErrorBody(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    """An error as OpenAI's clients expect it."""
+
+    error: ErrorBody
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class ErrorEvent(Tagged, tag="error"):
+    """An error as Anthropic's clients expect it: a body, or a stream's last event."""
+
+    error: ErrorDetail
+
+
+def build_error(error: ApiError) -> ErrorEnvelope:
+    """An error in OpenAI's form."""
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return ErrorEnvelope(ErrorBody(error.message, kind, error.param, error.code))
 
 
-def build_messages_error(error: ApiError) -> dict[str, str]:
-    """The fields in Anthropic's form. It has no `param`, so the message names the wrong field."""
+def build_messages_error(error: ApiError) -> ErrorEvent:
+    """An error in Anthropic's form. It has no `param`, so the message names the wrong field."""
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     if error.overflow is not None:  # clients read the numbers to shorten their prompts
         message = "prompt is too long: {} tokens > {} maximum; ".format(*error.overflow) + message
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": kind, "message": message}
+    return ErrorEvent(ErrorDetail(kind, message))
 
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
@@ -51,12 +83,14 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
+    body: ErrorEnvelope | ErrorEvent
     if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        body: dict[str, object] = {"type": "error", "error": build_messages_error(error)}
+        body = build_messages_error(error)
+    elif path == RESPONSES_PATH and error.overflow is not None:
+        message = f"Your input exceeds the context window of this model: {error.message}"
+        body = build_error(replace(error, message=message))
     else:
-        if path == RESPONSES_PATH and error.overflow is not None:
-            error = replace(error, message=f"Your input exceeds the context window of this model: {error.message}")
-        body = {"error": build_error(error)}
+        body = build_error(error)
     return Response(msgspec.json.encode(body), error.status, headers, "application/json")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
 
+import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -77,6 +78,32 @@ def _serve(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]
     return serve
 
 
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker in the answer."""
+
+    role: str
+    address: str
+    pid: int
+    incarnation: str
+    ranks: int  # processes that compute its model together
+    transport: str  # in use with its peers; "none" before the first hand-off
+    free_pages: int  # cached ones included
+    used_pages: int
+    cached_pages: int
+    free_slots: int  # of states, for models whose layers keep some; checkpoints included
+    used_slots: int
+    cached_slots: int
+    prefix_hits: float  # share of the prompt tokens looked up that were there
+    running: int
+    alive: bool
+    trouble: str
+    weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
+    source: str  # the DNS name that it has; empty: named by its address
+
+
+_COUNTS = ("free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots")
+
+
 def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
     """GET /status."""
     routes = APIRouter()
@@ -95,25 +122,20 @@ def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
     return routes
 
 
-def _describe(worker: WorkerClient) -> dict[str, object]:
+def _describe(worker: WorkerClient) -> WorkerStatus:
     status, trouble = worker.status, worker.find_trouble()
-    return {
-        "role": worker.role,
-        "address": worker.address,
-        "pid": status.peer.pid,
-        "incarnation": status.peer.incarnation,
-        "ranks": len(status.peer.ranks),  # processes that compute its model together
-        "transport": "+".join(sorted(set(status.transports.values()))) or "none",  # none before the first hand-off
-        "free_pages": status.free_pages,  # cached ones included
-        "used_pages": status.used_pages,
-        "cached_pages": status.cached_pages,
-        "free_slots": status.free_slots,  # of states, for models whose layers keep some; checkpoints included
-        "used_slots": status.used_slots,
-        "cached_slots": status.cached_slots,
-        "prefix_hits": round(status.prefix_hits / max(status.prefix_queries, 1), 3),  # of prompt tokens looked up
-        "running": status.num_running,
-        "alive": trouble is None,
-        "trouble": trouble or "",
-        "weaknesses": dict(status.weaknesses),  # what works worse than it could |-> why, and what to change
-        "source": worker.source,  # the DNS name that it has; empty: named by its address
-    }
+    return WorkerStatus(
+        role=worker.role,
+        address=worker.address,
+        pid=status.peer.pid,
+        incarnation=status.peer.incarnation,
+        ranks=len(status.peer.ranks),
+        transport="+".join(sorted(set(status.transports.values()))) or "none",
+        prefix_hits=round(status.prefix_hits / max(status.prefix_queries, 1), 3),
+        running=status.num_running,
+        alive=trouble is None,
+        trouble=trouble or "",
+        weaknesses=dict(status.weaknesses),
+        source=worker.source,
+        **{name: getattr(status, name) for name in _COUNTS},
+    )

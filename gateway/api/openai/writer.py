@@ -3,39 +3,33 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
-from gateway.answer.choices import Totals, timing_fields
+from gateway.answer.choices import Totals
 from gateway.api.http.answer import COMMENT_PING, data_event, encode
 from gateway.api.http.errors import build_error
-from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
+from gateway.api.openai import answers
+from gateway.api.openai.answers import TokenBytes
 from gateway.api.openai.types import StreamedUsage
 from gateway.errors import ApiError
 from gateway.request.types import GenerateRequest
-from gateway.tools.parse import Arguments, CallBegin, CallEnd, CallEvent
-from runtime.hardware import OWN_VERSION
+from gateway.tools.parse import CallEnd
 
-_SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"
-_TIMING = (
-    "queue_seconds", "grammar_seconds", "prefill_seconds", "transfer_seconds", "transfer_bytes", "transport",
-    "first_step_seconds", "decode_seconds", "cached_tokens", "draft_tokens", "accepted_tokens", "attempts",
-    "prefill_reason",
-)  # fmt: skip
-
-Body = dict[str, object]
+Logprobs = TypeVar("Logprobs", answers.ChatLogprobs, answers.TextLogprobs)
 
 
-class ChoiceWriter:
+class ChoiceWriter(Generic[Logprobs]):
     """One choice, written either as chunks or as a whole. The last chunk has the finish reason and no text."""
 
-    logprobs_kind: type[ChatLogprobs | TextLogprobs]
+    logprobs_kind: type[Logprobs]
     id_prefix: str  # of answers
-    chunk_kind: str
-    whole_kind: str
+    chunk_kind: answers.ObjectKind
+    whole_kind: answers.ObjectKind
 
     def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
         self._index = index
@@ -43,74 +37,44 @@ class ChoiceWriter:
         self._raw = raw
         self._token_bytes = token_bytes
         self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[CallEnd] = []
         self._token_ids: list[int] = []
-        self._logprobs = self._logprobs_of(())
+        self._logprobs: Logprobs | None = self._logprobs_of(())
         self._last = OutputDelta("")
         self.prompt_logprobs: list[Raw] = []
 
-    def begin(self) -> list[Body]:
+    def begin(self) -> list[answers.Choice]:
         """Chunks that need no piece."""
         return []
 
-    def chunks(self, piece: OutputDelta) -> list[Body]:
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
         """Chunks of a piece of a choice that is streamed."""
-        chunks = []
-        has_ids = self._raw.with_token_ids and piece.token_ids
-        if piece.text or piece.reasoning or piece.shown_tokens or has_ids:
-            chunks.append(self._choice(self._added(piece), self._logprobs_of(piece.shown_tokens), piece.token_ids))
-            chunks[0] |= self._own_prompt_ids()
-            self._prompt_ids = ()
-        chunks += [self._choice({"delta": {"tool_calls": [call]}}) for call in _call_deltas(piece.calls)]
-        if piece.finish_reason is not None:
-            chunks.append(self._choice(self._added(None), last=piece))
-        return chunks
+        raise NotImplementedError
 
     def add(self, piece: OutputDelta) -> None:
         """Adds a piece of a choice that is not streamed."""
         self._texts.append(piece.text)
-        self._reasoning.append(piece.reasoning)
-        self._calls += [event for event in piece.calls if isinstance(event, CallEnd)]
         self._token_ids += piece.token_ids if self._raw.with_token_ids else ()
         self._last = piece
         if self._logprobs is not None:
             self._logprobs.extend(piece.shown_tokens, self._token_bytes)
-        self.prompt_logprobs += [prompt_logprob(token, self._token_bytes) for token in piece.prompt_tokens]
+        self.prompt_logprobs += [answers.prompt_logprob(token, self._token_bytes) for token in piece.prompt_tokens]
 
-    def whole(self) -> Body:
+    def whole(self) -> answers.Choice:
         """The choice, after its last piece."""
-        return self._choice(self._said(), self._logprobs, self._token_ids, self._last)
-
-    def _added(self, piece: OutputDelta | None) -> Body:
-        """What a chunk adds: text and reasoning of the piece, or nothing."""
         raise NotImplementedError
 
-    def _said(self) -> Body:
-        """What the whole choice says."""
-        raise NotImplementedError
+    def _says_more(self, piece: OutputDelta) -> bool:
+        """Whether a piece needs a chunk besides those for calls and the finish reason."""
+        has_ids = self._raw.with_token_ids and piece.token_ids
+        return bool(piece.text or piece.reasoning or piece.shown_tokens or has_ids)
 
-    def _own_prompt_ids(self) -> Body:
-        """The prompt's token ids, where choices have them and they are requested."""
-        return {}
+    def _timing(self, piece: OutputDelta) -> answers.TimingBody | UnsetType:
+        return answers.timing_of(piece.timing) if self._raw.with_timing and piece.timing is not None else UNSET
 
-    def _choice(
-        self,
-        said: Body,
-        logprobs: ChatLogprobs | TextLogprobs | None = None,
-        token_ids: Sequence[int] | None = None,
-        last: OutputDelta | None = None,
-    ) -> Body:
-        body = {"index": self._index, **said, "finish_reason": last and last.ending, "logprobs": logprobs}
-        if last is not None:
-            if self._raw.with_timing and last.timing is not None:
-                body["timing"] = timing_fields(last.timing, _TIMING)
-            body["stop_reason"] = last.stop  # the request's stop string or token id that ended it
-        if self._raw.with_token_ids and token_ids is not None:
-            body["token_ids"] = token_ids
-        return body
+    def _ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
+        return ids if self._raw.with_token_ids else UNSET
 
-    def _logprobs_of(self, tokens: Sequence[ShownToken]) -> ChatLogprobs | TextLogprobs | None:
+    def _logprobs_of(self, tokens: Sequence[ShownToken]) -> Logprobs | None:
         if self._raw.num_logprobs is None:
             return None
         logprobs = self.logprobs_kind()
@@ -118,53 +82,83 @@ class ChoiceWriter:
         return logprobs
 
 
-class ChatWriter(ChoiceWriter):
+class ChatWriter(ChoiceWriter[answers.ChatLogprobs]):
     """Of /v1/chat/completions."""
 
-    logprobs_kind = ChatLogprobs
+    logprobs_kind = answers.ChatLogprobs
     id_prefix, chunk_kind, whole_kind = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def begin(self) -> list[Body]:
-        return [self._choice({"delta": {"role": "assistant", "content": ""}})]
+    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
+        super().__init__(index, prompt_ids, raw, token_bytes)
+        self._reasoning: list[str] = []
+        self._calls: list[CallEnd] = []
+
+    def begin(self) -> list[answers.Choice]:
+        return [answers.ChunkChoice(self._index, {"role": "assistant", "content": ""})]
+
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
+        chunks: list[answers.Choice] = []
+        if self._says_more(piece):
+            delta: dict[str, object] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+            if piece.text or not piece.reasoning:
+                delta["content"] = piece.text
+            logprobs, token_ids = self._logprobs_of(piece.shown_tokens), self._ids(piece.token_ids)
+            chunks.append(answers.ChunkChoice(self._index, delta, logprobs=logprobs, token_ids=token_ids))
+        for call in answers.call_deltas(piece.calls):
+            chunks.append(answers.ChunkChoice(self._index, {"tool_calls": [call]}))
+        if piece.finish_reason is not None:
+            last = answers.ChunkChoice(self._index, {}, piece.ending)
+            last.timing, last.stop_reason = self._timing(piece), piece.stop
+            chunks.append(last)
+        return chunks
 
     def add(self, piece: OutputDelta) -> None:
         super().add(replace(piece, prompt_tokens=()) if self._index else piece)  # a chat has one prompt
+        self._reasoning.append(piece.reasoning)
+        self._calls += [event for event in piece.calls if isinstance(event, CallEnd)]
 
-    def _added(self, piece: OutputDelta | None) -> Body:
-        delta: Body = {"reasoning_content": piece.reasoning} if piece and piece.reasoning else {}
-        if piece and (piece.text or not piece.reasoning):
-            delta["content"] = piece.text
-        return {"delta": delta}
-
-    def _said(self) -> Body:
-        calls = [
-            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}, "type": "function"}
-            for call in self._calls
-        ]
-        text, reasoning = "".join(self._texts), "".join(self._reasoning)
-        message: Body = {"content": (text or None) if calls else text, "role": "assistant", "refusal": None}
-        message |= {"tool_calls": calls} if calls else {}
-        return {"message": message | ({"reasoning_content": reasoning} if reasoning else {})}
+    def whole(self) -> answers.Choice:
+        text, last = "".join(self._texts), self._last
+        calls = [answers.ToolCallBody(call.id, answers.FunctionBody(call.name, call.arguments)) for call in self._calls]
+        message = answers.AssistantMessage(text or None, tool_calls=calls) if calls else answers.AssistantMessage(text)
+        message.reasoning_content = "".join(self._reasoning) or UNSET
+        timing, token_ids = self._timing(last), self._ids(self._token_ids)
+        return answers.ChatChoice(self._index, message, last.ending, self._logprobs, timing, last.stop, token_ids)
 
 
-class TextWriter(ChoiceWriter):
+class TextWriter(ChoiceWriter[answers.TextLogprobs]):
     """Of /v1/completions. A choice begins with its prompt's token ids, if they are requested."""
 
-    logprobs_kind = TextLogprobs
+    logprobs_kind = answers.TextLogprobs
     id_prefix, chunk_kind, whole_kind = "cmpl", "text_completion", "text_completion"
 
-    def whole(self) -> Body:
-        asked = {"prompt_logprobs": self.prompt_logprobs} if self.prompt_logprobs else {}
-        return super().whole() | self._own_prompt_ids() | asked
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
+        chunks: list[answers.Choice] = []
+        if self._says_more(piece):
+            choice = answers.TextChoice(self._index, piece.text, logprobs=self._logprobs_of(piece.shown_tokens))
+            choice.token_ids = self._ids(piece.token_ids)
+            if self._prompt_ids:
+                choice.prompt_token_ids, self._prompt_ids = self._ids(self._prompt_ids), ()
+            chunks.append(choice)
+        if piece.finish_reason is not None:
+            timing = self._timing(piece)
+            chunks.append(
+                answers.TextChoice(self._index, "", piece.finish_reason, timing=timing, stop_reason=piece.stop)
+            )
+        return chunks
 
-    def _added(self, piece: OutputDelta | None) -> Body:
-        return {"text": piece.text if piece else ""}
-
-    def _said(self) -> Body:
-        return {"text": "".join(self._texts)}
-
-    def _own_prompt_ids(self) -> Body:
-        return {"prompt_token_ids": self._prompt_ids} if self._raw.with_token_ids and self._prompt_ids else {}
+    def whole(self) -> answers.Choice:
+        return answers.TextChoice(
+            self._index,
+            "".join(self._texts),
+            self._last.finish_reason,
+            self._logprobs,
+            self._timing(self._last),
+            self._last.stop,
+            self._ids(self._token_ids),
+            self._ids(self._prompt_ids),
+            self.prompt_logprobs or UNSET,
+        )
 
 
 class AnswerWriter:
@@ -175,7 +169,7 @@ class AnswerWriter:
 
     def __init__(
         self,
-        kind: type[ChoiceWriter],
+        kind: type[ChatWriter | TextWriter],
         totals: Totals,
         raw: GenerateRequest,
         streamed_usage: StreamedUsage,
@@ -192,7 +186,7 @@ class AnswerWriter:
             for index in range(len(job.generations))
         ]
         is_told = kind is ChatWriter and raw.with_token_ids
-        self._prompt_ids = job.prompts[0].ids if is_told else None  # of a chat, until sent
+        self._prompt_ids: Sequence[int] | UnsetType = job.prompts[0].ids if is_told else UNSET  # of a chat, until sent
 
     def begin(self) -> list[bytes]:
         return [self._chunk([first]) for choice in self._choices for first in choice.begin()]
@@ -211,45 +205,23 @@ class AnswerWriter:
         for choice in self._choices:
             choices.append(Raw(encode(choice.whole())))
             await asyncio.sleep(0)  # lets other requests run: with log-probabilities a choice has many megabytes
-        whole = self._envelope(self._kind.whole_kind, choices, {"usage": self._usage()})
-        if self._kind is ChatWriter and (logprobs := self._choices[0].prompt_logprobs):
-            whole["prompt_logprobs"] = logprobs
+        whole = self._envelope(self._kind.whole_kind, choices)
+        whole.usage = answers.usage_of(self._totals)
+        if self._kind is ChatWriter:
+            whole.prompt_logprobs = self._choices[0].prompt_logprobs or UNSET
         return encode(whole)
 
     def failure(self, error: ApiError) -> bytes:
-        return data_event(encode({"error": build_error(error)}))
+        return data_event(encode(build_error(error)))
 
-    def _chunk(self, choices: Sequence[Body], *, is_last: bool = False) -> bytes:
-        usage: Body = {}
+    def _chunk(self, choices: Sequence[answers.Choice], *, is_last: bool = False) -> bytes:
+        chunk = self._envelope(self._kind.chunk_kind, choices)
         if self._streamed_usage != "none":
-            usage["usage"] = self._usage() if is_last or self._streamed_usage == "continuous" else None
-        return data_event(encode(self._envelope(self._kind.chunk_kind, choices, usage)))
+            is_counted = is_last or self._streamed_usage == "continuous"
+            chunk.usage = answers.usage_of(self._totals) if is_counted else None
+        return data_event(encode(chunk))
 
-    def _envelope(self, kind: str, choices: Sequence[Body | Raw], usage: Body) -> Body:
-        head = {"id": self.id, "object": kind, "created": self._created_s, "model": self._totals.job.model}
-        envelope = {**head, "choices": choices, **usage, "system_fingerprint": _SYSTEM_FINGERPRINT}
-        if self._prompt_ids is not None:
-            envelope["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
+    def _envelope(self, kind: answers.ObjectKind, choices: Sequence[answers.Choice | Raw]) -> answers.Envelope:
+        envelope = answers.Envelope(self.id, kind, self._created_s, self._totals.job.model, choices)
+        envelope.prompt_token_ids, self._prompt_ids = self._prompt_ids, UNSET
         return envelope
-
-    def _usage(self) -> Body:
-        totals = self._totals
-        usage: Body = {
-            "prompt_tokens": totals.num_prompt,
-            "completion_tokens": totals.num_completion,
-            "total_tokens": totals.num_prompt + totals.num_completion,
-            "prompt_tokens_details": {"cached_tokens": totals.num_cached},
-        }
-        if totals.job.reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": totals.num_reasoning}
-        return usage
-
-
-def _call_deltas(events: Iterable[CallEvent]) -> Iterator[Body]:
-    """What chunks add to calls. The first of each call has its id, type and function's name."""
-    for event in events:
-        if isinstance(event, CallBegin):
-            function = {"arguments": "", "name": event.name}
-            yield {"index": event.index, "function": function, "id": event.id, "type": "function"}
-        elif isinstance(event, Arguments):
-            yield {"index": event.index, "function": {"arguments": event.text}}

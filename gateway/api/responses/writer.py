@@ -2,12 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
@@ -15,7 +15,8 @@ from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemEvent, It
 from gateway.api.http.answer import COMMENT_PING, encode, named_event
 from gateway.api.http.body import Body
 from gateway.api.http.errors import build_error
-from gateway.api.openai.logprobs import ChatLogprobs, TokenBytes
+from gateway.api.openai.answers import ChatLogprobs, TokenBytes
+from gateway.api.responses import answers
 from gateway.api.responses.item_types import Called, FunctionTool
 from gateway.api.responses.types import ResponsesRequest
 from gateway.errors import ApiError
@@ -36,7 +37,7 @@ class _Sent:
     item: Item
     called: Called | None  # what a call is to the client
     id: str = ""
-    status: str = "incomplete"  # until it ends
+    status: answers.ItemStatus = "incomplete"  # until it ends
 
     @property
     def kind(self) -> str:
@@ -105,11 +106,12 @@ class ResponseWriter:
 
     def failure(self, error: ApiError) -> bytes:
         """The events for an error in mid-stream."""
-        body = build_error(error)
-        response = self._response("failed", error={"code": error.code or body["type"], "message": error.message})
+        body = build_error(error).error
+        response = self._response("failed")
+        response.error = answers.Failure(error.code or body.type, error.message)
         failed = self._event("response.failed", response=response)
         # OpenAI's clients raise an exception only for `error`
-        return failed + self._event("error", message=error.message, code=error.code, param=error.param, error=body)
+        return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
 
     def _read(self, piece: OutputDelta) -> list[ItemEvent]:
         """Returns the events of a piece. An item cut off by the token limit is incomplete."""
@@ -132,9 +134,8 @@ class ResponseWriter:
         if isinstance(event, Begun):
             new = self._item(sent, is_new=True)
             added = self._event("response.output_item.added", output_index=item.index, item=new)
-            if item.call:
-                return [added]
-            return [added, self._event("response.content_part.added", **place, part=_part(item.kind, ""))]
+            part = _part(item.kind, "")
+            return [added, *([self._event("response.content_part.added", **place, part=part)] if part else [])]
         if isinstance(event, Grown):
             if sent.kind == "custom":  # a text is read from whole arguments
                 return []
@@ -156,24 +157,21 @@ class ResponseWriter:
         self._num_events += 1
         return named_event(kind, sequence_number=self._num_events - 1, **fields)
 
-    def _item(self, sent: _Sent, *, is_new: bool = False) -> dict[str, object]:
+    def _item(self, sent: _Sent, *, is_new: bool = False) -> answers.OutputItem:
         """An item so far; a new one is empty."""
-        item, content = sent.item, "" if is_new else sent.item.content
-        head: dict[str, object] = {"id": sent.id, "status": "in_progress" if is_new else sent.status}
+        item, status = sent.item, sent.status
+        if is_new:
+            status = "in_progress"
         if item.call is not None and sent.called is not None:
-            is_custom, namespace = sent.called.is_custom, sent.called.namespace
-            return {
-                "type": "custom_tool_call" if is_custom else "function_call",
-                **head,
-                "call_id": item.call.id,
-                "name": sent.called.name,
-                **({"input": _custom_input(content)} if is_custom else {"arguments": content}),
-                **({} if namespace is None else {"namespace": namespace}),
-            }
-        parts = [] if is_new else [_part(item.kind, content, self._logprobs(item.tokens))]
+            called, content = sent.called, "" if is_new else item.content
+            if called.is_custom:
+                content = _custom_input(content)
+            kind = answers.OutputCustomCall if called.is_custom else answers.OutputCall
+            return kind(sent.id, status, item.call.id, called.name, content, called.namespace or UNSET)
         if item.kind == "reasoning":
-            return {"type": "reasoning", **head, "content": parts, "summary": (), "encrypted_content": None}
-        return {"type": "message", **head, "content": parts, "role": "assistant"}
+            return answers.OutputReasoning(sent.id, status, [] if is_new else [answers.ReasoningText(item.content)])
+        text = answers.OutputText(item.content, logprobs=self._logprobs(item.tokens))
+        return answers.OutputMessage(sent.id, status, [] if is_new else [text])
 
     def _told(self, item: Item, tokens: Iterable[ShownToken]) -> dict[str, object]:
         return {"logprobs": self._logprobs(tokens)} if item.kind == "text" else {}
@@ -183,48 +181,37 @@ class ResponseWriter:
         logprobs.extend(tokens, self._token_bytes)
         return logprobs.content
 
-    def _response(
-        self, status: str, *, usage: dict[str, object] | None = None, error: dict[str, str | None] | None = None
-    ) -> dict[str, object]:
-        """The answer so far."""
-        return {
+    def _response(self, status: answers.Status) -> answers.ResponseBody:
+        return answers.ResponseBody(
+            id=self.id,
+            created_at=self._created_s,
+            model=self._totals.job.model,
+            status=status,
+            output=[self._item(sent) for sent in self._items],
             **self._asked,
-            "id": self.id,
-            "created_at": self._created_s,
-            "model": self._totals.job.model,
-            "status": status,
-            "output": [self._item(sent) for sent in self._items],
-            "usage": usage,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "error": error,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "object": "response",
-            "background": False,
-            "previous_response_id": None,
-            "reasoning": None,
-            "service_tier": "default",
-            "store": False,
-            "truncation": "disabled",
-            "user": None,
-        }
+        )
 
-    def _finished(self, last: OutputDelta) -> dict[str, object]:
+    def _finished(self, last: OutputDelta) -> answers.ResponseBody:
+        is_cut_off = last.finish_reason == "length"
+        response = self._response("incomplete" if is_cut_off else "completed")
+        response.incomplete_details = answers.Incomplete() if is_cut_off else None
+        response.completed_at = None if is_cut_off else int(time.time())
         totals = self._totals
-        usage = {
-            "input_tokens": totals.num_prompt,
-            "input_tokens_details": {"cached_tokens": totals.num_cached, "cache_write_tokens": 0},
-            "output_tokens": totals.num_completion,
-            "output_tokens_details": {"reasoning_tokens": totals.num_reasoning},
-            "total_tokens": totals.num_prompt + totals.num_completion,
-        }
-        return self._response("incomplete" if last.finish_reason == "length" else "completed", usage=usage)
+        response.usage = answers.ResponseUsage(
+            totals.num_prompt,
+            answers.InputDetails(totals.num_cached),
+            totals.num_completion,
+            answers.OutputDetails(totals.num_reasoning),
+            totals.num_prompt + totals.num_completion,
+        )
+        return response
 
 
-def _part(kind: str, content: str, logprobs: Sequence[Raw] = ()) -> dict[str, object]:
-    """The part of an item that is no call."""
+def _part(kind: str, content: str, logprobs: Iterable[Raw] = ()) -> answers.OutputText | answers.ReasoningText | None:
+    """The part of an item; a call has none."""
     if kind == "text":
-        return {"type": "output_text", "text": content, "annotations": (), "logprobs": logprobs}
-    return {"type": "reasoning_text", "text": content}
+        return answers.OutputText(content, logprobs=tuple(logprobs))
+    return answers.ReasoningText(content) if kind == "reasoning" else None
 
 
 def _custom_input(arguments: str) -> str:

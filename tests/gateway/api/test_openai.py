@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.answer.choice_text import ShownToken
-from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
+from gateway.api.openai.answers import ChatLogprobs, TextLogprobs
 from gateway.errors import ApiError
 from gateway.request.rules import check_num_logprobs
 from gateway.request.types import GenerateRequest

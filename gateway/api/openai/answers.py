@@ -1,0 +1,294 @@
+"""Answers of OpenAI's chats and completions, and of vLLM's /tokenize and /detokenize.
+
+Log-probabilities of a token are encoded when it arrives, never a whole answer's at once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from gateway.answer.choice_text import Ending, ShownToken
+from gateway.answer.choices import Totals, timing_fields
+from gateway.api.http.answer import encode
+from gateway.tools.parse import Arguments, CallBegin, CallEvent
+from runtime.hardware import OWN_VERSION
+from wire.timing import Timing
+
+SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"
+_LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
+
+TokenBytes = Callable[[int], bytes]
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the most likely tokens at a position of a chat's answer."""
+
+    token: str  # U+FFFD for incomplete characters; `bytes` is exact
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of a chat's answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of a chat's choice or chunk."""
+
+    content: list[msgspec.Raw] = msgspec.field(default_factory=list)  # TokenLogprob
+    refusal: None = None
+
+    def extend(self, tokens: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
+        """Adds tokens of an answer."""
+        self.content += [msgspec.Raw(encode(_chat_token(token, token_bytes))) for token in tokens]
+
+
+class TextLogprobs(msgspec.Struct):
+    """Log-probabilities of a completion's choice or chunk: lists of equal length."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)  # null for a prompt's first token
+    # token |-> log-probability, including the token itself
+    top_logprobs: list[msgspec.Raw | None] = msgspec.field(default_factory=list)
+    text_offset: list[int] = msgspec.field(default_factory=list)
+
+    def extend(self, tokens: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
+        """Adds tokens of a prompt or an answer."""
+        for token in tokens:
+            self.tokens.append(_text_name(token_bytes(token.token_id)))
+            self.token_logprobs.append(None if token.logprobs is None else _finite(token.logprobs.logprob))
+            self.top_logprobs.append(_text_top(token, token_bytes))
+            self.text_offset.append(token.offset)
+
+
+class PromptLogprob(msgspec.Struct):
+    """How likely a token was at a position of the prompt, as in vLLM."""
+
+    logprob: float
+    rank: int | None  # 1: most likely; null: not among the most likely requested
+    decoded_token: str
+
+
+class PromptDetails(msgspec.Struct):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct):
+    """Details of the answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if the model reasons
+
+
+class TimingBody(msgspec.Struct):
+    """Where one choice's time went, in seconds; see wire.timing.Timing."""
+
+    queue_seconds: float
+    grammar_seconds: float
+    prefill_seconds: float
+    transfer_seconds: float
+    transfer_bytes: int
+    transport: str
+    first_step_seconds: float
+    decode_seconds: float
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    attempts: int
+    prefill_reason: str
+
+
+class FunctionBody(msgspec.Struct):
+    """The called function and its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct):
+    """A whole call."""
+
+    id: str
+    function: FunctionBody
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    """The whole answer to a chat."""
+
+    content: str | None  # null if there are calls and no text
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # if the answer has reasoning
+
+
+class ChunkChoice(msgspec.Struct):
+    """What a chunk adds to one choice of a chat."""
+
+    index: int
+    delta: dict[str, object]
+    finish_reason: Ending | None = None
+    logprobs: ChatLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET  # as in ChatChoice; comes with the finish reason
+    token_ids: Sequence[int] | UnsetType = UNSET  # since the last chunk, if requested
+
+
+class ChatChoice(msgspec.Struct):
+    """One whole choice of a chat."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: Ending | None
+    logprobs: ChatLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
+    stop_reason: str | int | None = None  # the request's stop string or token id that ended it
+    token_ids: Sequence[int] | UnsetType = UNSET  # if requested
+
+
+class TextChoice(msgspec.Struct):
+    """One choice of a completion, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    finish_reason: Ending | None = None
+    logprobs: TextLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET  # as in ChatChoice; comes with the finish reason
+    token_ids: Sequence[int] | UnsetType = UNSET  # if requested
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # if requested, with the choice's first tokens
+    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # if requested
+
+
+Choice = ChunkChoice | ChatChoice | TextChoice
+ObjectKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+
+
+class Envelope(msgspec.Struct):
+    """A chunk or a whole answer."""
+
+    id: str
+    object: ObjectKind
+    created: int
+    model: str
+    choices: Sequence[Choice | msgspec.Raw]
+    usage: Usage | UnsetType | None = UNSET  # null in the chunks before a stream's last, if that has it
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # of a chat, if requested; streams: in the first chunk
+    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # of a chat, if requested
+
+
+class ModelCard(msgspec.Struct):
+    """A model served."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str  # the base model, as in vLLM
+    object: str = "model"
+    owned_by: str = "baton"
+
+
+class ModelList(msgspec.Struct):
+    """All models served."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """The tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text."""
+
+    prompt: str
+
+
+def call_deltas(events: Iterable[CallEvent]) -> Iterator[dict[str, object]]:
+    """What chunks add to calls. The first of each call has its id, type and function's name."""
+    for event in events:
+        if isinstance(event, CallBegin):
+            function = {"arguments": "", "name": event.name}
+            yield {"index": event.index, "function": function, "id": event.id, "type": "function"}
+        elif isinstance(event, Arguments):
+            yield {"index": event.index, "function": {"arguments": event.text}}
+
+
+def usage_of(totals: Totals) -> Usage:
+    num_prompt, num_completion = totals.num_prompt, totals.num_completion
+    details = CompletionDetails(totals.num_reasoning) if totals.job.reasoning else UNSET
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptDetails(totals.num_cached), details)
+
+
+def timing_of(timing: Timing) -> TimingBody:
+    return TimingBody(**timing_fields(timing, TimingBody.__struct_fields__))
+
+
+def prompt_logprob(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw:
+    """One position of `prompt_logprobs`: token id |-> PromptLogprob; null for the prompt's first token."""
+    if token.logprobs is None:
+        return msgspec.Raw(b"null")
+    ranked = enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1)
+    places: dict[int, tuple[float, int | None]] = {token_id: (logprob, rank) for rank, (token_id, logprob) in ranked}
+    places.setdefault(token.token_id, (token.logprobs.logprob, None))
+    by_id = {}
+    for token_id, (logprob, rank) in places.items():
+        by_id[token_id] = PromptLogprob(_finite(logprob), rank, token_bytes(token_id).decode(errors="replace"))
+    return msgspec.Raw(encode(by_id))
+
+
+def _chat_token(token: ShownToken, token_bytes: TokenBytes) -> TokenLogprob:
+    if token.logprobs is None:
+        raise ValueError("every token of a chat's answer has log-probabilities")
+    pairs = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
+    top = [TopLogprob(*_chat_fields(token_bytes(token_id), logprob)) for token_id, logprob in pairs]
+    return TokenLogprob(*_chat_fields(token_bytes(token.token_id), token.logprobs.logprob), top)
+
+
+def _chat_fields(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return token.decode(errors="replace"), _finite(logprob), list(token)
+
+
+def _text_top(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw | None:
+    if token.logprobs is None:
+        return None
+    by_name: dict[str, float] = {}
+    likely = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
+    for token_id, logprob in (*likely, (token.token_id, token.logprobs.logprob)):
+        by_name.setdefault(_text_name(token_bytes(token_id)), _finite(logprob))
+    return msgspec.Raw(encode(by_name))
+
+
+def _text_name(token: bytes) -> str:
+    """The token's text, or its bytes if they are not whole characters: `bytes:\\xe2\\x80`."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)
