@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 SEEN_BIT = 1 << 30
@@ -10,8 +12,19 @@ SEEN_BIT = 1 << 30
 MOST = 1e30
 """Bounds for temperature and repetition penalty, as is 1 / MOST for the latter: float32 holds both."""
 
-DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
-ROW_FIELDS = (*DENSE_FIELDS, "positions", "counts_line", "mask_line")
+PARAMETERS: dict[str, DTypeLike] = {
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "min_p": np.float64,
+    "seeds": np.uint64,
+    "positions": np.int64,
+    "repetition": np.float32,
+    "frequency": np.float32,
+    "presence": np.float32,
+}
+DENSE_FIELDS = tuple(name for name in PARAMETERS if name != "positions")
+ROW_FIELDS = (*PARAMETERS, "counts_line", "mask_line")
 
 
 class SamplingTensors(NamedTuple):

@@ -106,6 +106,8 @@ class Pool:
         `gpu`: that of `device`; found automatically on CUDA. Raises ValueError if there is not enough memory,
         RuntimeError if another rank does not come.
         """
+        if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
+            raise ValueError(f"draft pages {draft_shape} do not fit pages {shape}")
         models = [shape, *([draft_shape.with_pages(shape.num_pages)] if draft_shape else [])]
         self.shape = shape
         self.num_pages = shape.num_pages

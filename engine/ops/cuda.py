@@ -56,6 +56,7 @@ class CudaOps(Ops):
         return gpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        batch.check(logits)
         return gpu.sample(logits, batch)
 
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:

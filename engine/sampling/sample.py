@@ -23,10 +23,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """[S, V] float32 -> [S] int64 on the CPU, and slowly on other devices. May modify `logits`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
-    the filters (`keep_tokens`), then noise. Rows are independent. ValueError on the CPU names rows whose mask allows
-    no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not
-    wait. Where the first logit is NaN it is NOT_A_NUMBER.
+    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
+    fit and, on the CPU, rows whose mask allows no token (`allowed_words` checks this earlier). On a GPU such
+    a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
     """
+    batch.check(logits)
     kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):

@@ -41,6 +41,7 @@ def random_logits(seed: int, *shape: int, spread: float = 3.0) -> Tensor:
 
 def check(logits: Tensor, batch: SamplingBatch) -> list[int]:
     """[S, V] -> the tokens, which must be the slow twin's."""
+    batch.check(logits)
     before = logits.clone()
     tokens = sample(logits, batch).tolist()
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "logits were modified"
@@ -226,8 +227,15 @@ def test_what_is_beyond_the_lines_in_use_is_not_looked_at() -> None:
     assert out.tolist() == sample_slowly(logits.clone(), batch).tolist()
 
 
-def test_drafts_that_are_on_the_device_stay_there() -> None:
-    batch = build_batch([Asked(SamplingParams(repetition_penalty=2.0), [1, 2, 3], 1, 2)], 40)
+def test_the_host_reads_no_value_of_the_device() -> None:
+    asked = [Asked(SamplingParams(repetition_penalty=2.0), [1, 2, 3], 1, 2)]
+    batch = build_batch(asked, 40)
+    assert isinstance(batch.counts, Tensor)
+    there = batch._replace(counts=batch.counts.to("meta"), extra_ids=torch.empty(2, dtype=torch.int32, device="meta"))
+    there.check(torch.zeros(1, 40, device="meta"))
+    for wrong in (torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(2, device="meta")):
+        with pytest.raises(ValueError, match="extra_ids are"):
+            there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
     drafts = torch.tensor([2, 3], dtype=torch.int32)
     assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts
 

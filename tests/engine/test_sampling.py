@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,11 +207,49 @@ def test_no_rows() -> None:
     assert sample_both(torch.zeros(0, 10), [], [], on_gpu=True).shape == (0,)
 
 
-def test_a_mask_that_allows_no_token_is_named() -> None:
-    masks, lines = np.zeros((1, 2), np.int32), np.array([-1, 0], np.int32)
-    batch = build_sampling_batch([SamplingParams(0.0)] * 2, [0, 1], masks=masks, mask_line=lines)
-    with pytest.raises(ValueError, match=r"rows \[1\] allow no token"):
+# --- mismatched arguments
+
+
+def wrong(**parts: Any) -> tuple[dict[str, Any], str]:
+    return parts, next(iter(parts))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        wrong(temperature=np.zeros(3, np.float32)),
+        wrong(temperature=np.zeros(2)),
+        wrong(top_p=np.zeros(4)[::2]),
+        ({"counts": torch.zeros(1, 39, dtype=torch.int32), "counts_line": np.zeros(2, np.int32)}, "counts are"),
+        ({"counts": torch.zeros(1, 40, dtype=torch.int32), "counts_line": np.ones(2, np.int32)}, "counts_line holds 1"),
+        ({"counts": torch.zeros(1, 40, dtype=torch.int32)}, "counts_line is missing"),
+        ({"masks": np.zeros((1, 1), np.int32), "mask_line": np.zeros(2, np.int32)}, "masks"),
+        ({"masks": np.zeros((1, 2), np.int32), "mask_line": np.array([0, -2], np.int32)}, "mask_line holds -2"),
+        ({"masks": np.zeros((1, 2), np.int32), "mask_line": np.array([-1, 0], np.int32)}, r"rows \[1\] allow no token"),
+        *(
+            ({f"{name}_starts": np.array(starts, np.int32), f"{name}_ids": np.array(ids, np.int32), **more}, message)
+            for name, more in (("extra", {}), ("bias", {"bias_values": np.zeros(2, np.float32)}))
+            for starts, ids, message in (
+                ([0, 1, 2], [0, 40], f"{name}_ids holds 40"),
+                ([0, 1, 2], [-1, 0], f"{name}_ids holds -1"),
+                ([0, 3, 2], [0, 1], f"{name}_starts"),
+                ([0, 1, 1], [0, 1], f"{name}_starts"),
+                ([1, 1, 2], [0, 1], f"{name}_starts"),
+                ([0, 2], [0, 1], f"{name}_starts"),
+            )
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(parts: dict[str, Any], message: str) -> None:
+    batch = build_sampling_batch([SamplingParams(0.0)] * 2, [0, 1])._replace(**parts)
+    with pytest.raises(ValueError, match=message):
         sample(torch.zeros(2, 40), batch)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(2, 40).double(), torch.zeros(40, 2).T, torch.zeros(40)])
+def test_other_logits_are_refused(logits: Tensor) -> None:
+    with pytest.raises(ValueError, match="logits are"):
+        sample(logits, build_sampling_batch([SamplingParams(0.0)] * 2, [0, 1]))
 
 
 def test_the_kernel_is_there_where_a_compiler_is() -> None:
