@@ -1,7 +1,6 @@
 """One try of a request that has places: reserve a session, have the prompt prefilled, follow the tokens."""
 
 import asyncio
-import time
 from asyncio import sleep
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ class Attempt:
         waiter: Waiter,
         queue: Queue,
         record: AttemptRecord,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """`record`: filled in."""
         assert waiter.places is not None
@@ -49,7 +48,7 @@ class Attempt:
         self._places, self._decode, self._prefill = places, decode, prefill
         self._session: Session = decode.open_session(request.attempt, request.silent_since)
         self._session.on_over = lambda: places.release(decode)  # however slowly its client reads
-        self.decode, self.prefill = decode.incarnation, prefill.incarnation if prefill else None
+        self.incarnations = decode.incarnation, prefill.incarnation if prefill else None  # of its workers
         self._num_cached = 0  # prompt tokens whose KV is not computed for this attempt, as far as is known
         self._prefilled: Timing | None = None  # where a prefill worker ran
         self._is_remembered = False  # decode is known to have the KV of the prompt
@@ -59,7 +58,7 @@ class Attempt:
         self._alarm: asyncio.TimerHandle | None = None
         request.is_new_again = False
         name = WorkerName(prefill.address, prefill.incarnation) if prefill else None
-        record.place(WorkerName(decode.address, self.decode), name, clock())
+        record.place(WorkerName(decode.address, decode.incarnation), name, clock())
 
     def __enter__(self) -> "Attempt":
         return self

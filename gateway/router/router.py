@@ -114,7 +114,7 @@ class Router:
                             if tokens.finish_reason:
                                 return
                 except AttemptFailed as failed:
-                    error = request.go_on(failed, attempt.decode, attempt.prefill, self._clock())
+                    error = request.go_on(failed, *attempt.incarnations, self._clock())
                     self._note(failed, wanted.request_id)
                     record.close(self._clock(), failed.detail, failed.is_failure)
                     if error is not None:
