@@ -6,7 +6,7 @@ import string
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import structlog
 
@@ -103,7 +103,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
         with served.ring.admit(len(choices)) as admitted:
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
-            async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
+            async with MergedStreams(streams) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()
                     if tokens is None:

@@ -1,6 +1,6 @@
 """The border between text and workers: a request in token ids, and the tokens that come back."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -81,7 +81,7 @@ class EngineClient(Protocol):
 
     def generate(
         self, request: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
-    ) -> AsyncIterator[Tokens]:
+    ) -> AsyncGenerator[Tokens, None]:
         """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
         its pages.
 

@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -77,7 +77,7 @@ class FakeRing:
 
     async def generate(
         self, generation: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
-    ) -> AsyncIterator[Tokens]:
+    ) -> AsyncGenerator[Tokens, None]:
         admitted.num_unplaced -= 1
         assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
