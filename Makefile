@@ -72,10 +72,10 @@ faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md 
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES DECODE_TP
-	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)
+	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m tests.faults.chaos --minutes $(or $(MINUTES),5) $(ARGS)
 
 soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files and pages must stay flat; takes MINUTES
-	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)
+	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)

@@ -11,6 +11,7 @@ from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
+from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -72,7 +73,7 @@ def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
     """
     cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
-    return Scheduler(cache, engine.pool.shape.page_tokens, max_running, lease_s=PATIENCE_S)
+    return Scheduler(KVCacheManager(cache, engine.pool.shape.page_tokens), max_running, lease_s=PATIENCE_S)
 
 
 def decode(
@@ -105,5 +106,5 @@ def decode(
     finally:
         loop.thread.stop(10)
     scheduler.check()
-    assert not scheduler.cache.num_held
+    assert not scheduler.kv.cache.num_held
     return answers

@@ -36,6 +36,7 @@ from engine.runner import Runner
 from engine.sampling.batch import SamplingBatch
 from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
+from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -124,8 +125,7 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
     runner, rows = build_runner(case, num_rows_for(case.num_sequences), num_steps)
     num_pages = case.num_sequences * rows.page_table.shape[1]
     scheduler = Scheduler(
-        PrefixCache(num_pages, np.zeros(num_pages, np.int64)),
-        PAGE_TOKENS,
+        KVCacheManager(PrefixCache(num_pages, np.zeros(num_pages, np.int64)), PAGE_TOKENS),
         max_running=case.num_sequences,
         lease_s=600.0,
     )

@@ -11,8 +11,9 @@ from kvtransfer.checksums import parts_of
 from kvtransfer.reader import PageRef, ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig
+from worker import receiving
 from worker.process import Worker
-from worker.scheduler import OfferRefusedError
+from worker.receiving import OfferRefusedError
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
@@ -47,7 +48,7 @@ class KVReceiver:
         """Extend the lease of the ticket's session. Raises OfferRefusedError."""
         self._check_ticket(ticket)
         with self._thread.lock:
-            self._scheduler.renew(ticket.session, ticket.attempt, time.monotonic())
+            receiving.renew(self._scheduler, ticket.session, ticket.attempt, time.monotonic())
 
     def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self._me.incarnation:
@@ -68,8 +69,14 @@ class KVReceiver:
                 found = f"{len(part.checksums)} checksums offered by {known.peer.address}, not {wanted}"
                 raise OfferRefusedError("handshake", found)
         with self._thread.lock:
-            targets = self._scheduler.begin_read(
-                ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages), len(offer.slots)
+            targets = receiving.begin_read(
+                self._scheduler,
+                ticket.session,
+                ticket.attempt,
+                offer.begin,
+                offer.end,
+                len(offer.pages),
+                len(offer.slots),
             )
         return known, targets
 
@@ -80,7 +87,7 @@ class KVReceiver:
             num_bytes = await self._copy(offer, known, targets)
         except Exception as error:
             with self._thread.lock:
-                self._scheduler.fail_read(session)
+                receiving.fail_read(self._scheduler, session)
                 self._thread.wake()
             if isinstance(error, ReadError):
                 return self._refuse(offer, error.reason, error.detail)
@@ -88,7 +95,7 @@ class KVReceiver:
             return self._refuse(offer, "transport", str(error))
         seconds = time.perf_counter() - started
         with self._thread.lock:
-            self._scheduler.finish_read(session, offer.end, time.monotonic(), len(offer.slots))
+            receiving.finish_read(self._scheduler, session, offer.end, time.monotonic(), len(offer.slots))
             self._thread.wake()
         self._metrics.offers_accepted.inc()
         self._metrics.transfer_bytes.labels(known.transport).inc(num_bytes)

@@ -25,7 +25,7 @@ from wire.messages import unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
 from worker.process import Worker
-from worker.scheduler import OfferRefusedError
+from worker.receiving import OfferRefusedError
 from worker.sequences import Phase, SequenceParams
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread

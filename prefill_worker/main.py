@@ -30,7 +30,7 @@ class PrefillRole(Role):
 
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
         engine, scheduler = worker.engine, worker.scheduler
-        scheduler.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
+        scheduler.kv.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
         self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
         self._sender = KVSender(worker, config.lease_s, self.metrics)
         self._pages = PageServer({pool.incarnation: pool.own for pool in worker.pools})

@@ -77,8 +77,8 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 f"positions [{ticket.begin}, {ticket.end}) of a prompt of {num_prompt} tokens are wanted; "
                 f"they must be part of it, and at most {self._context_tokens} tokens fit the context"
             )
-        if ticket.begin % self._scheduler.page_tokens:
-            return f"begin {ticket.begin} is not on a page border ({self._scheduler.page_tokens} tokens a page)"
+        if ticket.begin % self._scheduler.kv.page_tokens:
+            return f"begin {ticket.begin} is not on a page border ({self._scheduler.kv.page_tokens} tokens a page)"
         return find_too_many_logprobs("num_prompt_logprobs", request.num_prompt_logprobs) or self.find_bad_prompt(
             request.prompt
         )
@@ -90,10 +90,10 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached)
         heard_at = time.monotonic()  # the last sign of life sent to the decode worker
         while offered < end or len(result.prompt_logprobs) < num_scores:
-            positions = self._scheduler.next_offer(sequence, offered)
+            positions = self._scheduler.kv.next_offer(sequence, offered)
             if positions is not None:
-                pages = self._scheduler.pages_of(sequence, positions)
-                slots = self._scheduler.states_of(sequence, positions)
+                pages = self._scheduler.kv.pages_of(sequence, positions)
+                slots = self._scheduler.kv.states_of(sequence, positions)
                 await self._sender.send(request, positions, pages, slots, result)
                 offered, heard_at = positions.stop, time.monotonic()
             elif (seconds_left := heard_at + self._heartbeat_s - time.monotonic()) > 0:

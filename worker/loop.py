@@ -26,6 +26,7 @@ from engine.out_of_memory import StepFailedError
 from engine.sampling.logits import allowed_words
 from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step, report_failure
 from wire.logprobs import TokenLogprobs
+from worker import receiving
 from worker.chunks import ChunkSizer
 from worker.metrics import WorkerMetrics
 from worker.plan import TokenBudget, schedule
@@ -92,7 +93,7 @@ class WorkerLoop:
         budget: TokenBudget, publish: Publish, metrics: WorkerMetrics, steps_ahead: int = 0,
     ) -> None:  # fmt: skip
         self._extras = extras
-        self.thread = EngineThread(self.step, scheduler.next_deadline)
+        self.thread = EngineThread(self.step, lambda: receiving.next_deadline(scheduler))
         self.chunks = ChunkSizer(budget.prompt_tokens, budget.fewest_prompt_tokens)
         self._scheduler = scheduler
         self._runner = runner
@@ -109,7 +110,7 @@ class WorkerLoop:
     def step(self) -> bool:
         """Plan and launch a step, collect one. Returns whether there was work; called until there is none."""
         with self.thread.lock:
-            updates = self._scheduler.expire(time.monotonic())
+            updates = receiving.expire(self._scheduler, time.monotonic())
         planned = self._plan(updates)
         if planned:
             self._launch(planned, updates)
@@ -218,7 +219,7 @@ class WorkerLoop:
         """Log why these sequences of a step failed. If memory ran out, the message names the one setting to lower."""
         planned = [step[index] for index in which]
         num_prompt = sum(step.count for step in planned if step.count > 1)
-        if num_prompt > self._scheduler.page_tokens:  # no budget is smaller than a page
+        if num_prompt > self._scheduler.kv.page_tokens:  # no budget is smaller than a page
             culprit = (self._budget.setting, self._budget.prompt_tokens)
         elif len(planned) > 1:
             culprit = ("--max-running", self._scheduler.max_running)
@@ -265,7 +266,7 @@ class WorkerLoop:
             begin = at + step.num_scored
             verdict = answers.failed.get(index) or judged.get(index, False)
             if step.is_dropped:
-                scheduler.end_dropped(step)
+                scheduler.end_step(step)
                 continue
             if isinstance(verdict, Exception):
                 update = scheduler.fail_step(step, verdict, now)

@@ -40,12 +40,11 @@ class WorkerMetrics:
         self.cancelled = self.counter("cancelled", "Sequences ended by their gateway", ("phase",))
         self.offers_accepted = self.counter("offers_accepted", "Offers read and used")
         self.offers_refused = self.counter("offers_refused", "Offers not used", ("reason",))
-        cache = scheduler.cache
+        cache = scheduler.kv.cache
         self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
-        if scheduler.states is not None:
-            slots = scheduler.states.cache
+        if (slots := scheduler.kv.states.cache).num_pages:
             self.gauge("state_slots_used", "Slots of states that sequences hold", lambda: slots.num_held)
             self.gauge("state_slots_cached", "Slots with checkpoints that prompts may find", lambda: slots.num_cached)
         self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
@@ -70,8 +69,8 @@ class WorkerMetrics:
         for name, text, value in (
             ("leases_expired", "Sequences whose KV did not arrive in time", self._scheduler.num_expired),
             ("num_preemptions", "Sequences that lost their pages to older ones", self._scheduler.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self._scheduler.num_queried),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", self._scheduler.num_hit),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self._scheduler.kv.num_queried),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", self._scheduler.kv.num_hit),
         ):
             yield CounterMetricFamily(f"baton:{name}", text, value)
 

@@ -80,7 +80,7 @@ def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> 
 def _divide(scheduler: Scheduler, sequence: Sequence, count: int) -> list[ScheduledSequence]:
     """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
     begin = sequence.launched
-    ends, last = scheduler.find_stops(sequence, count), begin + sequence.num_missing
+    ends, last = scheduler.kv.states.find_stops(sequence, count), begin + sequence.num_missing
     num_scored = sequence.num_to_score(ends[0] - begin)  # 0 where there are two parts
     return [
         ScheduledSequence(sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last)

@@ -23,6 +23,7 @@ from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.kv_cache import KVCacheManager
 from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
@@ -31,7 +32,7 @@ from worker.rank_children import RANKS_S, RankChildren
 from worker.ranked_pool import RankedPool, build_pools
 from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
-from worker.states import StateSlots, choose_spacing
+from worker.states import StateSlots, choose_spacing, no_states
 from worker.thread import call_in_thread
 
 log = structlog.get_logger()
@@ -231,8 +232,8 @@ def build_worker(
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
-    scheduler = Scheduler(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
-    scheduler.states = build_states(engine)
+    kv = KVCacheManager(cache, config.page_tokens, engine.weights, build_states(engine))
+    scheduler = Scheduler(kv, config.max_running, config.lease_s)
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
     scheduler.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
@@ -241,11 +242,11 @@ def build_worker(
     return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, pools)
 
 
-def build_states(engine: Engine) -> StateSlots | None:
-    """The owner of the engine's slots."""
+def build_states(engine: Engine) -> StateSlots:
+    """The owner of the engine's slots, if it has any."""
     pool, states = engine.pool, engine.states
     if states is None:
-        return None
+        return no_states()
     page_tokens = pool.shape.page_tokens
     spacing = choose_spacing(states.all_page_bytes, pool.all_page_bytes, page_tokens)
     return StateSlots(PrefixCache(engine.num_slots, states.generations), page_tokens, spacing)

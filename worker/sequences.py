@@ -23,7 +23,6 @@ from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
-from worker.states import SequenceState
 
 ANY_NUMBER = 2**32
 
@@ -76,9 +75,32 @@ class SequenceParams:
             raise ValueError(f"min_tokens is {self.min_tokens}, but the answer has at most {longest} tokens")
 
 
+@dataclass(slots=True)
+class SequenceState:
+    """One sequence's slots. Empty where the model keeps no state; states.py draws it."""
+
+    held: list[int] = field(default_factory=list)  # the two below, and those that the next steps write to
+    source: int = -1  # has the state after all launched steps; -1: there were none, or it has not arrived
+    checkpoint: int = -1  # has the state after `checkpoint_at` positions
+    checkpoint_at: int = 0  # 0: there is no checkpoint
+    branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
+    retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
+
+    @property
+    def sources(self) -> set[int]:
+        """Slots that are read, or may be: by steps or by others. -1 for what is not there."""
+        return {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
+
+    @property
+    def targets(self) -> list[int]:
+        """Slots that may be written to."""
+        sources = self.sources
+        return [slot for slot in self.held if slot not in sources]
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One params's state. Only Scheduler changes it, except for the last four fields."""
+    """One sequence's progress. Only scheduler and KV manager change it, except for the last two fields set here."""
 
     id: int
     params: SequenceParams
@@ -107,7 +129,7 @@ class Sequence:
     last_token_at: float | None = None
     num_steps: int = 0  # steps that yielded tokens
     num_preemptions: int = 0
-    state: SequenceState | None = None  # slots, while it holds pages of a model that keeps states
+    state: SequenceState = field(default_factory=SequenceState)  # empty while it holds no page
     row: int = -1  # in the engine's InputBatch, from the first step on
     num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is not open. Set by the loop, like the next
     started_at: float | None = None  # start of the first step

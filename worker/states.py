@@ -11,49 +11,33 @@ A checkpoint is the state at a page boundary. No step writes to it, and it has t
 prompt that finds pages continues at the last one that has a checkpoint.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from wire.page_keys import PageKey
 from worker.prefix_cache import PrefixCache
+from worker.sequences import ScheduledSequence, Sequence, SequenceState
 
 MOST_SLOTS = 3  # of a sequence, but for a moment
 LEAST_SPACING = 512  # tokens: a step of fewer costs a worker more than a hit saves
 
 
 @dataclass(slots=True)
-class SequenceState:
-    """One sequence's slots. Only `StateSlots` and `Scheduler` change it."""
-
-    held: list[int] = field(default_factory=list)  # the two below, and those that the next steps write to
-    source: int = -1  # has the state after all launched steps; -1: there were none, or it has not arrived
-    checkpoint: int = -1  # has the state after `checkpoint_at` positions
-    checkpoint_at: int = 0  # 0: there is no checkpoint
-    branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
-    retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
-
-    @property
-    def sources(self) -> set[int]:
-        """Slots that are read, or may be: by steps or by others. -1 for what is not there."""
-        return {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
-
-    @property
-    def targets(self) -> list[int]:
-        """Slots that may be written to."""
-        sources = self.sources
-        return [slot for slot in self.held if slot not in sources]
-
-
-@dataclass(slots=True)
 class StateSlots:
-    """The slots of a worker."""
+    """The slots of a worker, and what its sequences do with theirs. Of a model without states it has none."""
 
     cache: PrefixCache  # of slots
     page_tokens: int
     spacing: int  # tokens between checkpoints within a prompt or answer; a multiple of page_tokens
 
-    def find(self, keys: Sequence[PageKey]) -> tuple[int, int]:
+    @property
+    def exist(self) -> bool:
+        return self.cache.num_pages > 0
+
+    def find(self, keys: Seq[PageKey]) -> tuple[int, int]:
         """(number of leading pages, slot): the last of these keys that has a checkpoint; (0, -1) if none has."""
+        if not self.exist:
+            return len(keys), -1
         for count in range(len(keys), 0, -1):
             if found := self.cache.find(keys[count - 1 : count]):
                 return count, found[0]
@@ -61,6 +45,8 @@ class StateSlots:
 
     def open(self, checkpoint: int, checkpoint_at: int, branch: int = 0) -> SequenceState:
         """Slots of a sequence that continues at a checkpoint, or at 0. NoRoomError, and nothing is held."""
+        if not self.exist:
+            return SequenceState()
         found = [checkpoint] if checkpoint_at else []
         self.cache.hold(found)
         try:
@@ -72,7 +58,7 @@ class StateSlots:
 
     def open_receiving(self, has_checkpoint: bool) -> SequenceState:
         """Slots of a sequence whose state, and perhaps a checkpoint, comes from another worker. NoRoomError."""
-        return SequenceState(self.cache.allocate(MOST_SLOTS - (not has_checkpoint)))
+        return SequenceState(self.cache.allocate(MOST_SLOTS - (not has_checkpoint)) if self.exist else [])
 
     def finish_receiving(self, state: SequenceState, checkpoint_at: int) -> None:
         """The state has arrived in the first target; a checkpoint in the second, unless `checkpoint_at` is 0."""
@@ -80,20 +66,37 @@ class StateSlots:
         if checkpoint_at:
             state.checkpoint, state.checkpoint_at = others[0], checkpoint_at
 
-    def find_stop(self, state: SequenceState, launched: int, end: int) -> int:
-        """Where the next step has to end at the latest. end: tokens whose KV is wanted and known."""
+    def find_stops(self, sequence: Sequence, count: int) -> list[int]:
+        """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept."""
+        begin, end = sequence.launched, sequence.launched + count
+        first = self._find_stop(sequence, begin)
+        if first >= end or sequence.num_to_score(count):
+            return [min(first, end)]
+        return [first, min(self._find_stop(sequence, first), end)]
+
+    def _find_stop(self, sequence: Sequence, launched: int) -> int:
+        """Where a step from `launched` on has to end at the latest."""
+        if not sequence.state.held:
+            return sequence.most_tokens
         spaced = (launched // self.spacing + 1) * self.spacing
-        stops = (end // self.page_tokens * self.page_tokens, state.branch, spaced)
+        stops = (self._last_border(sequence.num_known), sequence.state.branch, spaced)
         return min(stop for stop in stops if stop > launched)
 
-    def begin_step(self, state: SequenceState, launched: int, end: int) -> tuple[int, int]:
-        """The slots that a step from `launched` on reads and writes. end: as in `find_stop`."""
+    def _last_border(self, num_tokens: int) -> int:
+        return num_tokens // self.page_tokens * self.page_tokens
+
+    def begin_step(self, sequence: Sequence) -> tuple[int, int]:
+        """The slots that the sequence's next step reads and writes; the one read may become a checkpoint."""
+        state, launched = sequence.state, sequence.launched
+        if not state.held:
+            return -1, -1
         is_border = launched % self.page_tokens == 0
-        is_last = launched >= end // self.page_tokens * self.page_tokens  # of the prompt, or anywhere in the answer
+        is_last = launched >= self._last_border(sequence.num_known)  # of the prompt, or anywhere in the answer
         if is_border and (is_last or launched == state.branch or launched % self.spacing == 0):
             self._keep(state, launched)
         step = state.source, state.targets[0]
         state.source = step[1]
+        self._name(sequence)
         return step
 
     def _keep(self, state: SequenceState, at: int) -> None:
@@ -108,38 +111,48 @@ class StateSlots:
             state.retired.append((state.checkpoint, state.checkpoint_at))
         state.checkpoint, state.checkpoint_at = state.source, at
 
-    def take_back(self, state: SequenceState, slots: tuple[int, int], launched: int) -> None:
-        """The last launched step, with these slots, is to be launched again, from position `launched` on."""
-        if state.source == slots[1]:  # otherwise a later step has begun on it, or one before it failed
-            state.source = slots[0]
-        if state.checkpoint_at > launched:
+    def take_back(self, step: ScheduledSequence) -> None:
+        """The sequence's last launched step is to be launched again."""
+        state = step.sequence.state
+        if state.source == step.slots[1]:  # otherwise a later step has begun on it, or one before it failed
+            state.source = step.slots[0]
+        if state.checkpoint_at > step.sequence.launched:
             state.checkpoint, state.checkpoint_at = state.retired.pop() if state.retired else (-1, 0)
 
-    def finish_step(self, state: SequenceState, computed: int) -> None:
+    def finish_step(self, sequence: Sequence) -> None:
         """All steps from before `computed` on are collected: release the checkpoints that only they read."""
+        state, computed = sequence.state, sequence.computed
+        if not state.held:
+            return
+        self._name(sequence)
         over = [slot for slot, at in state.retired if at < computed]
         state.retired = [kept for kept in state.retired if kept[1] >= computed]
         state.held = [slot for slot in state.held if slot not in over]
         self.cache.release(over)
 
-    def name(self, state: SequenceState, computed: int, prompt_end: int, keys: Sequence[PageKey]) -> None:
+    def _name(self, sequence: Sequence) -> None:
         """Let others find checkpoints that are there and stay useful while this sequence goes on."""
-        lasting = (state.branch, prompt_end // self.page_tokens * self.page_tokens)
+        state, lasting = sequence.state, (sequence.state.branch, self._last_border(sequence.params.end))
         for slot, at in (*state.retired, (state.checkpoint, state.checkpoint_at)):
-            if 0 < at <= computed and (at in lasting or at % self.spacing == 0):
-                self.cache.name(slot, keys[at // self.page_tokens - 1])
+            if 0 < at <= sequence.computed and (at in lasting or at % self.spacing == 0):
+                self.cache.name(slot, sequence.keys[at // self.page_tokens - 1])
 
-    def close(self, state: SequenceState, computed: int, launched: int, keys: Sequence[PageKey]) -> None:
+    def close(self, sequence: Sequence) -> None:
         """Release the slots. The last state at a page boundary stays as a checkpoint."""
-        if computed and computed == launched and computed % self.page_tokens == 0 and state.source >= 0:
-            self.cache.name(state.source, keys[computed // self.page_tokens - 1])
+        state, computed = sequence.state, sequence.computed
+        is_border = computed and computed == sequence.launched and computed % self.page_tokens == 0
+        if is_border and state.source >= 0:
+            self.cache.name(state.source, sequence.keys[computed // self.page_tokens - 1])
         if 0 < state.checkpoint_at <= computed:
-            self.cache.name(state.checkpoint, keys[state.checkpoint_at // self.page_tokens - 1])
+            self.cache.name(state.checkpoint, sequence.keys[state.checkpoint_at // self.page_tokens - 1])
         self.cache.release(state.held)
-        state.held, state.retired, state.source, state.checkpoint, state.checkpoint_at = [], [], -1, -1, 0
+        sequence.state = SequenceState()
 
-    def check(self, states: Sequence[SequenceState]) -> None:
+    def check(self, sequences: Seq[Sequence]) -> None:
         """Check holder counts, and that steps write only to slots that nothing else reads."""
+        if not self.exist:
+            return
+        states = [sequence.state for sequence in sequences if sequence.state.held]
         self.cache.check(slot for state in states for slot in state.held)
         written = [slot for state in states for slot in state.targets]
         read = {slot for state in states for slot in state.sources}
@@ -150,6 +163,11 @@ class StateSlots:
                 raise AssertionError("a sequence uses a slot that it does not hold")
             if (state.checkpoint < 0) != (state.checkpoint_at == 0) or not state.targets:
                 raise AssertionError(f"a sequence's slots do not fit each other: {state}")
+
+
+def no_states() -> StateSlots:
+    """Of a model without states."""
+    return StateSlots(PrefixCache(0, []), 1, 1)
 
 
 def choose_spacing(slot_bytes: int, page_bytes: int, page_tokens: int) -> int:

@@ -45,7 +45,7 @@ class WorkerService:
 
     async def admit(self, params: SequenceParams, context: Context, is_kept: bool = False) -> Sequence:
         """Admit the params without yielding to other tasks. Aborts the call if there is no room."""
-        keys = self._scheduler.keys_of(params)
+        keys = self._scheduler.kv.keys_of(params)
         try:
             with self._thread.lock:
                 sequence = self._scheduler.admit(params, time.monotonic(), is_kept, keys)
@@ -74,11 +74,11 @@ class WorkerService:
         status = decode_pb2.WorkerStatus(
             peer=self._me,
             context_tokens=self._context_tokens,
-            free_pages=scheduler.cache.num_spare,
-            used_pages=scheduler.cache.num_held,
-            cached_pages=scheduler.cache.num_cached,
-            prefix_queries=scheduler.num_queried,
-            prefix_hits=scheduler.num_hit,
+            free_pages=scheduler.kv.cache.num_spare,
+            used_pages=scheduler.kv.cache.num_held,
+            cached_pages=scheduler.kv.cache.num_cached,
+            prefix_queries=scheduler.kv.num_queried,
+            prefix_hits=scheduler.kv.num_hit,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             max_running=scheduler.max_running,
@@ -93,8 +93,7 @@ class WorkerService:
             prompt_tokens_per_second=self._speed.tokens_per_s,
             weaknesses=self._weaknesses,
         )
-        if scheduler.states is not None:
-            slots = scheduler.states.cache
+        if (slots := scheduler.kv.states.cache).num_pages:
             status.free_slots, status.used_slots = slots.num_spare, slots.num_held
             status.cached_slots = slots.num_cached
         self.add_to_status(status)

@@ -144,7 +144,7 @@ def run_jobs(
         if len([update for update in updates if update.token_ids]) == len(requests):
             ran.full.append((time.perf_counter(), len(ran.tokens[requests[0].handle])))
     scheduler.check()
-    assert not scheduler.cache.num_held, "pages are held after all requests"
+    assert not scheduler.kv.cache.num_held, "pages are held after all requests"
     ran.num_drafted, ran.num_accepted, ran.num_preemptions = (
         sum(getattr(one, name) for one in sequences) for name in ("num_drafted", "num_accepted", "num_preemptions")
     )

@@ -12,6 +12,7 @@ from runtime import rpc
 from runtime.virtual_time import MemoryChannel, refusal
 from wire.page_keys import TOKEN_BYTES
 from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.receiving import begin_read, finish_read
 from worker.sequences import Phase, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
 
@@ -44,10 +45,10 @@ class WorkerChannel(MemoryChannel):
     async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> decode_pb2.WorkerStatus:
         self.worker.settle()
         scheduler = self.worker.scheduler
-        layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.page_tokens)
-        peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.cache.num_pages)
+        layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.kv.page_tokens)
+        peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.kv.cache.num_pages)
         return decode_pb2.WorkerStatus(
-            peer=peer, max_running=scheduler.max_running, free_pages=scheduler.cache.num_spare
+            peer=peer, max_running=scheduler.max_running, free_pages=scheduler.kv.cache.num_spare
         )
 
     def admit(self, params: SequenceParams, is_kept: bool) -> Tokens:
@@ -125,15 +126,17 @@ class DecodeChannel(WorkerChannel):
         """Take over the KV of these positions."""
         session = self._sessions[handle].sequence
         now = asyncio.get_running_loop().time()
-        self.worker.scheduler.begin_read(session.id, session.params.attempt, positions.start, positions.stop, num_pages)
+        begin_read(
+            self.worker.scheduler, session.id, session.params.attempt, positions.start, positions.stop, num_pages
+        )
         self._link_free_at = max(self._link_free_at, now) + len(positions) * self._wires.token_s
         await asyncio.sleep(self._link_free_at - now)
         now = asyncio.get_running_loop().time()
         if positions.stop == session.params.end:
             with self.worker.changing() as scheduler:
-                scheduler.finish_read(session.id, positions.stop, now)
+                finish_read(scheduler, session.id, positions.stop, now)
         else:
-            self.worker.scheduler.finish_read(session.id, positions.stop, now)
+            finish_read(self.worker.scheduler, session.id, positions.stop, now)
 
 
 class PrefillChannel(WorkerChannel):
@@ -166,12 +169,12 @@ class PrefillChannel(WorkerChannel):
         """Offer what is ready, one offer at a time."""
         offered, decode = ticket.begin, self._decodes[ticket.address]
         while offered < ticket.end:
-            positions = self.worker.scheduler.next_offer(sequence, offered)
+            positions = self.worker.scheduler.kv.next_offer(sequence, offered)
             if positions is None:
                 computed.clear()
                 await computed.wait()
                 continue
-            num_pages = len(self.worker.scheduler.pages_of(sequence, positions))
+            num_pages = len(self.worker.scheduler.kv.pages_of(sequence, positions))
             await self.message()
             await decode.read(ticket.session, positions, num_pages)
             offered = positions.stop

@@ -133,9 +133,9 @@ class Simulation:
         """Check that every page is accounted for, and none is held."""
         for worker in (*self.workers["prefill"], *self.workers["decode"]):
             worker.scheduler.check()
-            if len(worker.scheduler) or worker.scheduler.cache.num_held:
+            if len(worker.scheduler) or worker.scheduler.kv.cache.num_held:
                 raise AssertionError(
-                    f"{len(worker.scheduler)} sequences and {worker.scheduler.cache.num_held} pages are left"
+                    f"{len(worker.scheduler)} sequences and {worker.scheduler.kv.cache.num_held} pages are left"
                 )
 
     def _start(self, client: Conversation) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from bench.simulate.costs import Costs, Floats, work_of
 from bench.simulate.events import Clock
 from bench.simulate.figures import Gaps
+from worker.kv_cache import KVCacheManager
 from worker.plan import TokenBudget, schedule
 from worker.prefix_cache import PrefixCache, num_pages_for
 from worker.scheduler import Scheduler
@@ -42,9 +43,8 @@ class SimWorker:
 
     def __init__(self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True) -> None:
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
-        self.scheduler = Scheduler(
-            cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages
-        )  # fmt: skip
+        kv = KVCacheManager(cache, limits.page_tokens, MODEL, max_offer_pages=limits.max_offer_pages)
+        self.scheduler = Scheduler(kv, limits.max_running, LEASE_S)
         self.busy_s = 0.0
         self._clock = clock
         self._costs = costs
@@ -104,12 +104,12 @@ class SimWorker:
         if not self._is_bulk or not is_steady or scheduler.in_phase(Phase.PREEMPTED):
             return 1
         count = min(step.sequence.most_tokens - len(step.sequence.tokens) for step in planned)
-        while count > 1 and self._num_new_pages(count) > scheduler.cache.num_spare:
+        while count > 1 and self._num_new_pages(count) > scheduler.kv.cache.num_spare:
             count //= 2
         return count
 
     def _num_new_pages(self, count: int) -> int:
-        size = self.scheduler.page_tokens
+        size = self.scheduler.kv.page_tokens
         return sum(num_pages_for(step.begin + count, size) - len(step.sequence.pages) for step in self._planned)
 
     def _complete(self, count: int) -> list[Update]:

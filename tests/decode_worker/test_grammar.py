@@ -41,10 +41,11 @@ from gateway.text.tokenizer import Tokenizer
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.grammars import DEMO_SIZE, allowed_in, compile_here, encode, vocabulary, walk
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
+from worker.kv_cache import KVCacheManager
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 
-EMPTY = Scheduler(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
+EMPTY = Scheduler(KVCacheManager(PrefixCache(1, [0]), 16), max_running=1, lease_s=1.0)
 PADDED_SIZE = 1030  # not a multiple of 32
 STOP = 2
 CPU_S = 1

@@ -24,6 +24,7 @@ from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
+from worker.kv_cache import KVCacheManager
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, SequenceParams
@@ -105,7 +106,7 @@ def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> Counte
     here, grammar = Constraints(), compile_here("regex", "[a-z]+", vocabulary())
     here._thread.run = run  # type: ignore[method-assign, assignment]
     cache = PrefixCache(2 * len(costs), [0] * 2 * len(costs))
-    scheduler = Scheduler(cache, page_tokens=16, max_running=len(costs), lease_s=1.0)
+    scheduler = Scheduler(KVCacheManager(cache, 16), max_running=len(costs), lease_s=1.0)
     params = [SequenceParams("", packed([1, 2]), 1, 8, handle=i, grammar=grammar) for i in range(len(costs))]
     planned = [ScheduledSequence(scheduler.admit(one, 0.0), 1, 1, wants_token=True) for one in params]
     for _step in range(num_steps):

@@ -182,6 +182,6 @@ async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> Non
         decode.runner.may_run.set()
         await signal.until(lambda: bool(opened.tokens.get(1)))
         await opened.abort(1)  # for the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted
-        await signal.until(lambda: decode.scheduler.cache.num_held == 0)
+        await signal.until(lambda: decode.scheduler.kv.cache.num_held == 0)
         told = opened.tokens[1]
         assert told == expected_answer(PROMPT, 40)[: len(told)]

@@ -11,6 +11,7 @@ from protos import decode_pb2
 from tests.support.real_workers import packed
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
+from worker.kv_cache import KVCacheManager
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import SequenceParams, Update
@@ -19,7 +20,7 @@ PATIENCE_S = 30.0
 
 
 def update(handle: int, *tokens: int, gateway: str = "g", finish: str = "", error: str = "", **more: Any) -> Update:
-    scheduler = Scheduler(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
+    scheduler = Scheduler(KVCacheManager(PrefixCache(1, [0]), 16), max_running=1, lease_s=1.0)
     sequence = scheduler.admit(SequenceParams("r", packed([1, 2]), 1, 8, gateway=gateway, handle=handle), 0.0)
     return Update(sequence, tokens, finish, error, **more)
 

@@ -276,7 +276,7 @@ def test_workers_of_unlike_weights_are_told_apart(tmp_path: Path) -> None:
     digits = engines[0].weights
     said = f"weights differs: '{digits}' here, 'fp8:{digits}' there"
     assert find_mismatch(plain.me.layout, rounded.me.layout) == said
-    assert (plain.scheduler.model, rounded.scheduler.model) == (digits, f"fp8:{digits}")  # the root of page keys
+    assert (plain.scheduler.kv.model, rounded.scheduler.kv.model) == (digits, f"fp8:{digits}")  # the root of page keys
     for engine, how in zip(engines, ("none", "fp8"), strict=True):
         assert engine.describe()["quantization"] == how
         assert engine.draft_weights == engine.weights  # its draft model, here the same one, is quantised alike

@@ -3,8 +3,8 @@
 import threading
 from types import TracebackType
 
-from bench.asking import Asking
 from bench.fleet import ProcessFleet
+from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask
 
 SHAPES = ((20, 40), (400, 60), (1500, 30), (100, 120))  # prompt and answer tokens

@@ -6,12 +6,12 @@ import time
 import grpc
 import pytest
 
-from bench.asking import Asking
 from bench.fleet import Process, ProcessFleet, wait_until
 from bench.plain_http import HTTP
-from bench.soak import roll
 from tests.faults.conftest import Held
 from tests.faults.load import Load
+from tests.faults.soak import roll
+from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask, failed_attempts, find, find_busy, is_alive, read_events
 
 pytestmark = pytest.mark.timeout(400)

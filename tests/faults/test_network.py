@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from bench.asking import Asking
 from bench.fleet import Process, wait_until
 from tests.faults.conftest import Linked
+from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask, failed_attempts, find_busy, is_alive
 
 LEASE_S = 4.0

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from bench.fleet import ProcessFleet, run_fleet, wait_until
-from bench.soak import look_at
 from protos import inference_pb2, inference_pb2_grpc
+from tests.faults.soak import look_at
 from tests.support.fault_answers import Truth, ask, prompt_of
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine

@@ -12,8 +12,8 @@ import pytest
 
 from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
 from bench.plain_http import HTTP
-from bench.soak import look_at
 from tests.faults.load import Load
+from tests.faults.soak import look_at
 from tests.support.fault_answers import Truth
 
 pytestmark = pytest.mark.timeout(600)

@@ -2,9 +2,9 @@
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from bench.asking import CLIENT_S
 from bench.fleet import ProcessFleet
 from bench.plain_http import HTTP
+from tests.support.asking import CLIENT_S
 from tests.support.fault_answers import Truth, ask, find_busy, prompt_of
 from tests.support.traces import PARTS, Collector, said
 

@@ -51,7 +51,7 @@ def among_workers(scenario: Scenario) -> Callable[[], Awaitable[None]]:
             assert await opened.end_of(99) == ("length", "")
             assert opened.tokens[99] == expected_answer(PROMPT, 4)
             await opened.abort(*range(99))
-            await signal.until(lambda: decode.scheduler.cache.num_held == prefill.scheduler.cache.num_held == 0)
+            await signal.until(lambda: decode.scheduler.kv.cache.num_held == prefill.scheduler.kv.cache.num_held == 0)
 
     return test
 

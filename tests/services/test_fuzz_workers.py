@@ -82,14 +82,14 @@ def still_serves(ring: Ring, handle: int) -> None:
 
     async def request(handle: int) -> str:
         await ring.signal.until(
-            lambda: ring.decode.scheduler.cache.num_held == 0
+            lambda: ring.decode.scheduler.kv.cache.num_held == 0
         )  # the fuzzed calls' leases have ended
         ticket = await ring.gateway.reserve(handle, PROMPT)
         with suppress(grpc.aio.AioRpcError):  # the answer shows it, too
             await ring.prefill.run(ticket, PROMPT)
         finish, _ = await ring.gateway.end_of(handle)
-        await ring.signal.until(lambda: ring.prefill.scheduler.cache.num_held == 0)
-        await ring.signal.until(lambda: ring.decode.scheduler.cache.num_held == 0)
+        await ring.signal.until(lambda: ring.prefill.scheduler.kv.cache.num_held == 0)
+        await ring.signal.until(lambda: ring.decode.scheduler.kv.cache.num_held == 0)
         return finish
 
     handles = range(handle, handle + 1000 * MOST_TRIES, 1000)

@@ -36,6 +36,7 @@ from tests.support.real_workers import (
 )
 from tests.support.threads import one_thread
 from tests.support.tiny_models import tiny_config, tiny_model
+from worker import receiving
 from worker.scheduler import num_rows_for
 
 __all__ = ["one_thread"]  # a fixture
@@ -87,8 +88,8 @@ async def ring(
         async with gateway(decode, signal) as opened:
             yield opened, prefill, decode
         schedulers = (prefill.scheduler, decode.scheduler)
-        await signal.until(lambda: all(one.cache.num_held == 0 for one in schedulers))
-        assert all(one.states is not None and one.states.cache.num_held == 0 for one in schedulers)
+        await signal.until(lambda: all(one.kv.cache.num_held == 0 for one in schedulers))
+        assert all(one.kv.states.exist and one.kv.states.cache.num_held == 0 for one in schedulers)
 
 
 async def ask(
@@ -108,7 +109,7 @@ class Landed:
     def __init__(self, prefill: PrefillWorker, decode: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_slots = 0
         self._sent: dict[tuple[int, int], list[Bytes]] = {}  # session, end |-> bytes
-        take, finish = decode.receiver._read, decode.scheduler.finish_read
+        take, finish = decode.receiver._read, receiving.finish_read
 
         def load(worker: PrefillWorker | DecodeWorker, pages: list[int], slots: list[int]) -> list[Bytes]:
             assert worker.states is not None
@@ -125,10 +126,10 @@ class Landed:
             for there, here in zip(self._sent.pop((session, end)), landed, strict=True):
                 assert np.array_equal(there, here)
             self.num_slots += num_slots
-            finish(session, end, now, num_slots)
+            finish(decode.scheduler, session, end, now, num_slots)
 
         monkeypatch.setattr(decode.receiver, "_read", read)
-        monkeypatch.setattr(type(decode.scheduler), "finish_read", lambda _, *args: note(*args))
+        monkeypatch.setattr(receiving, "finish_read", lambda _, *args: note(*args))
 
 
 @pytest.mark.parametrize(("transport", "chunk_tokens"), [("shm", 1), ("grpc", 5), ("nixl", 16), ("shm", 16)])
@@ -164,7 +165,7 @@ async def test_equal_prompts_and_their_choices_continue_at_the_checkpoint(folder
         for handle in (2, 3):
             assert await opened.end_of(handle) == ("length", "")
             assert opened.tokens[handle] == expected
-        assert decode.scheduler.num_hit == 2 * 20, "whole pages of 23 - 1 positions"
+        assert decode.scheduler.kv.num_hit == 2 * 20, "whole pages of 23 - 1 positions"
         longer = [*PROMPTS[0], *expected, *PROMPTS[1]]
         assert await ask(opened, prefill, 4, longer) == (oracle.answer(longer, 9), 20)
         branch = [*PROMPTS[0][:14], *PROMPTS[2]]  # its pages end at 12, where nothing keeps a state yet
@@ -204,7 +205,7 @@ async def test_few_pages_and_slots_cost_time_but_no_token(one_type: Path) -> Non
                 assert await opened.end_of(handle) == ("length", "")
                 assert opened.tokens[handle] == oracle.answer(prompt, 17)
             assert bool(decode.scheduler.num_preemptions) == preempts
-            assert decode.scheduler.states is not None and decode.scheduler.states.cache.num_cached <= num_slots
+            assert decode.scheduler.kv.states.exist and decode.scheduler.kv.states.cache.num_cached <= num_slots
 
 
 async def admit(opened: Gateway, handle: int, prompt: list[int]) -> None:

@@ -19,9 +19,9 @@ from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import Memory, Offer
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
 from tests.simulator.world import Failure, Process, ViolationError
-from worker import rank_reads
+from worker import rank_reads, receiving
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.scheduler import OfferRefusedError
+from worker.receiving import OfferRefusedError
 from worker.sequences import Phase, Update
 
 MAX_DRAFT_TOKENS = 3
@@ -160,7 +160,7 @@ class SimDecode(SimWorker):
     def renew(self, ticket: kv_pb2.Ticket, answer: Answer) -> None:
         try:
             self._check_ticket(ticket)
-            self.scheduler.renew(ticket.session, ticket.attempt, self.world.now)
+            receiving.renew(self.scheduler, ticket.session, ticket.attempt, self.world.now)
         except OfferRefusedError as error:
             answer(Failure(error.detail))
         else:
@@ -175,13 +175,13 @@ class SimDecode(SimWorker):
             if memory is None:
                 raise OfferRefusedError("handshake", "not shaken hands")
             begin, end = offer.positions.start, offer.positions.stop
-            pages, slots = self.scheduler.begin_read(
-                ticket.session, ticket.attempt, begin, end, len(offer.pages), len(offer.slots)
+            pages, slots = receiving.begin_read(
+                self.scheduler, ticket.session, ticket.attempt, begin, end, len(offer.pages), len(offer.slots)
             )
         except OfferRefusedError as error:
             answer(Failure(error.reason))
             return
-        sequence = self.scheduler._sequences[ticket.session]
+        sequence = self.scheduler[ticket.session]
         if offer.owner != (sequence.params.request_id, sequence.params.attempt):
             raise ViolationError(f"{sequence.params.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
         results: list[BaseException | None] = []
@@ -228,10 +228,12 @@ class SimDecode(SimWorker):
     def _end_read(self, offer: Offer, failure: BaseException | None, answer: Answer) -> None:
         if failure is not None:
             self.world.note("read failed", self.name, offer.ticket, str(failure))
-            self.scheduler.fail_read(offer.ticket.session)
+            receiving.fail_read(self.scheduler, offer.ticket.session)
             answer(Failure(getattr(failure, "reason", "transport")))
         else:
-            self.scheduler.finish_read(offer.ticket.session, offer.positions.stop, self.world.now, len(offer.slots))
+            receiving.finish_read(
+                self.scheduler, offer.ticket.session, offer.positions.stop, self.world.now, len(offer.slots)
+            )
             sequence = self.scheduler._sequences.get(offer.ticket.session)
             if sequence is not None and sequence.phase is not Phase.ENDED:
                 self.check_kv(sequence)

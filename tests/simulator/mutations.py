@@ -19,13 +19,13 @@ from tests.simulator.decode import SimDecode
 from tests.simulator.prefill import HandOver, SimPrefill
 from wire import page_keys
 from wire.page_keys import PageKey
-from worker import rank_reads
-from worker import scheduler as worker_scheduler
+from worker import kv_cache, rank_reads, receiving
+from worker.kv_cache import Hit, KVCacheManager
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
+from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import SequenceState, StateSlots
+from worker.states import StateSlots
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
@@ -46,22 +46,22 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
 
 admit = Scheduler.admit
 allocate = PrefixCache.allocate
-begin_read = Scheduler.begin_read
+begin_read = receiving.begin_read
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
 check_generations = reader.check_generations
 choose = Placer.choose
 end_sequence = Scheduler._end
 find = StateSlots.find
-find_checkpoint = Scheduler._find_checkpoint
-find_receiving = Scheduler._find_receiving
-finish_read = Scheduler.finish_read
+find_hit = KVCacheManager.find
+find_receiving = receiving._find_receiving
+finish_read = receiving.finish_read
 finish_step = Scheduler.finish_step
 generations_of = SimPrefill._generations_of
 make_room = Scheduler.make_room
 release = PrefixCache.release
 root_key = page_keys.root_key
-states_of = Scheduler.states_of
+states_of = KVCacheManager.states_of
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
 
@@ -116,7 +116,7 @@ def _find_common_failure(results: Sequence[BaseException | None]) -> BaseExcepti
 
 
 def _promise_nothing_of_cached(self: SimPrefill, work: HandOver, pages: Sequence[int]) -> list[int]:
-    cached = work.sequence.pages[: work.sequence.num_cached // self.scheduler.page_tokens]
+    cached = work.sequence.pages[: work.sequence.num_cached // self.scheduler.kv.page_tokens]
     promised = generations_of(self, work, pages)
     return [ANY_GENERATION if page in cached else one for page, one in zip(pages, promised, strict=True)]
 
@@ -141,9 +141,9 @@ def _key_without_parent(parent: PageKey, packed_tokens: bytes) -> PageKey:
 def _name_early(self: Scheduler, step: ScheduledSequence) -> None:
     begin_step(self, step)
     sequence = step.sequence
-    whole = min(sequence.launched // self.page_tokens, len(sequence.keys))
+    whole = min(sequence.launched // self.kv.page_tokens, len(sequence.keys))
     for page, key in zip(sequence.pages[:whole], sequence.keys, strict=False):
-        self.cache.name(page, key)
+        self.kv.cache.name(page, key)
 
 
 def _forget_unjudged(self: Scheduler, step: ScheduledSequence) -> None:
@@ -166,9 +166,9 @@ def _end_freeing(is_in_use: Callable[[Tokens], object]) -> Callable[[Scheduler, 
     def end(self: Scheduler, sequence: Tokens) -> None:
         sequence.phase = Phase.ENDED
         if is_in_use(sequence):
-            self._release(sequence)
+            self.kv.release(sequence)
             sequence.computed = sequence.draft_computed = 0
-        self._remove_if_over(sequence)
+        self.remove_if_over(sequence)
 
     return end
 
@@ -184,10 +184,10 @@ def _make_room_in_flight(self: Scheduler, sequence: Tokens, num_tokens: int) -> 
 # -- the draft model's KV ------------------------------------------------------------------------------------------
 
 
-def _finish_read_with_draft(self: Scheduler, sequence_id: int, end: int, now: float, num_slots: int = 0) -> None:
-    sequence = self._sequences[sequence_id]
+def _finish_read_with_draft(scheduler: Scheduler, sequence_id: int, *args: Any) -> None:
+    sequence = scheduler[sequence_id]
     sequence.draft_computed = sequence.computed
-    finish_read(self, sequence_id, end, now, num_slots)
+    finish_read(scheduler, sequence_id, *args)
 
 
 def _launch_draft_last(self: Any, requests: Any) -> Any:
@@ -199,11 +199,11 @@ def _launch_draft_last(self: Any, requests: Any) -> Any:
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-def _keep_first(name: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens, list[int]], list[int]]:
+def _keep_first(name: Callable[[Tokens], object]) -> Callable[[KVCacheManager, Tokens, list[int]], list[int]]:
     """The slots that were first right for what `name` names."""
     first: WeakKeyDictionary[PrefixCache, dict[object, list[int]]] = WeakKeyDictionary()
 
-    def keep(self: Scheduler, sequence: Tokens, slots: list[int]) -> list[int]:
+    def keep(self: KVCacheManager, sequence: Tokens, slots: list[int]) -> list[int]:
         kept = first.setdefault(self.cache, {})
         return (kept.setdefault(name(sequence), slots) + slots)[: len(slots)] if slots else slots
 
@@ -214,12 +214,12 @@ _find_early = _keep_first(lambda sequence: sequence.id)
 _find_old = _keep_first(lambda sequence: sequence.params.request_id)
 
 
-def _offer_states_early(self: Scheduler, sequence: Tokens, positions: range) -> list[int]:
+def _offer_states_early(self: KVCacheManager, sequence: Tokens, positions: range) -> list[int]:
     slots = _find_early(self, sequence, states_of(self, sequence, range(sequence.params.end)))
     return slots if positions.stop == sequence.params.end else []
 
 
-def _offer_states_of_request(self: Scheduler, sequence: Tokens, positions: range) -> list[int]:
+def _offer_states_of_request(self: KVCacheManager, sequence: Tokens, positions: range) -> list[int]:
     return _find_old(self, sequence, states_of(self, sequence, positions))
 
 
@@ -228,29 +228,30 @@ def _find_any_checkpoint(self: StateSlots, keys: Sequence[PageKey]) -> tuple[int
     return (count, next(iter(self.cache._page.values()))) if count else (count, slot)
 
 
-def _use_all_pages(self: Scheduler, keys: Sequence[PageKey]) -> tuple[int, int]:
-    count, slot = find_checkpoint(self, keys)
-    return (len(keys) if count else 0), slot
+def _use_all_pages(self: KVCacheManager, keys: Sequence[PageKey]) -> Hit:
+    hit = find_hit(self, keys)
+    return hit._replace(num_usable=len(hit.pages) if hit.num_usable else 0)
 
 
 def _end_freeing_slots(is_in_use: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens], None]:
     def end(self: Scheduler, sequence: Tokens) -> None:
-        if self.states and sequence.state and is_in_use(sequence):
-            self.states.close(sequence.state, 0, 0, [])
-            sequence.state = None
+        if is_in_use(sequence):
+            self.kv.states.cache.release(sequence.state.held)
+            sequence.state = SequenceState()
         end_sequence(self, sequence)
 
     return end
 
 
-def _read_into_first(self: Scheduler, sequence_id: int, *args: int) -> tuple[list[int], list[int]]:
-    pages, slots = begin_read(self, sequence_id, *args)
-    return pages, _find_old(self, self._sequences[sequence_id], slots)
+def _read_into_first(scheduler: Scheduler, sequence_id: int, *args: int) -> tuple[list[int], list[int]]:
+    pages, slots = begin_read(scheduler, sequence_id, *args)
+    return pages, _find_old(scheduler.kv, scheduler[sequence_id], slots)
 
 
 def _write_in_place(is_wanted: Callable[[bool], bool]) -> Callable[..., tuple[int, int]]:
-    def begin_step(self: StateSlots, state: SequenceState, launched: int, end: int) -> tuple[int, int]:
-        source, target = begin_state_step(self, state, launched, end)
+    def begin_step(self: StateSlots, sequence: Tokens) -> tuple[int, int]:
+        source, target = begin_state_step(self, sequence)
+        state = sequence.state
         if source >= 0 and is_wanted(source == state.checkpoint):
             state.source = target = source
         return source, target
@@ -259,17 +260,14 @@ def _write_in_place(is_wanted: Callable[[bool], bool]) -> Callable[..., tuple[in
 
 
 def _keep_source(self: Scheduler, step: ScheduledSequence) -> None:
-    state = step.sequence.state
-    source = state.source if state else -1
+    source = step.sequence.state.source
     take_back(self, step)
-    if state:
-        state.source = source
+    step.sequence.state.source = source
 
 
 def _restore_source(self: Scheduler, step: ScheduledSequence) -> None:
     take_back(self, step)
-    if step.sequence.state:
-        step.sequence.state.source = step.slots[0]
+    step.sequence.state.source = step.slots[0]
 
 
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
@@ -281,9 +279,9 @@ def _name_by_request(self: Scheduler, params: SequenceParams, now: float, is_kep
     return admit(self, params, now, is_kept)
 
 
-def _find_any_attempt(self: Scheduler, sequence_id: int, attempt: int) -> Tokens:
-    sequence = self._sequences.get(sequence_id)
-    return find_receiving(self, sequence_id, sequence.params.attempt if sequence else attempt)
+def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int) -> Tokens:
+    sequence = scheduler.get(sequence_id)
+    return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt)
 
 
 def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:
@@ -321,14 +319,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a held page is evicted": _patched((PrefixCache, "_evict", _evict_any)),
     "a shared page is free with its first holder": _patched((PrefixCache, "release", _release_for_all)),
-    "a key without salt": _patched((worker_scheduler, "root_key", _root_without_salt)),
+    "a key without salt": _patched((kv_cache, "root_key", _root_without_salt)),
     "a key without parent": _patched(
-        (page_keys, "next_key", _key_without_parent), (worker_scheduler, "next_key", _key_without_parent)
+        (page_keys, "next_key", _key_without_parent), (kv_cache, "next_key", _key_without_parent)
     ),
     "a page has its key before its KV": _patched((Scheduler, "begin_step", _name_early)),
     "a page without draft KV is used as if it had it": _patched((PrefixCache, "has_draft", lambda self, page: True)),
     "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
-    "pages read behind some without draft KV hide these": _patched((Scheduler, "finish_read", _finish_read_with_draft)),
+    "pages read behind some without draft KV hide these": _patched((receiving, "finish_read", _finish_read_with_draft)),
     "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
     "drafts count as right until their step is collected": _patched((Scheduler, "begin_step", _forget_unjudged)),
     "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
@@ -342,28 +340,30 @@ MUTATIONS: dict[str, Mutation] = {
     "decode frees pages under a read": _patched((Scheduler, "_end", _end_freeing(lambda it: it.is_read))),
     "a sequence is preempted under a step": _patched((Scheduler, "make_room", _make_room_in_flight)),
     "decode forgets the attempt": _patched(
-        (Scheduler, "admit", _name_by_request), (Scheduler, "_find_receiving", _find_any_attempt)
+        (Scheduler, "admit", _name_by_request), (receiving, "_find_receiving", _find_any_attempt)
     ),
     "the gateway forgets the attempt": _patched(
         (DecodeClient, "open_session", _open_session_of_request), (DecodeClient, "_deliver", _deliver_any_attempt)
     ),
     "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", _nothing)),
     "decode ignores a ticket's incarnation and attempt": _patched(
-        (SimDecode, "_check_ticket", _nothing), (Scheduler, "_find_receiving", _find_any_attempt)
+        (SimDecode, "_check_ticket", _nothing), (receiving, "_find_receiving", _find_any_attempt)
     ),
     "decode ignores incarnation, attempt and handshake": _patched(
         (SimDecode, "_check_ticket", _nothing),
-        (Scheduler, "_find_receiving", _find_any_attempt),
+        (receiving, "_find_receiving", _find_any_attempt),
         (SimDecode, "_forget_peers", _nothing),
     ),
-    "a state is offered that was right at an earlier offer": _patched((Scheduler, "states_of", _offer_states_early)),
+    "a state is offered that was right at an earlier offer": _patched(
+        (KVCacheManager, "states_of", _offer_states_early)
+    ),
     "a state's generation is not compared after a read": _patched((SimDecode, "_check_slots", _nothing)),
     "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
-    "a hit goes on beyond its checkpoint": _patched((Scheduler, "_find_checkpoint", _use_all_pages)),
+    "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
     "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
     "slots are freed under a read": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
-    "prefill offers the slots of an earlier attempt": _patched((Scheduler, "states_of", _offer_states_of_request)),
-    "decode reads into the slots of an earlier attempt": _patched((Scheduler, "begin_read", _read_into_first)),
+    "prefill offers the slots of an earlier attempt": _patched((KVCacheManager, "states_of", _offer_states_of_request)),
+    "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
     "a step writes into the slot that it reads": _patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
     ),
@@ -372,7 +372,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a step begins on what a dropped one was to leave": _patched((Scheduler, "take_back", _keep_source)),
     "what a failed step left becomes a checkpoint": _patched((Scheduler, "take_back", _restore_source)),
-    "leases do not end": _patched((Scheduler, "expire", _none), (Scheduler, "next_deadline", _nothing)),
+    "leases do not end": _patched((receiving, "expire", _none), (receiving, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
         (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)

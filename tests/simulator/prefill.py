@@ -52,7 +52,7 @@ class SimPrefill(SimWorker):
 
     def boot(self) -> None:
         super().boot()
-        self.scheduler.max_offer_pages = self._max_offer_pages
+        self.scheduler.kv.max_offer_pages = self._max_offer_pages
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
@@ -72,7 +72,7 @@ class SimPrefill(SimWorker):
     def check(self) -> None:
         super().check()
         for work in self._works.values():
-            if work.sequence.id not in self.scheduler._sequences or work.sequence.pages != work.pages:
+            if self.scheduler.get(work.sequence.id) is None or work.sequence.pages != work.pages:
                 raise ViolationError(f"{work.ticket}: pages are given back before the last acknowledgement")
 
     def lose_peer(self, name: str, epoch: int) -> None:
@@ -177,10 +177,10 @@ class SimPrefill(SimWorker):
             self._finish(work, refusal(grpc.StatusCode.ABORTED, work.error))
         elif work.offered == work.ticket.end:
             self._finish(work, prefill_pb2.RunResponse())
-        elif (positions := self.scheduler.next_offer(work.sequence, work.offered)) is not None:
+        elif (positions := self.scheduler.kv.next_offer(work.sequence, work.offered)) is not None:
             work.is_offering = True
-            pages = self.scheduler.pages_of(work.sequence, positions)
-            slots = self.scheduler.states_of(work.sequence, positions)
+            pages = self.scheduler.kv.pages_of(work.sequence, positions)
+            slots = self.scheduler.kv.states_of(work.sequence, positions)
             self._greet(work, lambda: self._offer(work, positions, pages, slots))
 
     def _offer(self, work: HandOver, positions: range, pages: list[int], slots: list[int]) -> None:

@@ -272,11 +272,10 @@ class Schedule:
             if self.is_calm and client.end != "answer":
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         for worker in self.workers:
-            if worker.scheduler.cache.num_held or len(worker.scheduler):
-                raise ViolationError(f"{worker.name} still holds {worker.scheduler.cache.num_held} pages")
-            states = worker.scheduler.states
-            if states is not None and states.cache.num_held:
-                raise ViolationError(f"{worker.name} still holds {states.cache.num_held} slots")
+            if worker.scheduler.kv.cache.num_held or len(worker.scheduler):
+                raise ViolationError(f"{worker.name} still holds {worker.scheduler.kv.cache.num_held} pages")
+            if num_slots := worker.scheduler.kv.states.cache.num_held:
+                raise ViolationError(f"{worker.name} still holds {num_slots} slots")
             if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
                 raise ViolationError(f"{worker.name} still has a row")
         for gateway in self.gateways:

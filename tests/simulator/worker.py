@@ -10,6 +10,8 @@ from protos import decode_pb2, kv_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.model import PAGE_TOKENS, Memory, Truth, find_seed, read
 from tests.simulator.world import Process, ViolationError, World
+from worker import receiving
+from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -59,7 +61,7 @@ class VirtualThread:
             return
         self._is_asleep = True
         self._num_sleeps += 1
-        deadline, sleep = self._worker.scheduler.next_deadline(), self._num_sleeps
+        deadline, sleep = receiving.next_deadline(self._worker.scheduler), self._num_sleeps
         if deadline is not None:
             self._worker.later(max(deadline - self._worker.world.now, 0.0), lambda: self._alarm(sleep))
 
@@ -81,7 +83,7 @@ class SteppedLoop(WorkerLoop):
     def begin_step(self) -> None:
         """The first half of `step`."""
         self.worker.is_changed = True
-        self._updates = self._scheduler.expire(self.worker.world.now)
+        self._updates = receiving.expire(self._scheduler, self.worker.world.now)
         self._step_planned = self._plan(self._updates)
         if self._step_planned:
             self._launch(self._step_planned, self._updates)
@@ -145,10 +147,9 @@ class SimWorker(Process):
     def boot(self) -> None:
         self.memory = Memory(self.num_pages, self.num_ranks, self.num_slots)
         cache = PrefixCache(self.num_pages, self.memory.generations)
-        self.scheduler = Scheduler(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
-        if self.num_slots:
-            slots = PrefixCache(self.num_slots, self.memory.slot_generations)
-            self.scheduler.states = StateSlots(slots, PAGE_TOKENS, SPACING)
+        slots = PrefixCache(self.num_slots, self.memory.slot_generations)
+        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, StateSlots(slots, PAGE_TOKENS, SPACING))
+        self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
         self.loop = self.build_loop()
@@ -166,7 +167,7 @@ class SimWorker(Process):
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages)
         return decode_pb2.WorkerStatus(
-            peer=peer, max_running=self.max_running, free_pages=self.scheduler.cache.num_spare,
+            peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
         )  # fmt: skip
 
@@ -180,8 +181,7 @@ class SimWorker(Process):
             return
         self.is_changed = False
         self.scheduler.check()
-        ids = self.scheduler._sequences
-        if any(sequence.id not in ids for sequence in self.loop.stepped()):
+        if any(self.scheduler.get(sequence.id) is None for sequence in self.loop.stepped()):
             raise ViolationError("a sequence is gone under a launched step")
 
     def check_kv(self, sequence: Tokens) -> None:
@@ -194,11 +194,11 @@ class SimWorker(Process):
         computed, pages = sequence.computed, sequence.pages
         if any(read(cells, pages, computed) != truth.main[:computed] for cells in self.memory.main):
             raise ViolationError(f"{name} runs on KV that is not its own")
-        if (state := sequence.state) is not None:
-            for slot, at in ((state.checkpoint, state.checkpoint_at), (state.source, sequence.launched)):
-                is_there = slot >= 0 and at <= computed
-                if is_there and any(slots[slot] != truth.main[at - 1] for slots in self.memory.states):
-                    raise ViolationError(f"{name} has a state that is not its own")
+        state = sequence.state
+        for slot, at in ((state.checkpoint, state.checkpoint_at), (state.source, sequence.launched)):
+            is_there = slot >= 0 and at <= computed
+            if is_there and any(slots[slot] != truth.main[at - 1] for slots in self.memory.states):
+                raise ViolationError(f"{name} has a state that is not its own")
         computed = sequence.draft_computed
         if not self.has_draft or not computed:
             return

@@ -22,6 +22,7 @@ from engine.graph_shapes import choose_shapes
 from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
+from worker.kv_cache import KVCacheManager
 from worker.plan import TokenBudget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.scheduler import Scheduler
@@ -95,7 +96,7 @@ class Bench:
     ) -> None:
         """aborted: handle |-> number of its tokens after which it is aborted."""
         cache = PrefixCache(num_pages, engine.pool.generations)
-        self.scheduler = Scheduler(cache, PAGE_TOKENS, NUM_ROWS // 2, lease_s=60.0)
+        self.scheduler = Scheduler(KVCacheManager(cache, PAGE_TOKENS), NUM_ROWS // 2, lease_s=60.0)
         self.answers = Answers()
         self._aborted = aborted
         metrics = DecodeMetrics(self.scheduler)
@@ -133,7 +134,7 @@ class Bench:
                 waiting.popleft()
             assert self._loop.step(), "no step is left although jobs are unfinished"
             self.scheduler.check()
-        assert not self.scheduler.cache.num_held and not self.scheduler.num_launched
+        assert not self.scheduler.kv.cache.num_held and not self.scheduler.num_launched
         (metric,) = self._step_seconds.collect()
         (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
         assert total < time.perf_counter() - started, "time was counted twice"

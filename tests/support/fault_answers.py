@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
-from bench.asking import CLIENT_S, Asking
 from bench.fleet import Process, ProcessFleet, wait_until
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.rpc import new_incarnation
+from tests.support.asking import CLIENT_S, Asking
 from tests.support.oracle import Oracle, random_prompt
 
 VOCAB = 300

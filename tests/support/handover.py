@@ -38,7 +38,7 @@ async def workers(
 
 
 def used(worker: PrefillWorker | DecodeWorker) -> int:
-    return worker.scheduler.cache.num_held
+    return worker.scheduler.kv.cache.num_held
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:

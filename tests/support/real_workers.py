@@ -217,7 +217,7 @@ async def _serving(
     address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
     engine, runner = built or build_kv_engine()
     worker = build_worker(name, config, engine, address, trust, new_incarnation())
-    worker.scheduler.cache = TellingCache(engine.pool, signal)
+    worker.scheduler.kv.cache = TellingCache(engine.pool, signal)
     role = build_role(config, worker)
     role.add_to(server)
     role.loop.thread.start()

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from wire.logprobs import TokenLogprobs
+from worker.kv_cache import KVCacheManager
 from worker.plan import TokenBudget, schedule
 from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.receiving import begin_read, finish_read
 from worker.scheduler import Scheduler
 from worker.sequences import ANY_NUMBER, Phase, ScheduledSequence, Sequence, SequenceParams, Update
 
@@ -68,7 +70,8 @@ def build_scheduler(
 ) -> tuple[Scheduler, list[int]]:
     generations = [0] * num_pages
     cache = PrefixCache(num_pages, generations)
-    return Scheduler(cache, page_tokens, max_running, LEASE_S, "model", max_offer_pages), generations
+    kv = KVCacheManager(cache, page_tokens, "model", max_offer_pages=max_offer_pages)
+    return Scheduler(kv, max_running, LEASE_S), generations
 
 
 def plan(scheduler: Scheduler, prompt_tokens: int) -> list[ScheduledSequence]:
@@ -101,9 +104,9 @@ def awaited(handle: int, num_prompt: int, max_tokens: int, **others: Any) -> Seq
 def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0, num_slots: int = 0) -> None:
     """Receive all the KV it waits for, in one offer, with so many slots of state."""
     begin, end = sequence.computed, sequence.params.end
-    num_pages = num_pages_for(end - begin, scheduler.page_tokens)
-    scheduler.begin_read(sequence.id, sequence.params.attempt, begin, end, num_pages, num_slots)
-    scheduler.finish_read(sequence.id, end, now, num_slots)
+    num_pages = num_pages_for(end - begin, scheduler.kv.page_tokens)
+    begin_read(scheduler, sequence.id, sequence.params.attempt, begin, end, num_pages, num_slots)
+    finish_read(scheduler, sequence.id, end, now, num_slots)
 
 
 def text_of(sequence: Sequence) -> tuple[int, ...]:

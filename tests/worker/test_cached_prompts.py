@@ -27,6 +27,7 @@ from tests.support.real_workers import (
     prefill_worker,
 )
 from wire.page_keys import page_keys
+from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -183,7 +184,7 @@ async def test_a_long_prompt_holds_the_event_loop_little_longer_than_its_pages_k
 
 def test_prompt_log_probabilities_are_all_told_when_cached_pages_overtake_them() -> None:
     engine, _runner = build_kv_engine()
-    scheduler = Scheduler(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, 8, PATIENCE_S)
+    scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS), 8, PATIENCE_S)
     told: list[Update] = []
     loop = WorkerLoop(
         DraftsAndMasks(Speculator({}, CostMeter(), "off", 0), scheduler), scheduler, engine.runner, engine.rows,

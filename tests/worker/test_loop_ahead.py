@@ -44,7 +44,7 @@ def test_answers_are_those_of_step_by_step(
     requests = build_requests(drafter)
     answers = late.run(requests)
     if num_pages == NUM_PAGES:
-        assert late.scheduler.num_hit and not late.scheduler.num_preemptions
+        assert late.scheduler.kv.num_hit and not late.scheduler.num_preemptions
     else:
         assert late.scheduler.num_preemptions
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]

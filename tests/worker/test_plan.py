@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.sequence_params import answer, finish, prompt
 from wire.logprobs import TokenLogprobs
+from worker.kv_cache import KVCacheManager
 from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
@@ -16,7 +17,7 @@ MISSING = st.lists(st.integers(1, 50), max_size=8)
 
 
 def build_scheduler(num_pages: int = 400, max_running: int = 8) -> Scheduler:
-    return Scheduler(PrefixCache(num_pages, [0] * num_pages), page_tokens=4, max_running=max_running, lease_s=10.0)
+    return Scheduler(KVCacheManager(PrefixCache(num_pages, [0] * num_pages), 4), max_running, lease_s=10.0)
 
 
 def budget(prompt_tokens: int) -> TokenBudget:

@@ -19,20 +19,22 @@ from tests.support.sequence_params import (
     token_at,
 )
 from wire.logprobs import TokenLogprobs
+from worker.kv_cache import KVCacheManager
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.scheduler import OfferRefusedError, Scheduler, num_rows_for
+from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
+from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import Phase
 
 
 def test_an_equal_prompt_finds_whole_pages_at_admission() -> None:
     scheduler, generations = build_scheduler(num_pages=20, page_tokens=4)
     first = scheduler.admit(answer(1, 11, 2, first=7), 0.0)
-    assert (first.num_cached, scheduler.num_queried, scheduler.num_hit) == (0, 10, 0)
+    assert (first.num_cached, scheduler.kv.num_queried, scheduler.kv.num_hit) == (0, 10, 0)
     run(scheduler)
     before = list(generations)
     again = scheduler.admit(answer(2, 11, 2, first=7, local_prefill_max_tokens=2), 0.0)
     assert (again.num_cached, again.computed, again.launched) == (8, 8, 8)
-    assert (scheduler.num_queried, scheduler.num_hit) == (20, 8)
+    assert (scheduler.kv.num_queried, scheduler.kv.num_hit) == (20, 8)
     assert again.phase is Phase.ACTIVE, "two positions are missing, the limit for computing here"
     assert sum(old != new for old, new in zip(before, generations, strict=True)) == 1, "only the third page is new"
     (planned,) = plan(scheduler, 99)
@@ -72,22 +74,22 @@ def test_salts_models_and_first_pages_keep_prompts_apart() -> None:
         found.append(scheduler.admit(params, 0.0).num_cached)
         run(scheduler)
     assert found == [0, 0, 0, 0, 8, 8]
-    other = Scheduler(scheduler.cache, 4, 8, LEASE_S, "another model")
+    other = Scheduler(KVCacheManager(scheduler.kv.cache, 4, "another model"), 8, LEASE_S)
     assert other.admit(answer(1, 9, 1, first=7), 0.0).num_cached == 0
 
 
 def test_a_page_has_no_key_before_its_kv_is_complete() -> None:
     scheduler, _ = build_scheduler(num_pages=20, page_tokens=4)
     first = scheduler.admit(awaited(1, 13, 2, first=7), 0.0)
-    scheduler.begin_read(first.id, first.params.attempt, 0, 4, 1)
-    scheduler.finish_read(first.id, 4, 0.0)
-    targets, _ = scheduler.begin_read(first.id, first.params.attempt, 4, 12, 2)
+    begin_read(scheduler, first.id, first.params.attempt, 0, 4, 1)
+    finish_read(scheduler, first.id, 4, 0.0)
+    targets, _ = begin_read(scheduler, first.id, first.params.attempt, 4, 12, 2)
     second = scheduler.admit(awaited(2, 13, 2, first=7), 0.0)
     assert second.pages[:1] == first.pages[:1] and not {*second.pages} & {*targets}
-    scheduler.fail_read(first.id)
+    fail_read(scheduler, first.id)
     assert scheduler.admit(awaited(3, 13, 2, first=7), 0.0).num_cached == 4
     with pytest.raises(OfferRefusedError, match=r"offer of \[0, 12\) where \[4, 12\) is wanted"):
-        scheduler.begin_read(second.id, second.params.attempt, 0, 12, 3)
+        begin_read(scheduler, second.id, second.params.attempt, 0, 12, 3)
     receive(scheduler, second)
     assert second.phase is Phase.ACTIVE
 
@@ -98,7 +100,7 @@ def test_a_prompt_whose_log_probabilities_are_told_is_computed_anew() -> None:
         scored = scheduler.admit(answer(handle, 11, 1, first=7, num_prompt_logprobs=None if handle == 1 else 0), 0.0)
         assert (scored.num_cached, scored.num_to_score(99)) == (0, 0 if handle == 1 else 10)
         run(scheduler)
-    assert (scheduler.num_queried, scheduler.num_hit) == (10, 0), "the others did no lookup"
+    assert (scheduler.kv.num_queried, scheduler.kv.num_hit) == (10, 0), "the others did no lookup"
     assert scheduler.admit(answer(4, 11, 1, first=7), 0.0).num_cached == 8
 
 
@@ -109,7 +111,7 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
     while new.phase is Phase.ACTIVE:
         step(scheduler)
     assert (new.phase, new.pages, new.computed) == (Phase.PREEMPTED, [], 0)
-    assert scheduler.cache.num_spare > 3
+    assert scheduler.kv.cache.num_spare > 3
     with pytest.raises(NoRoomError):  # newcomers do not overtake it
         scheduler.admit(answer(3, 1, 1), 0.0)
     tokens = list(new.tokens)
@@ -126,16 +128,16 @@ def test_pages_without_the_draft_models_kv_are_marked_when_it_is_filled_in() -> 
     first = scheduler.admit(answer(1, 14, 2, first=7), 0.0)
     assert first.draft_computed == 0
     step(scheduler)
-    scheduler.advance_draft(first, 6)  # a page and a half
-    assert [scheduler.cache.has_draft(page) for page in first.pages] == [True, False, False, False]
+    scheduler.kv.advance_draft(first, 6)  # a page and a half
+    assert [scheduler.kv.cache.has_draft(page) for page in first.pages] == [True, False, False, False]
     second = scheduler.admit(answer(2, 14, 2, first=7), 0.0)
     assert (second.computed, second.draft_computed) == (12, 4)
-    scheduler.advance_draft(second, 9)
+    scheduler.kv.advance_draft(second, 9)
     third = scheduler.admit(answer(3, 14, 2, first=7), 0.0)
     assert third.draft_computed == 8
-    scheduler.advance_draft(third, 14)
-    assert [scheduler.cache.has_draft(page) for page in third.pages] == [True, True, True, False]
-    scheduler.advance_draft(third, 13)
+    scheduler.kv.advance_draft(third, 14)
+    assert [scheduler.kv.cache.has_draft(page) for page in third.pages] == [True, True, True, False]
+    scheduler.kv.advance_draft(third, 13)
     assert third.draft_computed == 13
 
 
@@ -146,8 +148,8 @@ def test_pages_that_are_read_behind_a_gap_do_not_count() -> None:
     sequence = scheduler.admit(awaited(2, 17, 2, first=7), 0.0)
     receive(scheduler, sequence)
     assert (sequence.computed, sequence.draft_computed) == (16, 0)
-    scheduler.advance_draft(sequence, 16)
-    assert all(scheduler.cache.has_draft(page) for page in sequence.pages[:4])
+    scheduler.kv.advance_draft(sequence, 16)
+    assert all(scheduler.kv.cache.has_draft(page) for page in sequence.pages[:4])
 
 
 def test_the_next_step_is_planned_on_counts() -> None:
@@ -177,12 +179,12 @@ def test_pages_stay_held_until_no_launched_step_can_touch_them(is_aborted: bool)
         assert finish(scheduler, first) == []
     else:
         assert [update.finish_reason for update in finish(scheduler, first)] == ["stop"]
-    assert sequence.phase is Phase.ENDED and scheduler.cache.num_held == 2 and sequence.row >= 0
+    assert sequence.phase is Phase.ENDED and scheduler.kv.cache.num_held == 2 and sequence.row >= 0
     with pytest.raises(NoRoomError):
         scheduler.admit(answer(2, 9, 1), 0.0)
     assert generations == before
     assert finish(scheduler, second) == []
-    assert (scheduler.cache.num_held, len(scheduler), scheduler.num_launched) == (0, 0, 0)
+    assert (scheduler.kv.cache.num_held, len(scheduler), scheduler.num_launched) == (0, 0, 0)
     scheduler.admit(answer(3, 9, 1), 0.0)
 
 
@@ -259,46 +261,46 @@ def test_a_call_that_takes_its_time_to_end_holds_no_row() -> None:
         (planned,) = plan(scheduler, 99)
         scheduler.fail_step(planned, RuntimeError("no luck"), 0.0)
         scheduler.check()
-    assert scheduler.cache.num_held == 5, "pages that may be offered stay"
+    assert scheduler.kv.cache.num_held == 5, "pages that may be offered stay"
     for call in calls:
         scheduler.end(call)
-    assert (len(scheduler), scheduler.cache.num_held) == (0, 0)
+    assert (len(scheduler), scheduler.kv.cache.num_held) == (0, 0)
 
 
 def test_offers_are_of_so_many_pages_at_most() -> None:
     scheduler, _ = build_scheduler(num_pages=20, page_tokens=4, max_running=1, max_offer_pages=2)
     sequence = scheduler.admit(prompt(1, 23), 0.0, is_kept=True)
     finish(scheduler, plan(scheduler, 11))
-    assert [scheduler.next_offer(sequence, begin) for begin in (0, 8)] == [range(8), None]
+    assert [scheduler.kv.next_offer(sequence, begin) for begin in (0, 8)] == [range(8), None]
     finish(scheduler, plan(scheduler, 11))
-    assert [scheduler.next_offer(sequence, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
+    assert [scheduler.kv.next_offer(sequence, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
 
 
 def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
     scheduler, _ = build_scheduler(num_pages=9, page_tokens=2)
     sequence = scheduler.admit(awaited(1, 9, 1), now=0.0)
-    scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 4, 2)
-    scheduler.finish_read(sequence.id, 4, now=7.0)
-    assert scheduler.next_deadline() == 7.0 + LEASE_S
-    scheduler.begin_read(sequence.id, sequence.params.attempt, 4, 8, 2)
-    scheduler.fail_read(sequence.id)
-    assert scheduler.next_deadline() == 7.0 + LEASE_S
+    begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 4, 2)
+    finish_read(scheduler, sequence.id, 4, now=7.0)
+    assert next_deadline(scheduler) == 7.0 + LEASE_S
+    begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 2)
+    fail_read(scheduler, sequence.id)
+    assert next_deadline(scheduler) == 7.0 + LEASE_S
     assert sequence.computed == 4
-    (update,) = scheduler.expire(17.0)
+    (update,) = expire(scheduler, 17.0)
     assert (update.finish_reason, update.error) == ("expired", "no KV arrived within the lease of 10 s (--lease-s)")
-    assert scheduler.cache.num_held == 0
+    assert scheduler.kv.cache.num_held == 0
 
 
 def test_a_lease_does_not_end_while_an_offer_is_read() -> None:
     scheduler, _ = build_scheduler(num_pages=9, page_tokens=2)
     sequence = scheduler.admit(awaited(1, 9, 1), now=0.0)
-    scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 4, 2)
-    assert scheduler.next_deadline() is None and not scheduler.expire(LEASE_S + 5)
-    scheduler.finish_read(sequence.id, 4, now=LEASE_S + 6)
-    assert scheduler.next_deadline() == 2 * LEASE_S + 6
-    scheduler.begin_read(sequence.id, sequence.params.attempt, 4, 8, 2)
-    scheduler.fail_read(sequence.id)
-    assert [update.finish_reason for update in scheduler.expire(2 * LEASE_S + 6)] == ["expired"]
+    begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 4, 2)
+    assert next_deadline(scheduler) is None and not expire(scheduler, LEASE_S + 5)
+    finish_read(scheduler, sequence.id, 4, now=LEASE_S + 6)
+    assert next_deadline(scheduler) == 2 * LEASE_S + 6
+    begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 2)
+    fail_read(scheduler, sequence.id)
+    assert [update.finish_reason for update in expire(scheduler, 2 * LEASE_S + 6)] == ["expired"]
 
 
 def test_refusals_name_numbers_and_settings() -> None:
@@ -311,12 +313,12 @@ def test_refusals_name_numbers_and_settings() -> None:
     with pytest.raises(
         OfferRefusedError, match=rf"offer of attempt 9; session {sequence.id} is {sequence.params.attempt}"
     ):
-        scheduler.begin_read(sequence.id, 9, 0, 8, 2)
+        begin_read(scheduler, sequence.id, 9, 0, 8, 2)
     with pytest.raises(OfferRefusedError, match=r"offer of \[4, 8\) where \[0, 8\) is wanted"):
-        scheduler.begin_read(sequence.id, sequence.params.attempt, 4, 8, 1)
-    assert scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2) == (sequence.pages[:2], [])
+        begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 1)
+    assert begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 8, 2) == (sequence.pages[:2], [])
     with pytest.raises(OfferRefusedError, match="is reading another offer"):
-        scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2)
+        begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 8, 2)
 
 
 def test_the_last_to_go_is_noticed() -> None:
@@ -359,7 +361,7 @@ def test_drafts_take_no_page_that_another_sequence_may_need() -> None:
     first, _second = (scheduler.admit(answer(handle, 1, 9), 0.0) for handle in (1, 2))
     plan(scheduler, 99)
     assert scheduler.make_room_for_drafts(first, 99) == 2 * 3 - 1, "of four pages two are left for two sequences"
-    assert scheduler.cache.num_spare == 2
+    assert scheduler.kv.cache.num_spare == 2
     assert most_drafts(first) == 0 and replace(first.params, max_draft_tokens=99).max_draft_tokens == 99
 
 

@@ -13,7 +13,8 @@ from tests.support import sequence_params as make
 from tests.support.sequence_params import answer, awaited, finish, pack, plan, prompt, receive, run, text_of
 from wire.page_keys import page_keys, root_key
 from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
-from worker.scheduler import OfferRefusedError, Scheduler
+from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read
+from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Sequence
 from worker.states import MOST_SLOTS, StateSlots, choose_spacing
 
@@ -22,8 +23,8 @@ PAGE, SPACING = 4, 12
 
 def build(num_pages: int = 60, num_slots: int = 60, max_running: int = 8) -> tuple[Scheduler, StateSlots]:
     scheduler, _ = make.build_scheduler(num_pages, PAGE, max_running)
-    scheduler.states = StateSlots(PrefixCache(num_slots, [0] * num_slots), PAGE, SPACING)
-    return scheduler, scheduler.states
+    states = scheduler.kv.states = StateSlots(PrefixCache(num_slots, [0] * num_slots), PAGE, SPACING)
+    return scheduler, states
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -80,9 +81,9 @@ def test_a_hand_over_brings_the_state_and_the_last_checkpoint(num_prompt: int, n
     source = prefill.admit(prompt(1, num_prompt, first=7), 0.0, is_kept=True)
     target = decode.admit(awaited(1, num_prompt, 2, first=7), 0.0)
     while source.num_missing:
-        assert prefill.states_of(source, range(source.computed)) == []
+        assert prefill.kv.states_of(source, range(source.computed)) == []
         finish(prefill, plan(prefill, 6))
-    slots = prefill.states_of(source, range(source.computed))
+    slots = prefill.kv.states_of(source, range(source.computed))
     assert len(slots) == len(set(slots)) == num_slots
     receive(decode, target, num_slots=num_slots)
     prefill.end(source)
@@ -97,8 +98,8 @@ def test_an_offer_without_its_state_is_refused() -> None:
     sequence = scheduler.admit(awaited(1, 11, 2), 0.0)
     for end, num_slots in ((8, 1), (10, 0), (10, 3)):
         with pytest.raises(OfferRefusedError, match=rf"{num_slots} states offered with \[0, {end}\) of \[0, 10\)"):
-            scheduler.begin_read(sequence.id, sequence.params.attempt, 0, end, num_pages_for(end, PAGE), num_slots)
-    assert scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2, 0)[1] == []
+            begin_read(scheduler, sequence.id, sequence.params.attempt, 0, end, num_pages_for(end, PAGE), num_slots)
+    assert begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 8, 2, 0)[1] == []
 
 
 def test_a_preempted_sequence_continues_at_a_checkpoint_once_there_are_slots() -> None:
@@ -107,7 +108,7 @@ def test_a_preempted_sequence_continues_at_a_checkpoint_once_there_are_slots() -
     new = scheduler.admit(answer(2, 15, 12), 0.0)
     while not new.num_preemptions:
         finish(scheduler, plan(scheduler, 99))
-    assert new.state is None
+    assert not new.state.held
     taken = states.cache.allocate(states.cache.num_spare - 1)
     scheduler.abort("g", [1])
     states.cache.release(taken[:-1])
@@ -175,7 +176,7 @@ class Device:
     def collect(self) -> None:
         for one, fails in self.flights.popleft():
             if one.is_dropped:
-                self.scheduler.end_dropped(one)
+                self.scheduler.end_step(one)
             elif fails:
                 self.scheduler.fail_step(one, ValueError("the device failed"), 0.0)
             elif any(update.finish_reason for update in finish(self.scheduler, [one])):
@@ -188,7 +189,7 @@ class Device:
             begin, limit = sequence.computed, sequence.params.end
             end = self.rng.choice([min(begin + PAGE, limit), limit])
             counts = num_pages_for(end - begin, PAGE), len(stops_of(sequence)) if end == limit else 0
-            read = self.scheduler.begin_read(sequence.id, sequence.params.attempt, begin, end, *counts)
+            read = begin_read(self.scheduler, sequence.id, sequence.params.attempt, begin, end, *counts)
             self.reads.append((sequence, end, read[1]))
 
     def end_reads(self) -> None:
@@ -197,9 +198,9 @@ class Device:
             for slot, stop in zip(slots, stops_of(sequence), strict=bool(slots)):
                 self.slots[slot] = text_of(sequence)[:stop] if is_good else None
             if is_good:
-                self.scheduler.finish_read(sequence.id, end, 0.0, len(slots))
+                finish_read(self.scheduler, sequence.id, end, 0.0, len(slots))
             else:
-                self.scheduler.fail_read(sequence.id)
+                fail_read(self.scheduler, sequence.id)
         self.reads.clear()
 
     def end_prompts(self) -> None:
@@ -207,7 +208,7 @@ class Device:
         for sequence in self.scheduler:
             is_ended, is_whole = sequence.phase is Phase.ENDED, sequence.computed == sequence.params.end
             if sequence.is_kept and is_whole and not is_ended and sequence.computed:
-                offered = [self.slots[slot] for slot in self.scheduler.states_of(sequence, range(sequence.computed))]
+                offered = [self.slots[slot] for slot in self.scheduler.kv.states_of(sequence, range(sequence.computed))]
                 expected = [text_of(sequence)[:stop] for stop in stops_of(sequence)]
                 assert offered == (expected if self.is_ample else expected[: max(len(offered), 1)])
                 self.ended.append(sequence)
@@ -226,7 +227,7 @@ class Device:
         self.scheduler.check()
         for sequence in self.scheduler:
             state, text = sequence.state, text_of(sequence)
-            if state is None or sequence.phase is Phase.ENDED or self.is_failing(sequence):
+            if not state.held or sequence.phase is Phase.ENDED or self.is_failing(sequence):
                 continue
             assert len(state.held) <= MOST_SLOTS + 1 + len(state.retired)
             assert state.source >= 0 or not sequence.launched or sequence.phase is Phase.RECEIVING
@@ -237,7 +238,7 @@ class Device:
             assert len(seen) % PAGE == 0 and [*page_keys(root_key("model", ""), pack(seen), PAGE)][-1] == key
         for sequence in self.ended if self.is_ample else ():
             whole = sequence.num_known // PAGE
-            assert sequence.state or self.states.find(sequence.keys[:whole])[0] == whole
+            assert sequence.state.held or self.states.find(sequence.keys[:whole])[0] == whole
 
 
 def stops_of(sequence: Sequence) -> list[int]:
@@ -256,4 +257,4 @@ def test_every_step_reads_its_own_state_and_every_checkpoint_is_that_of_its_key(
         if event == "admit" or len(device.scheduler):
             getattr(device, event)()
             device.check()
-    assert device.states.cache.num_held == device.scheduler.cache.num_held == len(device.scheduler) == 0
+    assert device.states.cache.num_held == device.scheduler.kv.cache.num_held == len(device.scheduler) == 0

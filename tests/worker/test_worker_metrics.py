@@ -20,6 +20,7 @@ from tests.support.real_workers import (
     expected_answer,
     packed,
 )
+from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -87,7 +88,7 @@ def test_drafts_are_counted_and_those_that_were_right() -> None:
     prompt, num_tokens = PROMPT[:5], 30
     liar = Liar(expected_answer(prompt, num_tokens))
     engine, _runner = build_kv_engine(max_running=1)
-    scheduler = Scheduler(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
+    scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS), 1, lease_s=60)
     metrics, news = DecodeMetrics(scheduler), list[Update]()
     loop = WorkerLoop(
         DraftsAndMasks(build_eager_speculator({"liar": liar}), scheduler), scheduler, engine.runner, engine.rows,

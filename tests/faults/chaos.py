@@ -1,6 +1,6 @@
 """Kills a random worker every few seconds under load, and checks that clients see only a pause.
 
-    python -m bench.chaos --minutes 5
+    python -m tests.faults.chaos --minutes 5
 
 Exit code 1 if an answer differs from the undisturbed one, a request hangs or fails, or pages stay used.
 """
@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bench.asking import Asking, draw_salt
 from bench.fleet import ProcessFleet, run_fleet
+from tests.support.asking import Asking, draw_salt
 
 VOCAB = 300  # prompts of token ids below this
 HANG_S = 60.0  # longest allowed pause between messages

@@ -1,6 +1,6 @@
 """Hours of ordinary trouble: disconnecting clients, bad input, restarts; memory, files and pages must not grow.
 
-    python -m bench.soak --minutes 60 --restart-every-s 120
+    python -m tests.faults.soak --minutes 60 --restart-every-s 120
 
 Exit code 1 if memory grows, files stay open, pages stay used, an answer is wrong or a request hangs or fails. A
 restarted worker is measured anew; a process that lived less than five minutes is shown, but not judged.
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import grpc
 
-from bench.asking import Asking, draw_salt
-from bench.chaos import HANG_S, UNUSED_S, Case, Tally, build_cases
 from bench.fleet import Process, ProcessFleet, run_fleet
+from tests.faults.chaos import HANG_S, UNUSED_S, Case, Tally, build_cases
+from tests.support.asking import Asking, draw_salt
 
 ALLOWED = {"right", "cancelled", "refused"}  # outcomes
 CANCELLED, BAD = 0.20, 0.05  # shares of all requests

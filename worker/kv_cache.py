@@ -1,0 +1,150 @@
+"""The pages and slots of a worker's sequences: found by key, given out, and named once their KV is complete. Pure.
+
+prefix_cache.py describes a page, states.py a slot. The scheduler decides which sequence gets them.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
+from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.sequences import ANY_NUMBER, Phase, Sequence, SequenceParams
+from worker.states import StateSlots, no_states
+
+
+class Hit(NamedTuple):
+    """What is cached of a prompt."""
+
+    pages: list[int]
+    num_usable: int  # of these pages: a step can continue behind them
+    checkpoint: int  # the slot with the state behind the usable pages; -1: none
+
+
+@dataclass(slots=True)
+class KVCacheManager:
+    """Owns the pages and slots, and what a sequence has of them. The caller serialises calls."""
+
+    cache: PrefixCache  # of pages
+    page_tokens: int
+    model: str = ""  # fingerprint of the weights
+    states: StateSlots = field(default_factory=no_states)
+    max_offer_pages: int = ANY_NUMBER  # bounds the duration of a read
+    num_queried: int = 0  # prompt tokens looked up
+    num_hit: int = 0  # of those, the cached ones
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that so many positions fill, the last one perhaps in part."""
+        return num_pages_for(num_tokens, self.page_tokens)
+
+    def keys_of(self, params: SequenceParams) -> list[PageKey]:
+        """Keys of the whole pages before `params.end`. 6 ms for 128k tokens: computed before locking."""
+        return list(page_keys(self._root_of(params), params.prompt[: params.end * TOKEN_BYTES], self.page_tokens))
+
+    def _root_of(self, params: SequenceParams) -> PageKey:
+        """The parent key of the first page."""
+        return root_key(self.model, params.cache_salt)
+
+    # -- what a sequence has -------------------------------------------------------------------------------------
+
+    def find(self, keys: Seq[PageKey]) -> Hit:
+        """What is cached under the leading keys. Does not hold it."""
+        pages = self.cache.find(keys)
+        return Hit(pages, *self.states.find(keys[: len(pages)]))
+
+    def choose_pages(self, hit: Hit, sequence: Sequence) -> list[int]:
+        """The pages of the hit that the sequence is to hold: usable ones; all, if its state is received."""
+        if sequence.phase is not Phase.RECEIVING:
+            return hit.pages[: hit.num_usable]
+        is_all = self.states.exist and len(hit.pages) * self.page_tokens == sequence.params.end
+        return hit.pages[:-1] if is_all else hit.pages  # the state comes with some pages
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Pages for all its tokens."""
+        return self.num_pages(len(sequence.tokens) if sequence.params.max_tokens else sequence.params.end)
+
+    def open(self, sequence: Sequence, hit: Hit, found: list[int]) -> None:
+        """Hold the pages `found`, allocate the others, and slots. NoRoomError: there are no slots, nothing is held."""
+        if sequence.phase is Phase.RECEIVING:
+            sequence.state = self.states.open_receiving(has_checkpoint=sequence.params.end >= self.page_tokens)
+        else:
+            ends = hit.num_usable * self.page_tokens, len(hit.pages) * self.page_tokens
+            sequence.state = self.states.open(hit.checkpoint, *ends)
+        self.cache.hold(found)
+        sequence.pages = found + self.cache.allocate(self.num_needed(sequence) - len(found))
+        sequence.num_named = len(found)
+        sequence.computed = sequence.launched = len(found) * self.page_tokens
+        sequence.draft_computed = 0
+        for page in found:
+            if not self.cache.has_draft(page):
+                break
+            sequence.draft_computed += self.page_tokens
+        sequence.draft_launched = sequence.draft_computed
+
+    def extend(self, sequence: Sequence, count: int) -> None:
+        """Give it `count` more pages. NoRoomError."""
+        sequence.pages += self.cache.allocate(count)
+
+    def advance(self, sequence: Sequence, computed: int) -> None:
+        """KV of positions [0, computed) is in its pages: whole pages and checkpoints get their keys."""
+        sequence.computed = computed
+        size = self.page_tokens
+        while (at := sequence.num_named) < computed // size:
+            if at == len(sequence.keys):
+                parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.params)
+                sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
+            self.cache.name(sequence.pages[at], sequence.keys[at])
+            sequence.num_named += 1
+        self.states.finish_step(sequence)
+
+    def advance_draft(self, sequence: Sequence, computed: int) -> None:
+        """The draft model's KV of positions [0, computed) is in its pages; a lower number invalidates the rest."""
+        before, sequence.draft_computed = sequence.draft_computed, computed
+        sequence.draft_launched = max(sequence.draft_launched, computed)
+        for page in sequence.pages[before // self.page_tokens : computed // self.page_tokens]:
+            self.cache.mark_draft(page)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back its pages and slots."""
+        self.states.close(sequence)
+        self.cache.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_pages_in_row = min(sequence.num_pages_in_row, 0)
+
+    # -- offers --------------------------------------------------------------------------------------------------
+
+    def next_offer(self, sequence: Sequence, begin: int) -> range | None:
+        """Positions from `begin` on that can be offered now: whole pages, plus the last part once all are computed."""
+        computed, end = sequence.computed, sequence.params.end
+        whole = computed if computed == end else computed // self.page_tokens * self.page_tokens
+        stop = min(whole, begin + self.max_offer_pages * self.page_tokens)
+        return range(begin, stop) if stop > begin else None
+
+    def pages_of(self, sequence: Sequence, positions: range) -> list[int]:
+        """The pages that hold `positions`, which start on a page boundary."""
+        return sequence.pages[positions.start // self.page_tokens : self.num_pages(positions.stop)]
+
+    def states_of(self, sequence: Sequence, positions: range) -> list[int]:
+        """The slots to offer with `positions`: with the last ones the state after them, and that after whole pages."""
+        state, end = sequence.state, sequence.params.end
+        if not state.held or positions.stop < end:
+            return []
+        whole = end // self.page_tokens * self.page_tokens
+        return [state.source, *([state.checkpoint] if 0 < whole == state.checkpoint_at < end else [])]
+
+    def check(self, sequences: Seq[Sequence]) -> None:
+        """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
+        self.cache.check(page for sequence in sequences for page in sequence.pages)
+        self.states.check(sequences)
+        writers: set[int] = set()
+        for sequence in sequences:
+            end = max(sequence.computed, sequence.launched, sequence.draft_computed)
+            if end > len(sequence.pages) * self.page_tokens:
+                raise AssertionError(f"sequence {sequence.id} has KV, or will have, beyond its pages")
+            writable = sequence.pages[sequence.computed // self.page_tokens :]
+            if not writers.isdisjoint(writable):
+                raise AssertionError(f"sequence {sequence.id} may write to a page that another one writes to")
+            writers.update(writable)
+        for sequence in sequences:
+            if not writers.isdisjoint(sequence.pages[: sequence.computed // self.page_tokens]):
+                raise AssertionError(f"a page that sequence {sequence.id} has completed may be written to")

@@ -1,0 +1,104 @@
+"""KV that a scheduler's sequences get from other workers: leases, offers that are accepted, and their reads. Pure."""
+
+from worker.scheduler import Scheduler
+from worker.sequences import Phase, Sequence, Update
+
+
+class OfferRefusedError(Exception):
+    """The sequence does not accept this offer. `reason` is one word, as in OfferResponse.reason."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def renew(scheduler: Scheduler, sequence_id: int, attempt: int, now: float) -> None:
+    """The prompt is still being computed: restart the lease. Raises OfferRefusedError."""
+    _find_receiving(scheduler, sequence_id, attempt).deadline = now + scheduler.lease_s
+
+
+def begin_read(
+    scheduler: Scheduler, sequence_id: int, attempt: int, begin: int, end: int, num_pages: int, num_slots: int = 0
+) -> tuple[list[int], list[int]]:
+    """Accept an offer of positions [begin, end), and of states as `KVCacheManager.states_of` has them.
+
+    Returns the pages and the slots to copy into, held until `finish_read` or `fail_read`. A sequence's offers come in
+    order, one at a time. Raises OfferRefusedError.
+    """
+    sequence, page_tokens = _find_receiving(scheduler, sequence_id, attempt), scheduler.kv.page_tokens
+    if sequence.is_read:
+        raise OfferRefusedError("session", f"session {sequence_id} is reading another offer")
+    limit = sequence.params.end
+    is_aligned = begin % page_tokens == 0 and (end % page_tokens == 0 or end == limit)
+    if begin != sequence.computed or not begin < end <= limit or not is_aligned:
+        raise OfferRefusedError(
+            "bounds", f"offer of [{begin}, {end}) where [{sequence.computed}, {limit}) is wanted, page by page"
+        )
+    targets = scheduler.kv.pages_of(sequence, range(begin, end))
+    if len(targets) != num_pages:
+        raise OfferRefusedError("bounds", f"{num_pages} pages offered for [{begin}, {end}), not {len(targets)}")
+    slots = sequence.state.targets
+    least = 1 if slots and end == limit else 0
+    if not least <= num_slots <= (len(slots) - 1) * least:
+        raise OfferRefusedError("bounds", f"{num_slots} states offered with [{begin}, {end}) of [0, {limit})")
+    sequence.is_read = True
+    return targets, slots[:num_slots]
+
+
+def _find_receiving(scheduler: Scheduler, sequence_id: int, attempt: int) -> Sequence:
+    sequence = scheduler.get(sequence_id)
+    if sequence is None or sequence.phase is Phase.ENDED:
+        raise OfferRefusedError("session", f"session {sequence_id} is not open here")
+    if sequence.params.attempt != attempt:
+        raise OfferRefusedError(
+            "attempt", f"offer of attempt {attempt}; session {sequence_id} is {sequence.params.attempt}"
+        )
+    if sequence.phase is not Phase.RECEIVING:
+        raise OfferRefusedError("session", f"session {sequence_id} takes no offer now ({sequence.phase.value})")
+    return sequence
+
+
+def finish_read(scheduler: Scheduler, sequence_id: int, end: int, now: float, num_slots: int = 0) -> None:
+    """The copy of an accepted offer is done and checked: KV up to `end` is here, for both models, and states."""
+    sequence = scheduler[sequence_id]
+    if sequence.phase is Phase.RECEIVING:
+        kv = scheduler.kv
+        sequence.deadline = now + scheduler.lease_s
+        if sequence.draft_computed == sequence.computed:  # no gap before it
+            kv.advance_draft(sequence, end)
+        sequence.launched = end
+        if num_slots:
+            kv.states.finish_receiving(sequence.state, end // kv.page_tokens * kv.page_tokens if num_slots > 1 else 0)
+        scheduler.advance(sequence, end, now)
+        if end == sequence.params.end:
+            sequence.phase = Phase.ACTIVE
+    _end_read(scheduler, sequence)
+
+
+def fail_read(scheduler: Scheduler, sequence_id: int) -> None:
+    """The copy of an accepted offer failed: its data is not used, and the same positions may be offered again."""
+    _end_read(scheduler, scheduler[sequence_id])
+
+
+def _end_read(scheduler: Scheduler, sequence: Sequence) -> None:
+    sequence.is_read = False
+    scheduler.remove_if_over(sequence)
+
+
+def expire(scheduler: Scheduler, now: float) -> list[Update]:
+    """End sequences whose KV did not arrive within the lease."""
+    error = f"no KV arrived within the lease of {scheduler.lease_s:g} s (--lease-s)"
+    late = [sequence for sequence in _find_leased(scheduler) if sequence.deadline <= now]
+    scheduler.num_expired += len(late)
+    return [scheduler.fail(sequence, error, now, "expired") for sequence in late]
+
+
+def next_deadline(scheduler: Scheduler) -> float | None:
+    """When `expire` must be called next."""
+    return min((sequence.deadline for sequence in _find_leased(scheduler)), default=None)
+
+
+def _find_leased(scheduler: Scheduler) -> list[Sequence]:
+    """Sequences that wait for the next offer; reads have their own time limit."""
+    return [sequence for sequence in scheduler.in_phase(Phase.RECEIVING) if not sequence.is_read]
