@@ -87,22 +87,6 @@ def test_on_an_event_loop(served: Served) -> None:
     assert asyncio.run(talk()) == [ANSWER] * 3
 
 
-def test_calls_in_chats(openai_client: openai.OpenAI, served: Served) -> None:
-    """A message is sent back as an object, as a dict without nulls, and as a dict with them."""
-    served.ring.reset(served.script(BOTH))
-    asked: Any = {**CHAT, "tools": tools_of("chat")}
-    with openai_client.chat.completions.stream(**asked) as stream:
-        streamed: Any = stream.get_final_completion().choices[0].message
-    whole: Any = openai_client.chat.completions.create(**asked).choices[0].message
-    for message in (streamed, whole):
-        assert [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls] == CALLED
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.tool_calls]
-    said = {**whole.model_dump(), "provider_specific_fields": {"refusal": None}}  # litellm adds this
-    for form in (whole, whole.model_dump(exclude_none=True), said):
-        openai_client.chat.completions.create(**{**asked, "messages": [*HELLO, form, *results]})
-    assert len({sent["prompt_ids"] for sent in served.ring.sent[-3:]}) == 1
-
-
 def test_calls_and_forms_in_responses(openai_client: openai.OpenAI, served: Served) -> None:
     client, asked = openai_client, {**RESPONSES, "tools": tools_of("responses")}
     served.ring.reset(served.script(BOTH))

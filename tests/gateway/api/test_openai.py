@@ -17,7 +17,7 @@ from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
-from tests.support.tiny_tokenizer import CONTEXT, END
+from tests.support.tiny_tokenizer import END
 from tests.support.words import HELLO, TOOLS
 from wire.logprobs import TokenLogprobs
 
@@ -107,11 +107,6 @@ def test_equal_prompts_get_seeds_of_their_own(served: Served) -> None:
     assert len({sent["seed"] for sent in served.ring.sent}) == 3
 
 
-def test_most_prompts(served: Served) -> None:
-    (answer,) = ask(served, prompt=["a"] * 64, n=2)
-    assert [choice["text"] for choice in answer["choices"]] == [ANSWER] * 128
-
-
 # -- log-probabilities -----------------------------------------------------------------------------------------------
 
 
@@ -185,13 +180,6 @@ def test_echo_of_texts(served: Served, stream: bool, more: dict[str, Any]) -> No
     assert outcome.texts == [f"{prompts[0]}{ANSWER}"] * 2 + [f"{prompts[1]}{ANSWER}"] * 2
 
 
-def test_offsets_count_the_control_tokens_that_a_prompt_is_written_with(served: Served) -> None:
-    (choice,) = ask(served, prompt="<|user|>hi there<|end|>ok", echo=True, logprobs=0)[0]["choices"]
-    told = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
-    for token, offset in told[1:-1]:  # tokens that begin and end texts are left out
-        assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
-
-
 def test_a_prompts_tokens_behind_ill_formed_bytes_begin_behind_them(served: Served) -> None:
     prompt = [served.ids("🙂")[0], *served.ids("ok")]
     (choice,) = ask(served, prompt=prompt, echo=True, logprobs=0, max_tokens=1)[0]["choices"]
@@ -229,19 +217,6 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens:
         assert told["text_offset"] == sorted(told["text_offset"])
     assert {sent["num_prompt_logprobs"] for sent in served.ring.sent} == {1}
     assert {sent["max_tokens"] for sent in served.ring.sent} == {max(max_tokens, 1)}
-
-
-def test_an_end_token_after_a_scored_prompt_is_told(served: Served) -> None:
-    """lm-eval drops the last token, whatever it is."""
-    served.ring.reset(Script([END]))
-    assert len(read_columns(ask(served, prompt=[5, 6, 7], echo=True, logprobs=1, max_tokens=1))["tokens"]) == 4
-
-
-def test_a_long_prompt_is_echoed_whole(served: Served) -> None:
-    prompt = [5 + at % 50 for at in range(CONTEXT - 1)]
-    (choice,) = ask(served, prompt=prompt, echo=True, logprobs=2, max_tokens=0)[0]["choices"]
-    assert choice["logprobs"]["tokens"] == [token_name(served, token_id) for token_id in prompt]
-    assert choice["text"] == served.tokenizer.decode(prompt)
 
 
 # -- where a prompt ends and its answer continues --------------------------------------------------------------------

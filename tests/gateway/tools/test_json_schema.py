@@ -75,7 +75,7 @@ def answers(text: str, count: int) -> list[Any]:
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(schemas(), schemas(depth=0), schemas(depth=1))
 def test_answers_match_all_that_is_not_reported(
     schema: dict[str, Any], one: dict[str, Any], other: dict[str, Any]

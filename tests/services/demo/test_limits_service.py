@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
 from bench.live import Live
 from bench.plain_http import HTTP
-from tests.support.grpc_adapters import read_status
 from tests.support.surface import MODEL, Surface
-from tests.support.words import Outcome
 
 CONTEXT = 4096
 PATIENCE_S = 120.0
@@ -53,29 +50,6 @@ def test_what_just_fits_is_answered_alike(
     assert answer["usage"]["completion_tokens"] == num_answer
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["text"] == surface.ask_one(prompt, max_tokens=max_tokens).text
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "field"),
-    [
-        (CONTEXT, None, "prompt"), (CONTEXT, 1, "prompt"), (CONTEXT + 1, 1, "prompt"),
-        (CONTEXT - 1, 2, "max_tokens"), (CONTEXT - 10, 11, "max_tokens"), (1, CONTEXT, "max_tokens"),
-    ],
-)  # fmt: skip
-def test_one_token_more_is_refused_alike(
-    demo: Live, surface: Surface, num_prompt: int, max_tokens: int | None, field: str
-) -> None:
-    prompt = [5] * num_prompt
-    refused = complete(demo, prompt=prompt, max_tokens=max_tokens)
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded")
-    with pytest.raises(grpc.RpcError) as raised:
-        surface.ask(prompt, max_tokens=max_tokens)
-    told = Outcome()
-    read_status(told, raised.value)
-    named = {"prompt": "token_ids"}.get(field, field)
-    assert (told.status, told.param) == (400, named)
-    assert told.message == error["message"].replace(f"{field} ", f"{named} ", 1)
 
 
 def test_fields_that_name_hosts_or_transfers_are_refused(demo: Live, trap: socket.socket) -> None:

@@ -92,15 +92,6 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     assert [choice.tokens for choice in greedy] == [oracle.answer(prompt, 20, guess=greedy[0].tokens)] * 3
 
 
-@pytest.mark.parametrize("num_messages", [1, 60])
-def test_a_client_that_leaves_frees_all_its_choices(demo: Live, surface: Surface, num_messages: int) -> None:
-    call = surface.start(random_prompt(100, VOCAB, seed=1), n=8, max_tokens=3000)
-    for _ in range(num_messages):
-        next(call)
-    call.cancel()
-    demo.wait_until_unused()
-
-
 # -- log-probabilities -----------------------------------------------------------------------------------------------
 
 
