@@ -34,7 +34,7 @@ SCHEMA = {"type": "object", "properties": {"naïve": {"const": 'a"b\x00'}}, "req
 HALF = r'{"city": "\ud83d"}'  # half of a surrogate pair, as a model may write it
 CHATS = ("chat", "responses", "messages", "Chat")
 NO_STOPS = ("responses",)  # APIs that do not report the stop string
-MODES = [("whole", 1), ("streamed", 1), ("streamed", 3), ("streamed", 1000)]  # and how many tokens arrive together
+MODES = [("whole", 3), ("streamed", 1), ("streamed", 1000)]  # and how many tokens arrive together
 
 
 @dataclass(frozen=True)

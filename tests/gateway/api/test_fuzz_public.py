@@ -52,7 +52,7 @@ KEYS = [
     "repetition_penalty", "presence_penalty", "speculation", "max_draft_tokens", "include_timing", "7", "input", "text",
     "instructions", "reasoning", "call_id", "output", "system", "stop_sequences", "input_schema", "is_error", "tokens",
 ]  # fmt: skip
-fuzz = settings(max_examples=120, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 EDGES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 2**31, 2**63, -(2**63) - 1, 10**30, 0.0, -0.5, 1e308, float("nan"), float("inf"),
@@ -132,7 +132,7 @@ def test_changed_bodies_any_bytes_and_any_json(served: Served, path: str) -> Non
 def test_bytes_that_are_no_http(served: Served) -> None:
     """The connection is closed or answered by a 4xx; the server still serves."""
 
-    @settings(fuzz, max_examples=60)
+    @settings(fuzz, max_examples=30)
     @given(
         st.binary(min_size=1, max_size=200) | st.binary(max_size=60).map(lambda tail: b"POST /v1/completions " + tail)
     )

@@ -60,7 +60,7 @@ def test_it_begins_before_the_first_token_and_pings(served: Served, name: str, m
 
 @pytest.mark.parametrize("name", RESTS)
 def test_a_failure_after_it_began_is_an_event(served: Served, name: str) -> None:
-    served.ring.reset(Script(error=not_ready("no worker is left"), delay_s=0.4))
+    served.ring.reset(Script(error=not_ready("no worker is left"), delay_s=0.3))
     outcome = RESTS[name].ask(served, {}, stream=True)
     assert (outcome.status, outcome.message, outcome.retry_after) == (503, "no worker is left", None)
 

@@ -1,6 +1,6 @@
-"""The longest prompt that fits is the same over REST and gRPC; other hosts named in requests are never contacted.
+"""The longest prompt is answered alike over REST and gRPC; other hosts named in requests are never contacted.
 
-Rows 16, 18 and 20 of the fault list, through real processes.
+Rows 16, 18 and 20 of the fault list, through real processes; what is refused: tests/gateway/api/test_refusals.py.
 """
 
 import json
@@ -38,10 +38,8 @@ def complete(demo: Live, headers: dict[str, str] | None = None, **fields: Any) -
 
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "num_answer"),
-    [
-        (CONTEXT - 1, None, 1), (CONTEXT - 1, 1, 1), (CONTEXT - 10, 10, 10), (CONTEXT - 10, None, 10),
-    ],
-)  # fmt: skip
+    [(CONTEXT - 1, 1, 1), (CONTEXT - 10, None, 10)],
+)
 def test_what_just_fits_is_answered_alike(
     demo: Live, surface: Surface, num_prompt: int, max_tokens: int | None, num_answer: int
 ) -> None:
@@ -70,10 +68,8 @@ def test_addresses_within_fields_are_not_called(demo: Live, trap: socket.socket)
     url = "http://{}:{}/schema".format(*trap.getsockname())
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"$ref": url}}}
     picture = [{"type": "image_url", "image_url": {"url": url}}]
-    for body in (
-        {"messages": [{"role": "user", "content": "hi"}], "response_format": form},
-        {"messages": [{"role": "user", "content": picture}]},
-    ):
+    for more in ({"response_format": form}, {"messages": [{"role": "user", "content": picture}]}):
+        body = {"messages": [{"role": "user", "content": "hi"}], **more}
         refused = HTTP.post(f"{demo.url}/v1/chat/completions", json={"model": MODEL, **body}, timeout=PATIENCE_S)
         assert refused.status_code == 400, refused.text
 
