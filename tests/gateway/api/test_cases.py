@@ -14,7 +14,7 @@ import pytest
 
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, SERVED, Served
+from tests.support.api_server import ANSWER, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
 from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome
@@ -72,13 +72,10 @@ def deep(depth: int) -> str:
 
 WEATHER = ("weather", {"city": "Köln 🙂"})
 BOTH = f"Let me look. {CALL}\n{NOW}"
+ULM = {"id": "x", "name": "weather", "arguments": '{"city": "Ulm"}'}
 HISTORY = [
     *HELLO,
-    {
-        "role": "assistant",
-        "content": "Look:",
-        "calls": [{"id": "x", "name": "weather", "arguments": '{"city": "Ulm"}'}],
-    },
+    {"role": "assistant", "content": "Look:", "calls": [ULM]},
     {"role": "tool", "tool_call_id": "x", "content": "sunny"},
     {"role": "user", "content": "and?"},
 ]
@@ -93,13 +90,8 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
 THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
 
-THOUGHT_BLOCKS: list[Any] = [
-    *HELLO,
-    {
-        "role": "assistant",
-        "content": [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}],
-    },
-]
+THINKING = [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}]
+THOUGHT_BLOCKS: list[Any] = [*HELLO, {"role": "assistant", "content": THINKING}]
 LOOK = '<|user|>hello<|end|><|assistant|>Look:aweather{"city": "Köln 🙂"}bnow{}<|end|><|tool|>asunny<|end|>'
 SKY = {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]}
 SKY_SHOWN = '{"name": "sky__weather", "parameters": {"type": "object", "properties": {}}}'
@@ -130,7 +122,6 @@ BLOCKS: list[Any] = [
 CASES = [
     Case("text", prompt=None, sent={"grammar": None, "num_logprobs": None, "num_prompt_logprobs": None}),
     Case("nothing", says="", text=""),
-    Case("the model named", {"model": SERVED}),
     Case("system and user", {"system": "be short"},
          prompt="<|system|>be short<|end|><|user|>hello<|end|><|assistant|>"),
     Case("a developer is the system to most templates", {"messages": [{"role": "developer", "content": "d"}, *HELLO]},
@@ -144,9 +135,8 @@ CASES = [
     Case("token ids", {"prompt": [5, 6, 7]}, sent={"prompt_ids": (5, 6, 7)}),
     Case("a list of one prompt", raw={"completions": {"prompt": [[5, 6, 7]]}}, sent={"prompt_ids": (5, 6, 7)}),
     Case("NUL", {"prompt": "a\0b"}, prompt="a\0b"),
-    Case("the longest prompt", {"prompt": [5] * (CONTEXT - 1)}, says="xyz", text="x", reason="length"),
-    Case("the longest prompt and one token", {"prompt": [5] * (CONTEXT - 1), "max_tokens": 1}, says="xyz", text="x",
-         reason="length", sent={"max_tokens": 1}),
+    Case("the longest prompt", {"prompt": [5] * (CONTEXT - 1)}, says="xyz", text="x", reason="length",
+         sent={"max_tokens": 1}),
 
     # ends
     Case("the limit", {"max_tokens": 3}, says="xyzxyz", text="xyz", reason="length", sent={"max_tokens": 3}),
@@ -182,9 +172,7 @@ CASES = [
     *(Case(f"structured_outputs.json as {type(schema).__name__}", grammar=("json_schema", '{"type": "null"}'),
            raw={"completions": {"structured_outputs": {"json": schema}, "response_format": {"type": "text"}}})
       for schema in ({"type": "null"}, '{"type": "null"}')),
-    Case("no form",
-         raw={"chat": {"response_format": {"type": "text"}}, "responses": {"text": {"format": {"type": "text"}}}},
-         sent={"grammar": None}),
+    Case("no form", raw={"responses": {"text": {"format": {"type": "text"}}}}, sent={"grammar": None}),
     Case("control tokens are not shown", says="a<|user|>b<|system|>", text="ab"),
     Case("control tokens that a grammar names are", {"form": {"regex": r"a<\|user\|>b|a<|user|>b"}},
          says="a<|user|>b<|system|>", text="a<|user|>b"),
