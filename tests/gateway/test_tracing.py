@@ -26,7 +26,7 @@ from protos import decode_pb2, prefill_pb2
 from tests.gateway.router.test_requests import NO_ROOM
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
-from tests.support.fake_ring import Script
+from tests.support.fake_engine_client import Script
 from tests.support.traces import PARTS, WAIT_S, Trace, read_traces, run_collector, said
 from tests.support.virtual_fleet import virtual_fleet, wanted
 from tests.support.words import Api, named
@@ -217,7 +217,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, B
 @pytest.mark.parametrize("api", APIS.values(), ids=named)
 def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api: Api) -> None:
     served, book = traced
-    served.ring.reset(served.script(ANSWER))
+    served.engine.reset(served.script(ANSWER))
     ask = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 100}
     outcome = api.ask(served, ask, stream=True, headers={**SAMPLED, "tracestate": "vendor=1", "x-request-id": "mine"})
     assert outcome.status == 200
@@ -225,7 +225,7 @@ def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api
     root = trace.root
     assert (root.trace_id.hex(), root.parent_span_id.hex(), root.trace_state) == (TRACE, PARENT, "vendor=1")
     assert (root.name, root.status.code) == (f"{operation} {SERVED}", Status.STATUS_CODE_UNSET)
-    facts, (asked,) = said(root), served.ring.generations
+    facts, (asked,) = said(root), served.engine.generations
     assert facts.pop("baton.request_id").startswith("mine.")
     assert facts.pop("gen_ai.response.time_to_first_chunk", 1) > 0
     assert bool(facts.pop("gen_ai.response.id", "")) == api.can_be_whole, "messages of gRPC have no id"
@@ -239,7 +239,7 @@ def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api
         "gen_ai.request.top_p": 0.25,
         "gen_ai.usage.input_tokens": len(asked.prompt_ids),
         "gen_ai.usage.cache_read.input_tokens": 1,
-        "gen_ai.usage.output_tokens": served.ring.num_given,
+        "gen_ai.usage.output_tokens": served.engine.num_given,
         "gen_ai.response.finish_reasons": ["stop"],
     }
     assert "hello" not in str(trace)
@@ -248,7 +248,7 @@ def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api
 @pytest.mark.parametrize("name", ["completions", "Chat"])
 def test_each_choice_has_its_own_parts(traced: tuple[Served, Book], name: str) -> None:
     served, book = traced
-    served.ring.reset(Script([5, 6], delay_s=0.01), served.script(ANSWER))
+    served.engine.reset(Script([5, 6], delay_s=0.01), served.script(ANSWER))
     assert APIS[name].ask(served, {"n": 2, "max_tokens": 2}, stream=True).status == 200
     (trace,) = book.take()
     assert {span.parent_span_id for span in trace.parts} == {trace.root.span_id}
@@ -261,7 +261,7 @@ def test_each_choice_has_its_own_parts(traced: tuple[Served, Book], name: str) -
 def test_a_header_that_names_no_trace_is_ignored(traced: tuple[Served, Book], name: str) -> None:
     """And what the client does not sample is not written."""
     served, book = traced
-    served.ring.reset(served.script(ANSWER))
+    served.engine.reset(served.script(ANSWER))
     for header in ("rubbish", f"00-{'0' * 32}-{PARENT}-01", "0" * 5000, f"00-{TRACE}-{PARENT}-00"):
         outcome = APIS[name].ask(served, {}, stream=True, headers={"traceparent": header, "tracestate": "=,;" * 50})
         assert outcome.status == 200
@@ -288,7 +288,7 @@ def test_what_ends_a_request_without_an_answer(
     traced: tuple[Served, Book], name: str, ask: dict[str, object], script: Script, error_type: str, is_failed: bool
 ) -> None:
     served, book = traced
-    served.ring.reset(script)
+    served.engine.reset(script)
     if script.is_hanging:
         APIS[name].leave(served, ask, stream=True, num_choices=1)
     else:

@@ -30,13 +30,13 @@ system_first = shared(FULL, write_system_first)
 
 @pytest.fixture
 def served(full: Served) -> Served:
-    """Requires keys and knows tools; its ring is reset for each test."""
-    full.ring.reset(full.script(ANSWER))
+    """Requires keys and knows tools; its engine is reset for each test."""
+    full.engine.reset(full.script(ANSWER))
     return full
 
 
 @pytest.fixture
 def plain(bare: Served) -> Served:
     """Has neither keys nor tools."""
-    bare.ring.reset(bare.script(ANSWER))
+    bare.engine.reset(bare.script(ANSWER))
     return bare

@@ -75,7 +75,7 @@ def test_pages_of_foreign_origins_cannot_make_it_work(plain: Served, origin: str
             assert f"--cors-origins={origin} " in error["message"]
             assert "access-control-allow-origin" not in refused.headers
     assert post(plain.http, origin) == 403
-    assert not plain.ring.generations
+    assert not plain.engine.generations
 
 
 def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served) -> None:
@@ -96,7 +96,7 @@ def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served) -> Non
 
 def test_all_origins_may_be_let_in(tmp_path: Path) -> None:
     with run_api(tmp_path, ApiOptions(cors_origins=("*",))) as served:
-        served.ring.reset(served.script("x"))
+        served.engine.reset(served.script("x"))
         assert [post(served.http, origin) for origin in (OTHER, "null")] == [200, 200]
 
 

@@ -94,16 +94,18 @@ BEGINS = {"messages": "<|system|>You help.\nBe brief.<|end|>", "responses": "<|s
 
 @pytest.mark.parametrize(("name", "body"), [("messages", claude_code), ("responses", codex)])
 def test_a_session(served: Served, name: str, body: Any) -> None:
-    served.ring.reset(served.script(CALL, group=100))
+    served.engine.reset(served.script(CALL, group=100))
     for turn in (1, 2):
         outcome = APIS[name].send(served, body(turn), True)
-        rest = 512 - len(served.ring.sent[-1]["prompt_ids"])
+        rest = 512 - len(served.engine.sent[-1]["prompt_ids"])
         assert (outcome.status, outcome.headers[WARNING_HEADER]) == (200, TOLD[name].format(rest=rest))
         assert outcome.choices[0].called[0][0] == "weather"
-    first, second = (served.tokenizer.decode(sent["prompt_ids"], with_control_tokens=True) for sent in served.ring.sent)
+    first, second = (
+        served.tokenizer.decode(sent["prompt_ids"], with_control_tokens=True) for sent in served.engine.sent
+    )
     assert BEGINS[name] in first and "billing" not in first and "web_search" not in first
     assert second.startswith(first)
-    assert served.ring.sent[0]["grammar"] is None
+    assert served.engine.sent[0]["grammar"] is None
 
 
 def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
@@ -111,9 +113,9 @@ def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
     APIS["messages"].send(served, claude_code(1), True)
     assert served.count("prompt_headers_left_out_total") == before + 1
     with run_api(tmp_path, ApiOptions(tool_format="hermes", keep_billing_header=True)) as keeping:
-        keeping.ring.reset(keeping.script("hello"))
+        keeping.engine.reset(keeping.script("hello"))
         outcome = APIS["messages"].send(keeping, claude_code(1), True)
-        prompt = keeping.tokenizer.decode(keeping.ring.sent[0]["prompt_ids"], with_control_tokens=True)
+        prompt = keeping.tokenizer.decode(keeping.engine.sent[0]["prompt_ids"], with_control_tokens=True)
         assert f"<|system|>{HEADER.format(1, 77)}You help." in prompt
         assert "billing" not in outcome.headers[WARNING_HEADER]
         assert not keeping.count("prompt_headers_left_out_total")
@@ -126,4 +128,4 @@ def test_only_the_line_of_the_header_is_left_out(served: Served, system: Any) ->
     del asked["max_tokens"]
     count = served.http.post("/v1/messages/count_tokens", json=asked)
     ids = served.ids("<|system|>b<|end|><|user|>hello<|end|><|assistant|>")
-    assert list(served.ring.sent[0]["prompt_ids"]) == ids and count.json() == {"input_tokens": len(ids)}
+    assert list(served.engine.sent[0]["prompt_ids"]) == ids and count.json() == {"input_tokens": len(ids)}

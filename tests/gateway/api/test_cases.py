@@ -1,7 +1,7 @@
 """Requests and their results, equal on every API that supports them, whole and streamed, however tokens arrive.
 
-A case is one table entry: the request, what the ring answers, the expected result, and what must have reached the ring.
-It runs on all APIs that can express it. Every case also checks token counts, ids and measurements.
+A case is one table entry: the request, what the engine answers, the expected result, and what must have reached
+the engine. It runs on all APIs that can express it. Every case also checks token counts, ids and measurements.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, Served
-from tests.support.fake_ring import TIMING, Script, likely
+from tests.support.fake_engine_client import TIMING, Script, likely
 from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
 from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome
 from wire.timing import Timing
@@ -50,14 +50,14 @@ class Case:
     named: Mapping[str, str] = field(default_factory=dict)  # reasons of APIs with other names
     reasoning: str = ""
     stop: str | int | None = None  # the request's stop string or token that is met
-    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the ring for the first choice
+    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the engine for the first choice
     grammar: tuple[str, str] | None = None  # the same: kind and text
     prompt: str | None = None  # the same: its tokens as text
     only: Sequence[str] = tuple(APIS)
     raw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # API |-> its own fields
-    hangs: bool = False  # the ring sends nothing more, not even the end
+    hangs: bool = False  # the engine sends nothing more, not even the end
     timing: Timing = TIMING
-    each: Sequence[str] = ()  # the ring's answers for the first choices, if they differ
+    each: Sequence[str] = ()  # the engine's answers for the first choices, if they differ
     service: str = "full"
 
 
@@ -300,7 +300,7 @@ RUNS = [
 def test_case(request: pytest.FixtureRequest, case: Case, api: Api, mode: str, group: int) -> None:
     served: Served = request.getfixturevalue(case.service)
     script = _script(case, served, group)
-    served.ring.reset(script, *(served.script(text, group=group) for text in case.each))
+    served.engine.reset(script, *(served.script(text, group=group) for text in case.each))
     before = measured(served)
     body = {**api.body(case.ask), **case.raw.get(api.name, {})}
     outcome = api.send(served, body, mode == "streamed", headers={"x-request-id": "mine-1"})
@@ -322,8 +322,8 @@ def _script(case: Case, served: Served, group: int) -> Script:
 
 
 def check_sent(case: Case, api: Api, served: Served) -> None:
-    """Check what reached the ring."""
-    first = served.ring.sent[0]
+    """Check what reached the engine."""
+    first = served.engine.sent[0]
     assert {name: first[name] for name in case.sent} == case.sent
     if case.grammar is not None:
         ((kind, _),) = case.ask["form"].items() if "form" in case.ask else [("json", "")]
@@ -331,13 +331,13 @@ def check_sent(case: Case, api: Api, served: Served) -> None:
         assert [first["grammar"][name] for name in ("kind", "text", "param")] == [*case.grammar, param]
     if case.prompt is not None:
         assert list(first["prompt_ids"]) == served.ids(case.prompt)
-    seeds = [one["seed"] for one in served.ring.sent]
+    seeds = [one["seed"] for one in served.engine.sent]
     if "seed" in case.ask:
         assert seeds == [(case.ask["seed"] + rank) % 2**64 for rank in range(len(seeds))]
     assert len(set(seeds)) == len(seeds)
-    assert all(one["request_id"].startswith("mine-1.") for one in served.ring.sent)
-    assert len({one["request_id"] for one in served.ring.sent}) == len(seeds)
-    assert served.ring.admitted == [len(seeds)] and not served.ring.num_inside
+    assert all(one["request_id"].startswith("mine-1.") for one in served.engine.sent)
+    assert len({one["request_id"] for one in served.engine.sent}) == len(seeds)
+    assert served.engine.admitted == [len(seeds)] and not served.engine.num_inside
 
 
 def check_choices(case: Case, api: Api, served: Served, script: Script, outcome: Outcome) -> None:
@@ -357,16 +357,16 @@ def check_choices(case: Case, api: Api, served: Served, script: Script, outcome:
     if "return_token_ids" in case.ask or not api.can_be_whole:
         assert outcome.usage is not None and sum(len(one.token_ids) for one in choices) == outcome.usage[1]
         assert case.each or all(one.token_ids == list(script.token_ids)[: len(one.token_ids)] for one in choices)
-    endings = {served.ring.wait_ending() for _ in choices}
+    endings = {served.engine.wait_ending() for _ in choices}
     assert endings == {"closed"} if case.hangs else case.stop or endings == {"complete"}
 
 
 def check_counts(case: Case, served: Served, outcome: Outcome, before: Mapping[str, float], group: int) -> None:
     """Check the token counts that client and operator get, and the measurements of tokens."""
     assert outcome.headers["x-request-id"] == "mine-1" and outcome.usage is not None
-    num_prompt, num_tokens = len(served.ring.sent[0]["prompt_ids"]), outcome.usage[1]
-    assert outcome.usage == (num_prompt, num_tokens, min(served.ring.script.timing.cached_tokens, num_prompt))
-    num_cut = served.ring.num_given - num_tokens  # that came with the last token of a stop string
+    num_prompt, num_tokens = len(served.engine.sent[0]["prompt_ids"]), outcome.usage[1]
+    assert outcome.usage == (num_prompt, num_tokens, min(served.engine.script.timing.cached_tokens, num_prompt))
+    num_cut = served.engine.num_given - num_tokens  # that came with the last token of a stop string
     choices = list(outcome.choices.values())
     assert 0 <= num_cut < (group if case.stop else 1)
     num_first = len(choices) * min(group, num_tokens // len(choices))  # tokens that arrive together
@@ -394,10 +394,10 @@ def measured(served: Served) -> dict[str, float]:
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize(("choice", "allowed"), [("required", ["weather", "now"]), ("now", ["now"])])
 def test_a_forced_call_has_a_grammar(served: Served, name: str, choice: str, allowed: list[str]) -> None:
-    served.ring.reset(served.script(NOW))
+    served.engine.reset(served.script(NOW))
     outcome = APIS[name].ask(served, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
     assert outcome.choices[0].called == [("now", {})]
-    (sent,) = served.ring.sent
+    (sent,) = served.engine.sent
     assert (sent["grammar"]["kind"], sent["grammar"]["param"]) == ("structural_tag", "tools")
     assert [name for name in ("weather", "now") if f'\\"{name}\\"' in sent["grammar"]["text"]] == allowed
 
@@ -405,14 +405,14 @@ def test_a_forced_call_has_a_grammar(served: Served, name: str, choice: str, all
 @pytest.mark.parametrize("name", ["chat", "responses", "Chat"])
 def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> None:
     APIS[name].ask(served, {"tools": TOOLS, "form": {"json_object": True}})
-    assert json.loads(served.ring.sent[0]["grammar"]["text"])["format"]["type"] == "or"
+    assert json.loads(served.engine.sent[0]["grammar"]["text"])["format"]["type"] == "or"
 
 
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
     """Optional, it becomes content; forced, it has the arguments so far, or none in Messages, which needs JSON."""
-    served.ring.reset(served.script(CALL))
+    served.engine.reset(served.script(CALL))
     limit = {"tools": TOOLS, "max_tokens": len(served.ids(CALL)) - 30}
     free = APIS[name].ask(served, limit, mode).choices[0]
     assert (free.reason, free.calls) == ("length", {}) and free.text and CALL.startswith(free.text)

@@ -43,7 +43,7 @@ def test_a_text(served: Served) -> None:
     long = "word " * CONTEXT
     assert post(served, "tokenize", prompt=long)["count"] > CONTEXT
     assert len(call(served, "Tokenize", text=long, addSpecialTokens=False).token_ids) > CONTEXT
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 @pytest.mark.parametrize(("name", "path"), [("messages", "count_tokens"), ("responses", "input_tokens")])
@@ -61,7 +61,7 @@ def test_a_conversation_has_as_many_tokens_as_its_request(served: Served, asked:
     body = {name: value for name, value in CHAT.body(asked).items() if name != "model"}
     counted = post(served, "tokenize", **body)
     assert usage is not None and counted["count"] == usage[0]
-    assert tuple(counted["tokens"]) == served.ring.sent[0]["prompt_ids"]
+    assert tuple(counted["tokens"]) == served.engine.sent[0]["prompt_ids"]
     told = call(served, "Tokenize", **{name: APIS["Chat"].body(asked)[name] for name in ("messages", *asked)})
     assert list(told.token_ids) == counted["tokens"]
     without = post(served, "tokenize", **body, add_generation_prompt=False)["tokens"]

@@ -23,7 +23,7 @@ from gateway.router import attempt
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from runtime.lifecycle import spare_what_is_here
-from tests.support.fake_ring import FakeRing, Script
+from tests.support.fake_engine_client import FakeEngineClient, Script
 
 MOST_SHARE = 0.125  # twice that
 LONG_PROMPT = [7 + index % 200 for index in range(2000)]
@@ -52,9 +52,9 @@ def as_in_a_gateway() -> Iterator[None]:
     ids=["streamed echo", "chat n"],
 )
 def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]) -> None:
-    ring, steps = FakeRing(), list[float]()
-    ring.script = Script(ANSWER, group=5)
-    served = build_served_model(ring, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
+    engine, steps = FakeEngineClient(), list[float]()
+    engine.script = Script(ANSWER, group=5)
+    served = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
     app = build_app(served)
 
     async def test() -> None:

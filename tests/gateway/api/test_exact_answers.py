@@ -16,7 +16,7 @@ from gateway.errors import not_ready
 from runtime.hardware import OWN_VERSION
 from tests.support.adapters import APIS
 from tests.support.api_server import Served
-from tests.support.fake_ring import Script
+from tests.support.fake_engine_client import Script
 from tests.support.tiny_tokenizer import byte_token
 from tests.support.words import CALL, NOW, TOOLS
 
@@ -76,7 +76,7 @@ def _build() -> Iterator[tuple[str, str, Mapping[str, Any], str | Script, str]]:
         yield f"{STARTS[path]}: {name}", path, fields, says, "full"
 
 
-CASES = {name: case for name, *case in _build()}
+CASES: dict[str, Any] = {name: case for name, *case in _build()}
 EXPECTED: dict[str, Any] = {}
 if FILE.exists():
     EXPECTED.update(json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines())
@@ -89,7 +89,7 @@ def test_every_byte(request: pytest.FixtureRequest, name: str, stream: bool) -> 
     if "stream_options" in fields and not stream:
         return
     served: Served = request.getfixturevalue(service)
-    served.ring.reset(served.script(says, group=2) if isinstance(says, str) else says)
+    served.engine.reset(served.script(says, group=2) if isinstance(says, str) else says)
     body = {**APIS[STARTS[path]].body({}), "stream": stream, **fields}
     answer = served.http.post(path, json=body, headers={"x-request-id": "mine"})
     found = [answer.status_code, answer.headers["content-type"], _without_chance(answer.text)]

@@ -94,7 +94,7 @@ def _change(draw: st.DrawFn, place: Any) -> None:
 @pytest.fixture(autouse=True)
 def long_answers(served: Served) -> None:
     """Answers that only limits and stop strings end."""
-    served.ring.reset(served.script("fine " * CONTEXT, ends=False))
+    served.engine.reset(served.script("fine " * CONTEXT, ends=False))
 
 
 def check_answer(served: Served, path: str, body: bytes) -> None:

@@ -78,11 +78,11 @@ def test_by_reflection(served: Served, reflection: ProtoReflectionDescriptorData
     assert names == {INFERENCE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     responses = list(call_reflected(served, reflection, METHODS[0], {"text": "hello", "model": SERVED}, KEY))
     assert "".join(response.text for response in responses) == ANSWER
-    assert [token for response in responses for token in response.token_ids] == served.ring.script.token_ids
+    assert [token for response in responses for token in response.token_ids] == served.engine.script.token_ids
     (model,) = call_reflected(served, reflection, f"{INFERENCE}/ListModels", {}, KEY).models
     assert (model.id, model.context_tokens) == (SERVED, CONTEXT)
     assert call_reflected(served, reflection, CHECK, {}).status == 1
-    served.ring.unready = "no worker"
+    served.engine.unready = "no worker"
     assert call_reflected(served, reflection, CHECK, {"service": INFERENCE}).status == 2
 
 
@@ -116,7 +116,7 @@ def test_every_call_has_a_request_id(served: Served, method: str) -> None:
     outcome = refused(ask(served, method, b"\xff", KEY))
     assert (outcome.status, outcome.code) == (400, "invalid_message")
     assert outcome.message == "the request is no message of this method"
-    assert not served.ring.generations or method.endswith("Generate")
+    assert not served.engine.generations or method.endswith("Generate")
 
 
 @pytest.mark.parametrize("method", [*METHODS, "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"])
@@ -124,13 +124,13 @@ def test_a_key_is_needed(served: Served, method: str) -> None:
     for wrong in ((), (("authorization", "Bearer wrong"),), (("authorization-bin", b"\xff"),)):
         outcome = refused(ask(served, method, b"", *wrong))
         assert (outcome.status, outcome.code) == (401, "invalid_api_key")
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 @pytest.mark.parametrize("bug", [RuntimeError("secret"), TimeoutError("secret")])
 @pytest.mark.parametrize("num_tokens", [0, 2])
 def test_a_bug_is_told_by_its_call_alone(served: Served, num_tokens: int, bug: Exception) -> None:
-    served.ring.reset(served.script("hello world"[: 5 * num_tokens], ends=False, bug=bug))
+    served.engine.reset(served.script("hello world"[: 5 * num_tokens], ends=False, bug=bug))
     outcome = refused(ask(served, METHODS[0], b"\x12\x01x", KEY, (ID, "call-1")))
     assert (outcome.status, outcome.code) == (500, "bug")
     assert outcome.message == "call call-1 failed inside the service; its log says why"
@@ -166,7 +166,7 @@ def test_unknown_fields_are_named(
     assert (outcome.status, outcome.code, outcome.param) == (400, "unknown_field", param)
     told = f"baton.v1.{message} has fields that are unknown here, or of another type: {numbers}; leave them out"
     assert outcome.message == told
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 ENTRY = b"\x08\x05" + UNKNOWN  # of a map
@@ -189,4 +189,4 @@ def test_how_much_is_looked_through_is_bounded(
     outcome = refused(ask(served, f"{INFERENCE}/{method}", request_bytes, KEY))
     assert (outcome.status, outcome.code) == (400, reason)
     assert told in outcome.message and len(outcome.message) < 200
-    assert not served.ring.generations
+    assert not served.engine.generations

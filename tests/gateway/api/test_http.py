@@ -163,7 +163,7 @@ def test_several_names(tmp_path: Path, names: tuple[str, ...], others: dict[str,
         for name, status in {**dict.fromkeys(listed, 200), "huh": 200 if others else 404, **others}.items():
             assert running.http.get(f"/v1/models/{name}").status_code == status
             for api in APIS.values():
-                running.ring.reset(running.script("hello"))
+                running.engine.reset(running.script("hello"))
                 assert api.ask(running, {"model": name}).status == status
             answer = running.http.post("/v1/chat/completions", json={**CHAT, "model": name}).json()
             assert answer.get("model", name) == name
@@ -182,7 +182,7 @@ def test_probes_version_and_metrics(served: Served) -> None:
         assert f"baton:{name}" in text
     for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
         assert f'baton:{name}_seconds_bucket{{le="0.001"}}' in text
-    served.ring.unready = "no decode worker is alive"
+    served.engine.unready = "no decode worker is alive"
     answer = served.http.get("/ready")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["message"] == "no decode worker is alive"

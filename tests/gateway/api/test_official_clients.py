@@ -15,7 +15,7 @@ import pytest
 from gateway.errors import ApiError, overloaded
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
-from tests.support.fake_ring import Script
+from tests.support.fake_engine_client import Script
 from tests.support.words import CALL, HELLO, TOOLS
 
 CHAT: Any = {"model": SERVED, "messages": HELLO}
@@ -52,7 +52,8 @@ def ask(name: str, openai_client: openai.OpenAI, anthropic_client: anthropic.Ant
 
 
 def test_completions_and_models(openai_client: openai.OpenAI) -> None:
-    client, more = openai_client, {"logprobs": True, "top_logprobs": 1}
+    client: Any = openai_client
+    more = {"logprobs": True, "top_logprobs": 1}
     answer = client.chat.completions.create(**CHAT, **more)
     chunks = list(client.chat.completions.create(**CHAT, **more, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
@@ -82,16 +83,16 @@ def test_on_an_event_loop(served: Served) -> None:
 
 
 def test_forms_are_parsed(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, served: Served) -> None:
-    served.ring.reset(served.script('{"name": "Ulm"}'))
+    served.engine.reset(served.script('{"name": "Ulm"}'))
     assert openai_client.responses.parse(**RESPONSES, text_format=City).output_parsed == City(name="Ulm")
     with openai_client.responses.stream(**RESPONSES, text_format=City) as parsing:
         assert parsing.get_final_response().output_parsed == City(name="Ulm")
     assert anthropic_client.messages.parse(**MESSAGES, output_format=City).parsed_output == City(name="Ulm")
-    assert [sent["grammar"]["kind"] for sent in served.ring.sent] == ["json_schema"] * 3
+    assert [sent["grammar"]["kind"] for sent in served.engine.sent] == ["json_schema"] * 3
 
 
 def test_half_of_a_calls_arguments_can_be_read(anthropic_client: anthropic.Anthropic, served: Served) -> None:
-    served.ring.reset(served.script(CALL))
+    served.engine.reset(served.script(CALL))
     limit = len(served.ids(CALL)) - 30
     asked: Any = {**MESSAGES, "tools": APIS["messages"].body({"tools": TOOLS})["tools"], "max_tokens": limit}
     with anthropic_client.messages.stream(**asked, tool_choice={"type": "any"}) as cut:
@@ -101,7 +102,7 @@ def test_half_of_a_calls_arguments_can_be_read(anthropic_client: anthropic.Anthr
 @ANYTHING
 def test_refusals_raise(name: str, ask: Callable[..., Any], served: Served) -> None:
     kinds: Any = anthropic if name == "messages" else openai
-    served.ring.reset(Script(error=overloaded("the queue is full")))
+    served.engine.reset(Script(error=overloaded("the queue is full")))
     for stream in (False, True):
         with pytest.raises(kinds.RateLimitError, match="the queue is full") as limited:
             ask(stream=stream)
@@ -116,7 +117,7 @@ def test_a_fault_in_mid_stream_raises(
     name: str, ask: Callable[..., Any], served: Served, bug: Exception | None
 ) -> None:
     error = None if bug else ApiError(503, "no worker is left")
-    served.ring.reset(Script(served.ids("hello"), error=error, bug=bug))
+    served.engine.reset(Script(served.ids("hello"), error=error, bug=bug))
     kind: Any = anthropic.APIStatusError if name == "messages" else openai.APIError
     with pytest.raises(kind, match="failed inside" if bug else "no worker is left"):
         list(ask(stream=True))

@@ -15,7 +15,7 @@ from gateway.request.rules import check_num_logprobs
 from gateway.request.types import GenerateRequest
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, SERVED, Served
-from tests.support.fake_ring import TIMING, Script, likely
+from tests.support.fake_engine_client import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
 from tests.support.tiny_tokenizer import END
 from tests.support.words import HELLO, TOOLS
@@ -52,7 +52,7 @@ def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_streamed_choices_come_as_they_are_ready(served: Served, path: str) -> None:
-    served.ring.reset(served.script(ANSWER, delay_s=0.001))
+    served.engine.reset(served.script(ANSWER, delay_s=0.001))
     events = ask(served, path, stream=True, n=3)
     indices = [event["choices"][0]["index"] for event in events]
     assert indices != sorted(indices)
@@ -67,7 +67,7 @@ def test_tokens_of_the_prompt_and_how_likely_they_are(served: Served, path: str,
     """They are in the prompt's first choice, which begins with them; a chat has them beside its choices."""
     more = {} if stream else {"prompt_logprobs": 1}
     events = ask(served, path, stream, return_token_ids=True, n=2, **more)
-    ids = list(served.ring.sent[0]["prompt_ids"])
+    ids = list(served.engine.sent[0]["prompt_ids"])
     assert {event["system_fingerprint"] for event in events} == {events[0]["system_fingerprint"]} != {""}
     places = events if path != "completions" else [choice for event in events for choice in event["choices"]]
     assert next(place["prompt_token_ids"] for place in places if place.get("prompt_token_ids")) == ids
@@ -87,21 +87,21 @@ def test_tokens_of_the_prompt_and_how_likely_they_are(served: Served, path: str,
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_of_several_prompts(served: Served, stream: bool) -> None:
     texts = [f"answer {index}" for index in range(6)]
-    served.ring.reset(Script(), *map(served.script, texts))
+    served.engine.reset(Script(), *map(served.script, texts))
     outcome = APIS["completions"].send(
         served, {**TEXT, "prompt": ["one", "two", "three"], "n": 2, "seed": 2**64 - 1}, stream
     )
     assert sorted(outcome.texts) == texts
-    by_id = sorted(served.ring.sent, key=lambda sent: int(sent["request_id"].rsplit("-", 1)[1]))
+    by_id = sorted(served.engine.sent, key=lambda sent: int(sent["request_id"].rsplit("-", 1)[1]))
     prompts = [tuple(served.ids(text)) for text in ("one", "one", "two", "two", "three", "three")]
     assert [sent["prompt_ids"] for sent in by_id] == prompts
     assert [sent["seed"] for sent in by_id] == [2**64 - 1, 0] * 3
-    assert outcome.usage == (sum(map(len, prompts[::2])), served.ring.num_given, 3 * TIMING.cached_tokens)
-    assert served.ring.admitted == [6]
+    assert outcome.usage == (sum(map(len, prompts[::2])), served.engine.num_given, 3 * TIMING.cached_tokens)
+    assert served.engine.admitted == [6]
     assert len({sent["request_id"] for sent in by_id}) == 6
-    served.ring.reset(served.script(ANSWER))
+    served.engine.reset(served.script(ANSWER))
     ask(served, prompt=["x"] * 64, n=2)
-    assert len({sent["seed"] for sent in served.ring.sent}) == 128, "without a seed, each has its own"
+    assert len({sent["seed"] for sent in served.engine.sent}) == 128, "without a seed, each has its own"
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def token_name(served: Served, token_id: int) -> str:
 
 @pytest.mark.parametrize("num_top", [0, 20])
 def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None:
-    ids = list(served.ring.script.token_ids)
+    ids = list(served.engine.script.token_ids)
     told = read_columns(ask(served, logprobs=num_top))
     assert told["tokens"] == [token_name(served, token_id) for token_id in ids]
     assert told["token_logprobs"] == [token.logprob for token in likely(ids, 0)]
@@ -132,7 +132,7 @@ def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None
 
 
 def test_tokens_cut_by_a_stop_string_are_not_reported(served: Served) -> None:
-    served.ring.reset(Script(served.ids("one two STOP three"), group=2))
+    served.engine.reset(Script(served.ids("one two STOP three"), group=2))
     tokens = read_columns(ask(served, stop="STOP", logprobs=0))["tokens"]
     (choice,) = ask(served, "chat/completions", stop="STOP", logprobs=True)[0]["choices"]
     assert "".join(tokens) == "".join(token["token"] for token in choice["logprobs"]["content"]) == "one two "
@@ -159,7 +159,7 @@ def test_more_log_probabilities_than_memory_may_hold_are_refused() -> None:
 
 
 def test_an_answer_cut_by_a_stop_string_has_timing_and_cached_tokens(served: Served) -> None:
-    served.ring.reset(served.script("one two STOP", ends=False, is_hanging=True, delay_s=0.005))
+    served.engine.reset(served.script("one two STOP", ends=False, is_hanging=True, delay_s=0.005))
     (answer,) = ask(served, stop="STOP", include_timing=True)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == TIMING.cached_tokens
     assert 0.005 < answer["choices"][0]["timing"]["decode_seconds"] != TIMING.decode_s
@@ -194,7 +194,7 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens:
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
         text = answer["choices"][1]["text"]
         assert text.startswith("the quick") and (max_tokens or text == "the quick")
-    answered = list(served.ring.script.token_ids)[:max_tokens]
+    answered = list(served.engine.script.token_ids)[:max_tokens]
     for index, ids in enumerate(prompts):
         told = read_columns(events, index)
         assert told["tokens"] == [token_name(served, token_id) for token_id in [*ids, *answered]]
@@ -204,8 +204,8 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens:
         greedy = [score == max(top.values()) for score, top in zip(scores, tops, strict=True)]
         assert greedy == [token_id % 2 == 1 for token_id in [*ids, *answered][2:-1]]
         assert told["text_offset"] == sorted(told["text_offset"])
-    assert {sent["num_prompt_logprobs"] for sent in served.ring.sent} == {1}
-    assert {sent["max_tokens"] for sent in served.ring.sent} == {max(max_tokens, 1)}
+    assert {sent["num_prompt_logprobs"] for sent in served.engine.sent} == {1}
+    assert {sent["max_tokens"] for sent in served.engine.sent} == {max(max_tokens, 1)}
 
 
 # -- where a prompt ends and its answer continues --------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_first_space_is_the_answers(sentence: Served, kind: str, echo: bool,
     text, answer = "hello world", " how are you"
     ids = sentence.tokenizer.encode(text, add_special_tokens=True)
     answered = sentence.ids(text + answer)[len(sentence.ids(text)) :]
-    sentence.ring.reset(Script([*answered, min(sentence.tokenizer.eos_token_ids)]))
+    sentence.engine.reset(Script([*answered, min(sentence.tokenizer.eos_token_ids)]))
     prompt = {"text": text, "ids": ids, "ids behind control tokens": [*ids, END, END, END]}[kind]
     events = ask(sentence, prompt=prompt, echo=echo, logprobs=0, stream=stream)
     whole, told = "".join(event["choices"][0]["text"] for event in events), read_columns(events)
@@ -227,5 +227,5 @@ def test_the_first_space_is_the_answers(sentence: Served, kind: str, echo: bool,
         assert whole[offset:].startswith(token) or offset in (0, len(whole)) or token.startswith("<|")
     assert "".join(told["tokens"][-len(answered) - 1 : -1]) == answer
     assert told["text_offset"][-len(answered) - 1] == len(whole) - len(answer)
-    sentence.ring.reset(sentence.script("how are you"))
+    sentence.engine.reset(sentence.script("how are you"))
     assert ask(sentence, prompt=[END])[0]["choices"][0]["text"] == "how are you", "behind no text it begins one"

@@ -303,7 +303,7 @@ def test_what_agents_send_is_left_out_and_told(
     assert api.ask(served, {}).status == 200
     outcome = api.send(served, {**api.body({}), **fields}, stream)
     assert (outcome.status, outcome.headers[WARNING_HEADER]) == (200, warning)
-    plain, sent = served.ring.sent
+    plain, sent = served.engine.sent
     assert sent["prompt_ids"] == plain["prompt_ids"]
 
 
@@ -344,7 +344,7 @@ def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, 
         assert outcome.code in ([code] if code else wrong), outcome
     else:
         assert path in outcome.message or outcome.status == 404, (path, outcome)
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 def spread(value: Any) -> tuple[Any, str, str]:
@@ -403,7 +403,7 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served, name: str) -> 
     for fields in (HARMLESS[name], dict.fromkeys(UNSUPPORTED_FIELDS["chat"]) if name == "chat" else {}):
         outcome = api.send(served, {**api.body({}), **fields}, headers={"anthropic-version": "x"})
         assert outcome.status == 200, outcome
-    sent = served.ring.sent[0]
+    sent = served.engine.sent[0]
     assert (sent["cache_salt"], sent["grammar"], sent["stop_token_ids"]) == ("", None, {END})
 
 
@@ -412,7 +412,7 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served, name: str) -> 
 def test_salts_that_are_no_text(served: Served, api: Api, salt: Any) -> None:
     outcome = api.send(served, {**api.body({}), "cache_salt": salt})
     assert outcome.status == 400 and (salt == "\ud800" or "cache_salt" in outcome.message)
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 @pytest.mark.parametrize("api", CHATS, ids=named)
@@ -429,7 +429,7 @@ def test_deep_json(served: Served, api: Api, depth: int) -> None:
             check_refused(api, served, api.body(ask), api.param(path))
         else:
             assert api.ask(served, ask).status == 200
-            served.ring.reset(served.ring.script)
+            served.engine.reset(served.engine.script)
 
 
 WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -482,5 +482,5 @@ def test_a_model_without_tools(plain: Served, api: Api) -> None:
     own = {"responses": "input", "messages": "messages"}.get(api.name, "messages[1].tool_calls")
     check_refused(api, plain, api.body({"messages": called()}), own)
     assert "chat template knows no" in api.ask(plain, {"tools": TOOLS}).message
-    plain.ring.reset(plain.script(CALL))
+    plain.engine.reset(plain.script(CALL))
     assert api.ask(plain, {"tools": TOOLS, "tool_choice": "none"}).texts == [CALL]

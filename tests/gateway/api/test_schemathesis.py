@@ -33,7 +33,7 @@ def document(bare: Served) -> Any:
 
 @pytest.fixture
 def api(plain: Served, document: Any) -> Any:
-    plain.ring.reset(plain.script(f"{ANSWER}<|end|>" * CONTEXT, group=64))  # to the end with ignore_eos
+    plain.engine.reset(plain.script(f"{ANSWER}<|end|>" * CONTEXT, group=64))  # to the end with ignore_eos
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=plain.url)
     return schema
