@@ -1,7 +1,6 @@
 """gRPC only: reflection, health, request ids, details of all refusals, fields of newer clients."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from protos import inference_pb2, inference_pb2_grpc
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
 from tests.support.tiny_tokenizer import CONTEXT
@@ -89,17 +87,6 @@ def test_by_reflection(served: Served, reflection: ProtoReflectionDescriptorData
 def test_a_service_whose_health_is_not_known(served: Served) -> None:
     outcome = refused(ask(served, CHECK, b"\x0a\x05other"))
     assert (outcome.status, outcome.param) == (404, "service")
-
-
-def test_several_calls_on_an_asyncio_channel(served: Served) -> None:
-    async def talk() -> list[str]:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            message = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="hello")])
-            calls: list[AsyncIterator[Any]] = [stub.Chat(message, metadata=(KEY,), timeout=WAIT_S) for _ in range(4)]
-            return ["".join([response.text async for response in call]) for call in calls]
-
-    assert asyncio.run(talk()) == [ANSWER] * 4
 
 
 # -- whatever is refused ---------------------------------------------------------------------------------------------

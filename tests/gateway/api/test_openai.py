@@ -115,29 +115,6 @@ def token_name(served: Served, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-@pytest.mark.parametrize("num_top", [0, 20])
-def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None:
-    ids = list(served.engine.script.token_ids)
-    told = read_columns(ask(served, logprobs=num_top))
-    assert told["tokens"] == [token_name(served, token_id) for token_id in ids]
-    assert told["token_logprobs"] == [token.logprob for token in likely(ids, 0)]
-    for token_id, top, truth in zip(ids, told["top_logprobs"], likely(ids, num_top), strict=True):
-        others = zip(truth.top_ids, truth.top_logprobs, strict=True)
-        assert top == {token_name(served, token_id): truth.logprob} | {
-            token_name(served, other): logprob for other, logprob in others
-        }
-    assert told["text_offset"].count(ANSWER.index("🙂")) == 4
-    assert [name for name in told["tokens"] if "bytes" in name] == [f"bytes:\\x{byte:02x}" for byte in "🙂".encode()]
-    assert read_columns(ask(served, logprobs=num_top, stream=True)) == told
-
-
-def test_tokens_cut_by_a_stop_string_are_not_reported(served: Served) -> None:
-    served.engine.reset(Script(served.ids("one two STOP three"), group=2))
-    tokens = read_columns(ask(served, stop="STOP", logprobs=0))["tokens"]
-    (choice,) = ask(served, "chat/completions", stop="STOP", logprobs=True)[0]["choices"]
-    assert "".join(tokens) == "".join(token["token"] for token in choice["logprobs"]["content"]) == "one two "
-
-
 def test_what_is_impossible_is_a_number_too() -> None:
     """JSON has no infinity."""
     token = ShownToken(5, TokenLogprobs(-math.inf, (6, 7), (-0.5, -math.inf)), 0)

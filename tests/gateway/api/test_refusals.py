@@ -217,10 +217,12 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "Generate": {"text": [(GONE, "prompt", MISSING)], "responseFormat": [({}, "response_format", MISSING)]},
     "Chat": {
         "messages": [(said(""), "[1].role")], "toolChoice": [("auto", "tool_choice")],
+        "chatTemplateKwargs": [("{", "chat_template_kwargs")],
         "tools": [*(([{"name": "a", "parameters": bad}], "[0].parameters") for bad in ("{", "[]", " " * 2**18 + "{}",
             "[" * 9999, '{"a": NaN}'))],
     },
 }
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     ("chat", {"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
     ("chat", {"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
@@ -228,6 +230,7 @@ OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     *(("chat", {"stream": True, "stream_options": bad}, f"stream_options{place}")
       for bad, place in (({"include_usage": 1}, ".include_usage"), ([], ""))),
     ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("chat", {"messages": calls_of()[:2], **OPEN}, "messages"), ("chat", {"messages": HELLO, **OPEN}, "messages"),
     *((name, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs") for name in ("chat", "completions")),
     ("completions", {"prompt": ["a"] * 64, "n": 3}, "n"),
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),

@@ -106,11 +106,7 @@ def read_slowly(format: ReasoningFormat, is_inside: bool, text: str) -> Parts:
         ("  \n Hi", ("", "  \n Hi"), ("  \n Hi", "")),
         (" \n<think>Well</think> Hi", ("Well", " Hi"), ("Well", " Hi")),
         ("Hi <think>x</think>", ("", "Hi <think>x</think>"), ("Hi <think>x", "")),
-        (
-            "<think><think>a</think>b<think>c</think>d",
-            ("<think>a", "b<think>c</think>d"),
-            ("<think>a", "b<think>c</think>d"),
-        ),
+        ("<think><think>a</think><think>b", ("<think>a", "<think>b"), ("<think>a", "<think>b")),
         ("<think>a\n\n b \n</thin\n</think>\n \nc", ("a\n\n b \n</thin", " \nc"), ("a\n\n b \n</thin", " \nc")),
         ("<think>a\n</th", ("a\n</th", ""), ("a\n</th", "")),
         ("\n\n", ("", "\n\n"), ("", "")),
