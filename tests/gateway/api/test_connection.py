@@ -22,7 +22,7 @@ from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
 from gateway.errors import ApiError
 
-CLIENT_S = 0.75
+CLIENT_S = 1.0
 NUM_BYTES = 6 << 20  # far more than the kernel buffers
 BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine
@@ -208,12 +208,6 @@ def test_who_asks_again_without_having_read_is_given_up(server: uvicorn.Server, 
         wait_until(lambda: not server.server_state.connections)
 
 
-def test_a_stream_that_is_not_read_is_given_up(server: uvicorn.Server, app: App) -> None:
-    with ask(server, request("/stream")):
-        assert app.given_up.get(timeout=PATIENCE_S) == "/stream"
-        wait_until(lambda: not server.server_state.connections)
-
-
 def test_the_rest_of_an_answer_that_failed_does_not_wait_for_ever(server: uvicorn.Server, app: App) -> None:
     app.is_stuck = lambda: only_connection(server).transport.get_write_buffer_size() > 0
     begun = time.monotonic()
@@ -243,15 +237,9 @@ def test_a_departure_is_seen_behind_early_bytes(server: uvicorn.Server, app: App
     assert app.given_up.get(timeout=PATIENCE_S) == "/work"
 
 
-def test_early_requests_are_answered_in_their_turn(server: uvicorn.Server, app: App) -> None:
-    with ask(server, request("/work"), request("/5")) as client:
-        assert app.begun.get(timeout=PATIENCE_S) == "/work"
-        client.sendall(request("/6") + last("/7"))
-        app.finish()
-        assert read_bodies(client) == [b"worked", b"x" * 5, b"x" * 6, b"x" * 7]
-
-
-def test_no_more_than_a_few_early_bytes_are_kept(server: uvicorn.Server, app: App) -> None:
+def test_no_more_than_a_few_early_bytes_are_kept_and_all_are_answered_in_their_turn(
+    server: uvicorn.Server, app: App
+) -> None:
     large = request("/5", f"content-length: {NUM_BYTES}") + bytes(NUM_BYTES)
     with ask(server, request("/work")) as client:
         assert app.begun.get(timeout=PATIENCE_S) == "/work"
