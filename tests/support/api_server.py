@@ -22,7 +22,7 @@ from gateway.request.prepare import ApiOptions
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 from runtime.rpc import build_server
-from tests.support.fake_ring import FakeRing, Script
+from tests.support.fake_engine_client import FakeEngineClient, Script
 from tests.support.tiny_tokenizer import write_byte_level
 
 WAIT_S = 60.0  # longer than any wait takes; a test that reaches it fails
@@ -39,7 +39,7 @@ PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is needed; the model has no
 class Served:
     """Running APIs, and the fakes behind them."""
 
-    ring: FakeRing
+    engine: FakeEngineClient
     tokenizer: Tokenizer
     host_port: tuple[str, int]
     http: httpx.Client  # has the base URL
@@ -88,7 +88,7 @@ def run_api(
         structlog.processors.KeyValueRenderer(),
     ]
     structlog.configure(processors=plain, logger_factory=structlog.ReturnLoggerFactory())
-    ring, tokenizer, registry = FakeRing(), Tokenizer(write(folder)), CollectorRegistry()
+    engine, tokenizer, registry = FakeEngineClient(), Tokenizer(write(folder)), CollectorRegistry()
     listener = socket.create_server(("127.0.0.1", 0))
     ready, ports = threading.Event(), list[int]()
 
@@ -102,7 +102,7 @@ def run_api(
         await grpc_server.stop(0)
         served.offload.close()
 
-    served = build_served_model(ring, tokenizer, names, options, registry, tracing)
+    served = build_served_model(engine, tokenizer, names, options, registry, tracing)
     http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
@@ -114,7 +114,7 @@ def run_api(
             httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=WAIT_S) as client,
             grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
         ):
-            yield Served(ring, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry)
+            yield Served(engine, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry)
     finally:
         http.should_exit = True
         thread.join(WAIT_S)

@@ -55,7 +55,7 @@ class Grpc(Api):
     def leave(self, served: Served, ask: Ask, stream: bool, num_choices: int) -> None:
         call = self._start(served, json_format.ParseDict(self.body(ask), self.request()), [])
         for _ in range(num_choices):
-            served.ring.hanging.get(timeout=WAIT_S)
+            served.engine.hanging.get(timeout=WAIT_S)
         call.cancel()
 
     def _start(self, served: Served, message: Message, more: Sequence[tuple[str, str]]) -> Any:

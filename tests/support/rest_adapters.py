@@ -55,7 +55,7 @@ class Rest(Api):
         with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
             raw.sendall("\r\n".join([*lines, "", ""]).encode() + content)
             for _ in range(num_choices):
-                served.ring.hanging.get(timeout=WAIT_S)
+                served.engine.hanging.get(timeout=WAIT_S)
 
     def read(self, outcome: Outcome, body: Any) -> None:
         """Read a whole answer."""

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from gateway.api.access import WARNING_HEADER
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import KEYS, SERVED, WAIT_S, Served, run_api
+from tests.support.api_server import SERVED, Served, run_api
 from tests.support.words import CALL
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.0.{}; cc_entrypoint=cli; cch={};"
@@ -95,16 +94,18 @@ BEGINS = {"messages": "<|system|>You help.\nBe brief.<|end|>", "responses": "<|s
 
 @pytest.mark.parametrize(("name", "body"), [("messages", claude_code), ("responses", codex)])
 def test_a_session(served: Served, name: str, body: Any) -> None:
-    served.ring.reset(served.script(CALL, group=100))
+    served.engine.reset(served.script(CALL, group=100))
     for turn in (1, 2):
         outcome = APIS[name].send(served, body(turn), True)
-        rest = 512 - len(served.ring.sent[-1]["prompt_ids"])
+        rest = 512 - len(served.engine.sent[-1]["prompt_ids"])
         assert (outcome.status, outcome.headers[WARNING_HEADER]) == (200, TOLD[name].format(rest=rest))
         assert outcome.choices[0].called[0][0] == "weather"
-    first, second = (served.tokenizer.decode(sent["prompt_ids"], with_control_tokens=True) for sent in served.ring.sent)
+    first, second = (
+        served.tokenizer.decode(sent["prompt_ids"], with_control_tokens=True) for sent in served.engine.sent
+    )
     assert BEGINS[name] in first and "billing" not in first and "web_search" not in first
     assert second.startswith(first)
-    assert served.ring.sent[0]["grammar"] is None
+    assert served.engine.sent[0]["grammar"] is None
 
 
 def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
@@ -112,9 +113,9 @@ def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
     APIS["messages"].send(served, claude_code(1), True)
     assert served.count("prompt_headers_left_out_total") == before + 1
     with run_api(tmp_path, ApiOptions(tool_format="hermes", keep_billing_header=True)) as keeping:
-        keeping.ring.reset(keeping.script("hello"))
+        keeping.engine.reset(keeping.script("hello"))
         outcome = APIS["messages"].send(keeping, claude_code(1), True)
-        prompt = keeping.tokenizer.decode(keeping.ring.sent[0]["prompt_ids"], with_control_tokens=True)
+        prompt = keeping.tokenizer.decode(keeping.engine.sent[0]["prompt_ids"], with_control_tokens=True)
         assert f"<|system|>{HEADER.format(1, 77)}You help." in prompt
         assert "billing" not in outcome.headers[WARNING_HEADER]
         assert not keeping.count("prompt_headers_left_out_total")
@@ -127,44 +128,4 @@ def test_only_the_line_of_the_header_is_left_out(served: Served, system: Any) ->
     del asked["max_tokens"]
     count = served.http.post("/v1/messages/count_tokens", json=asked)
     ids = served.ids("<|system|>b<|end|><|user|>hello<|end|><|assistant|>")
-    assert list(served.ring.sent[0]["prompt_ids"]) == ids and count.json() == {"input_tokens": len(ids)}
-
-
-AGENTS_TOOLS: Any = [
-    {"type": "namespace", "name": "crew", "description": "Helpers.", "tools": [{"type": "function", "name": "send"}]},
-    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "[+-].*"}},
-]
-
-
-def test_calls_of_namespaces_and_custom_tools(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S)
-    calls = (("crew__send", {"to": "x"}), ("patch", {"input": "+ é"}))
-    said = [f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls]
-    served.ring.reset(served.script("".join(said)))
-    asked: Any = {"model": SERVED, "input": "hello", "tools": AGENTS_TOOLS}
-    with client.responses.stream(**asked) as stream:
-        streamed: Any = stream.get_final_response()
-    whole: Any = client.responses.create(**asked)
-    for answer in (streamed, whole):
-        send, patch = answer.output
-        assert (send.type, send.name, send.namespace, send.arguments) == (
-            "function_call",
-            "send",
-            "crew",
-            '{"to": "x"}',
-        )
-        assert (patch.type, patch.name, patch.input, patch.id[:4]) == ("custom_tool_call", "patch", "+ é", "ctc_")
-        assert [tool.type for tool in answer.tools] == ["namespace", "custom"]
-    results = [
-        {"type": "function_call_output", "call_id": send.call_id, "output": "ok"},
-        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "ok"},
-    ]
-    calling = [item.model_dump(exclude_none=True) for item in whole.output]
-    more: Any = [{"role": "user", "content": "hello"}, *calling, *results]
-    client.responses.create(model=SERVED, input=more, tools=AGENTS_TOOLS)
-    first, _, second = served.ring.sent
-    text = served.tokenizer.decode(second["prompt_ids"], with_control_tokens=True)
-    assert text.startswith(served.tokenizer.decode(first["prompt_ids"], with_control_tokens=True))
-    assert all(f"{name}{json.dumps(given, ensure_ascii=False)}" in text for name, given in calls)
-    assert "The input matches this grammar:" in text
-    assert (first["grammar"]["kind"], '"pattern":"[+-].*"' in first["grammar"]["text"]) == ("structural_tag", True)
+    assert list(served.engine.sent[0]["prompt_ids"]) == ids and count.json() == {"input_tokens": len(ids)}

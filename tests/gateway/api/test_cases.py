@@ -1,7 +1,7 @@
 """Requests and their results, equal on every API that supports them, whole and streamed, however tokens arrive.
 
-A case is one table entry: the request, what the ring answers, the expected result, and what must have reached the ring.
-It runs on all APIs that can express it. Every case also checks token counts, ids and measurements.
+A case is one table entry: the request, what the engine answers, the expected result, and what must have reached
+the engine. It runs on all APIs that can express it. Every case also checks token counts, ids and measurements.
 """
 
 import json
@@ -14,8 +14,8 @@ import pytest
 
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, SERVED, Served
-from tests.support.fake_ring import TIMING, Script, likely
+from tests.support.api_server import ANSWER, Served
+from tests.support.fake_engine_client import TIMING, Script, likely
 from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
 from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome
 from wire.timing import Timing
@@ -34,7 +34,7 @@ SCHEMA = {"type": "object", "properties": {"naïve": {"const": 'a"b\x00'}}, "req
 HALF = r'{"city": "\ud83d"}'  # half of a surrogate pair, as a model may write it
 CHATS = ("chat", "responses", "messages", "Chat")
 NO_STOPS = ("responses",)  # APIs that do not report the stop string
-MODES = [("whole", 1), ("streamed", 1), ("streamed", 3), ("streamed", 1000)]  # and how many tokens arrive together
+MODES = [("whole", 3), ("streamed", 1), ("streamed", 1000)]  # and how many tokens arrive together
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Case:
     named: Mapping[str, str] = field(default_factory=dict)  # reasons of APIs with other names
     reasoning: str = ""
     stop: str | int | None = None  # the request's stop string or token that is met
-    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the ring for the first choice
+    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the engine for the first choice
     grammar: tuple[str, str] | None = None  # the same: kind and text
     prompt: str | None = None  # the same: its tokens as text
     only: Sequence[str] = tuple(APIS)
     raw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # API |-> its own fields
-    hangs: bool = False  # the ring sends nothing more, not even the end
+    hangs: bool = False  # the engine sends nothing more, not even the end
     timing: Timing = TIMING
-    each: Sequence[str] = ()  # the ring's answers for the first choices, if they differ
+    each: Sequence[str] = ()  # the engine's answers for the first choices, if they differ
     service: str = "full"
 
 
@@ -72,13 +72,10 @@ def deep(depth: int) -> str:
 
 WEATHER = ("weather", {"city": "Köln 🙂"})
 BOTH = f"Let me look. {CALL}\n{NOW}"
+ULM = {"id": "x", "name": "weather", "arguments": '{"city": "Ulm"}'}
 HISTORY = [
     *HELLO,
-    {
-        "role": "assistant",
-        "content": "Look:",
-        "calls": [{"id": "x", "name": "weather", "arguments": '{"city": "Ulm"}'}],
-    },
+    {"role": "assistant", "content": "Look:", "calls": [ULM]},
     {"role": "tool", "tool_call_id": "x", "content": "sunny"},
     {"role": "user", "content": "and?"},
 ]
@@ -93,13 +90,8 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
 THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
 
-THOUGHT_BLOCKS: list[Any] = [
-    *HELLO,
-    {
-        "role": "assistant",
-        "content": [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}],
-    },
-]
+THINKING = [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}]
+THOUGHT_BLOCKS: list[Any] = [*HELLO, {"role": "assistant", "content": THINKING}]
 LOOK = '<|user|>hello<|end|><|assistant|>Look:aweather{"city": "Köln 🙂"}bnow{}<|end|><|tool|>asunny<|end|>'
 SKY = {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]}
 SKY_SHOWN = '{"name": "sky__weather", "parameters": {"type": "object", "properties": {}}}'
@@ -130,7 +122,6 @@ BLOCKS: list[Any] = [
 CASES = [
     Case("text", prompt=None, sent={"grammar": None, "num_logprobs": None, "num_prompt_logprobs": None}),
     Case("nothing", says="", text=""),
-    Case("the model named", {"model": SERVED}),
     Case("system and user", {"system": "be short"},
          prompt="<|system|>be short<|end|><|user|>hello<|end|><|assistant|>"),
     Case("a developer is the system to most templates", {"messages": [{"role": "developer", "content": "d"}, *HELLO]},
@@ -144,9 +135,8 @@ CASES = [
     Case("token ids", {"prompt": [5, 6, 7]}, sent={"prompt_ids": (5, 6, 7)}),
     Case("a list of one prompt", raw={"completions": {"prompt": [[5, 6, 7]]}}, sent={"prompt_ids": (5, 6, 7)}),
     Case("NUL", {"prompt": "a\0b"}, prompt="a\0b"),
-    Case("the longest prompt", {"prompt": [5] * (CONTEXT - 1)}, says="xyz", text="x", reason="length"),
-    Case("the longest prompt and one token", {"prompt": [5] * (CONTEXT - 1), "max_tokens": 1}, says="xyz", text="x",
-         reason="length", sent={"max_tokens": 1}),
+    Case("the longest prompt", {"prompt": [5] * (CONTEXT - 1)}, says="xyz", text="x", reason="length",
+         sent={"max_tokens": 1}),
 
     # ends
     Case("the limit", {"max_tokens": 3}, says="xyzxyz", text="xyz", reason="length", sent={"max_tokens": 3}),
@@ -182,9 +172,7 @@ CASES = [
     *(Case(f"structured_outputs.json as {type(schema).__name__}", grammar=("json_schema", '{"type": "null"}'),
            raw={"completions": {"structured_outputs": {"json": schema}, "response_format": {"type": "text"}}})
       for schema in ({"type": "null"}, '{"type": "null"}')),
-    Case("no form",
-         raw={"chat": {"response_format": {"type": "text"}}, "responses": {"text": {"format": {"type": "text"}}}},
-         sent={"grammar": None}),
+    Case("no form", raw={"responses": {"text": {"format": {"type": "text"}}}}, sent={"grammar": None}),
     Case("control tokens are not shown", says="a<|user|>b<|system|>", text="ab"),
     Case("control tokens that a grammar names are", {"form": {"regex": r"a<\|user\|>b|a<|user|>b"}},
          says="a<|user|>b<|system|>", text="a<|user|>b"),
@@ -312,7 +300,7 @@ RUNS = [
 def test_case(request: pytest.FixtureRequest, case: Case, api: Api, mode: str, group: int) -> None:
     served: Served = request.getfixturevalue(case.service)
     script = _script(case, served, group)
-    served.ring.reset(script, *(served.script(text, group=group) for text in case.each))
+    served.engine.reset(script, *(served.script(text, group=group) for text in case.each))
     before = measured(served)
     body = {**api.body(case.ask), **case.raw.get(api.name, {})}
     outcome = api.send(served, body, mode == "streamed", headers={"x-request-id": "mine-1"})
@@ -334,8 +322,8 @@ def _script(case: Case, served: Served, group: int) -> Script:
 
 
 def check_sent(case: Case, api: Api, served: Served) -> None:
-    """Check what reached the ring."""
-    first = served.ring.sent[0]
+    """Check what reached the engine."""
+    first = served.engine.sent[0]
     assert {name: first[name] for name in case.sent} == case.sent
     if case.grammar is not None:
         ((kind, _),) = case.ask["form"].items() if "form" in case.ask else [("json", "")]
@@ -343,13 +331,13 @@ def check_sent(case: Case, api: Api, served: Served) -> None:
         assert [first["grammar"][name] for name in ("kind", "text", "param")] == [*case.grammar, param]
     if case.prompt is not None:
         assert list(first["prompt_ids"]) == served.ids(case.prompt)
-    seeds = [one["seed"] for one in served.ring.sent]
+    seeds = [one["seed"] for one in served.engine.sent]
     if "seed" in case.ask:
         assert seeds == [(case.ask["seed"] + rank) % 2**64 for rank in range(len(seeds))]
     assert len(set(seeds)) == len(seeds)
-    assert all(one["request_id"].startswith("mine-1.") for one in served.ring.sent)
-    assert len({one["request_id"] for one in served.ring.sent}) == len(seeds)
-    assert served.ring.admitted == [len(seeds)] and not served.ring.num_inside
+    assert all(one["request_id"].startswith("mine-1.") for one in served.engine.sent)
+    assert len({one["request_id"] for one in served.engine.sent}) == len(seeds)
+    assert served.engine.admitted == [len(seeds)] and not served.engine.num_inside
 
 
 def check_choices(case: Case, api: Api, served: Served, script: Script, outcome: Outcome) -> None:
@@ -369,16 +357,16 @@ def check_choices(case: Case, api: Api, served: Served, script: Script, outcome:
     if "return_token_ids" in case.ask or not api.can_be_whole:
         assert outcome.usage is not None and sum(len(one.token_ids) for one in choices) == outcome.usage[1]
         assert case.each or all(one.token_ids == list(script.token_ids)[: len(one.token_ids)] for one in choices)
-    endings = {served.ring.wait_ending() for _ in choices}
+    endings = {served.engine.wait_ending() for _ in choices}
     assert endings == {"closed"} if case.hangs else case.stop or endings == {"complete"}
 
 
 def check_counts(case: Case, served: Served, outcome: Outcome, before: Mapping[str, float], group: int) -> None:
     """Check the token counts that client and operator get, and the measurements of tokens."""
     assert outcome.headers["x-request-id"] == "mine-1" and outcome.usage is not None
-    num_prompt, num_tokens = len(served.ring.sent[0]["prompt_ids"]), outcome.usage[1]
-    assert outcome.usage == (num_prompt, num_tokens, min(served.ring.script.timing.cached_tokens, num_prompt))
-    num_cut = served.ring.num_given - num_tokens  # that came with the last token of a stop string
+    num_prompt, num_tokens = len(served.engine.sent[0]["prompt_ids"]), outcome.usage[1]
+    assert outcome.usage == (num_prompt, num_tokens, min(served.engine.script.timing.cached_tokens, num_prompt))
+    num_cut = served.engine.num_given - num_tokens  # that came with the last token of a stop string
     choices = list(outcome.choices.values())
     assert 0 <= num_cut < (group if case.stop else 1)
     num_first = len(choices) * min(group, num_tokens // len(choices))  # tokens that arrive together
@@ -406,10 +394,10 @@ def measured(served: Served) -> dict[str, float]:
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize(("choice", "allowed"), [("required", ["weather", "now"]), ("now", ["now"])])
 def test_a_forced_call_has_a_grammar(served: Served, name: str, choice: str, allowed: list[str]) -> None:
-    served.ring.reset(served.script(NOW))
+    served.engine.reset(served.script(NOW))
     outcome = APIS[name].ask(served, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
     assert outcome.choices[0].called == [("now", {})]
-    (sent,) = served.ring.sent
+    (sent,) = served.engine.sent
     assert (sent["grammar"]["kind"], sent["grammar"]["param"]) == ("structural_tag", "tools")
     assert [name for name in ("weather", "now") if f'\\"{name}\\"' in sent["grammar"]["text"]] == allowed
 
@@ -417,14 +405,14 @@ def test_a_forced_call_has_a_grammar(served: Served, name: str, choice: str, all
 @pytest.mark.parametrize("name", ["chat", "responses", "Chat"])
 def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> None:
     APIS[name].ask(served, {"tools": TOOLS, "form": {"json_object": True}})
-    assert json.loads(served.ring.sent[0]["grammar"]["text"])["format"]["type"] == "or"
+    assert json.loads(served.engine.sent[0]["grammar"]["text"])["format"]["type"] == "or"
 
 
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
     """Optional, it becomes content; forced, it has the arguments so far, or none in Messages, which needs JSON."""
-    served.ring.reset(served.script(CALL))
+    served.engine.reset(served.script(CALL))
     limit = {"tools": TOOLS, "max_tokens": len(served.ids(CALL)) - 30}
     free = APIS[name].ask(served, limit, mode).choices[0]
     assert (free.reason, free.calls) == ("length", {}) and free.text and CALL.startswith(free.text)

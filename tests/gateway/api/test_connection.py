@@ -22,7 +22,7 @@ from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
 from gateway.errors import ApiError
 
-CLIENT_S = 1.5
+CLIENT_S = 1.0
 NUM_BYTES = 6 << 20  # far more than the kernel buffers
 BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine
@@ -185,12 +185,10 @@ def test_a_slow_but_steady_reader_gets_whole_answers(server: uvicorn.Server) -> 
     assert time.monotonic() - begun > 3 * CLIENT_S
 
 
-@pytest.mark.parametrize("num_read", [0, 1 << 20])
-def test_a_reader_that_stops_is_cut_off_in_time(server: uvicorn.Server, num_read: int) -> None:
-    begun = time.monotonic()
+def test_a_reader_that_stops_is_cut_off_in_time(server: uvicorn.Server) -> None:
+    begun, count = time.monotonic(), 0
     with ask(server, last(f"/{NUM_BYTES}")) as client:
-        count = 0
-        while count < num_read:
+        while count < 1 << 20:
             count += len(client.recv(64 << 10))
         assert wait_until_cut(server, begun) > CLIENT_S / 2
 
@@ -207,12 +205,6 @@ def test_who_asks_again_without_having_read_is_given_up(server: uvicorn.Server, 
         assert client.recv(1)
         client.sendall(request(path))
         assert app.begun.get(timeout=PATIENCE_S) == app.given_up.get(timeout=PATIENCE_S) == path
-        wait_until(lambda: not server.server_state.connections)
-
-
-def test_a_stream_that_is_not_read_is_given_up(server: uvicorn.Server, app: App) -> None:
-    with ask(server, request("/stream")):
-        assert app.given_up.get(timeout=PATIENCE_S) == "/stream"
         wait_until(lambda: not server.server_state.connections)
 
 
@@ -245,22 +237,16 @@ def test_a_departure_is_seen_behind_early_bytes(server: uvicorn.Server, app: App
     assert app.given_up.get(timeout=PATIENCE_S) == "/work"
 
 
-def test_early_requests_are_answered_in_their_turn(server: uvicorn.Server, app: App) -> None:
-    with ask(server, request("/work"), request("/5")) as client:
-        assert app.begun.get(timeout=PATIENCE_S) == "/work"
-        client.sendall(request("/6") + last("/7"))
-        app.finish()
-        assert read_bodies(client) == [b"worked", b"x" * 5, b"x" * 6, b"x" * 7]
-
-
-def test_no_more_than_a_few_early_bytes_are_kept(server: uvicorn.Server, app: App) -> None:
+def test_no_more_than_a_few_early_bytes_are_kept_and_all_are_answered_in_their_turn(
+    server: uvicorn.Server, app: App
+) -> None:
     large = request("/5", f"content-length: {NUM_BYTES}") + bytes(NUM_BYTES)
     with ask(server, request("/work")) as client:
         assert app.begun.get(timeout=PATIENCE_S) == "/work"
         sender = threading.Thread(target=client.sendall, args=(large + last("/6"),))
         sender.start()
         wait_until(lambda: num_early_bytes(server) > 64 << 10)
-        sender.join(1.0)  # enough for all to arrive, if the server read them
+        sender.join(0.4)  # enough for all to arrive, if the server read them
         assert num_early_bytes(server) < EARLY_BYTES
         app.finish()
         assert read_bodies(client) == [b"worked", b"x" * 5, b"x" * 6]
@@ -276,7 +262,7 @@ def test_early_bytes_stay_few_while_requests_are_answered(server: uvicorn.Server
 
         sender = threading.Thread(target=send)
         sender.start()
-        for _ in range(10):
+        for _ in range(5):
             assert app.begun.get(timeout=PATIENCE_S) == "/work"
             sender.join(0.1)  # time for more to arrive, if the server read it
             assert num_early_bytes(server) < EARLY_BYTES
@@ -306,9 +292,9 @@ def test_a_timeout_excuses_a_stop_of_this_process() -> None:
 
     async def wait() -> None:
         is_there = asyncio.Event()
-        async with waking_timeout(1.0):
+        async with waking_timeout(0.4):
             asyncio.get_running_loop().call_later(0.01, is_there.set)
-            time.sleep(1.5)  # noqa: ASYNC251, as SIGSTOP would
+            time.sleep(0.6)  # noqa: ASYNC251, as SIGSTOP would
             await is_there.wait()
 
     asyncio.run(wait())

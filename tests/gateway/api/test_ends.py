@@ -1,4 +1,4 @@
-"""Requests without a whole answer, on every API: the ring refuses or fails, a bug, clients that leave."""
+"""Requests without a whole answer, on every API: the engine refuses or fails, a bug, clients that leave."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from gateway.errors import ApiError, not_ready, overloaded, took_too_long
 from tests.support.adapters import APIS
 from tests.support.api_server import Served
-from tests.support.fake_ring import Script
+from tests.support.fake_engine_client import Script
 from tests.support.words import Api, named
 
 MODES = [(api, stream) for api in APIS.values() for stream in (False, True) if stream or api.can_be_whole]
@@ -22,13 +22,13 @@ FAULTS = [
 @pytest.mark.parametrize("num_tokens", [0, 2])
 @pytest.mark.parametrize("fault", FAULTS, ids=named)
 def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault: Exception | None) -> None:
-    """A stream delivers what came before it. Without a script the ring ends without a reason."""
+    """A stream delivers what came before it. Without a script the engine ends without a reason."""
     error = fault if isinstance(fault, ApiError) else None
     bug = None if error else fault
-    served.ring.reset(Script(served.ids("hello world")[:num_tokens], error=error, bug=bug))
+    served.engine.reset(Script(served.ids("hello world")[:num_tokens], error=error, bug=bug))
     before, num_before = count_whole(served), served.count("generation_tokens_total")
     outcome = api.ask(served, {}, stream, headers={"x-request-id": "mine-1"})
-    text = served.tokenizer.decode(served.ring.script.token_ids) if stream else ""
+    text = served.tokenizer.decode(served.engine.script.token_ids) if stream else ""
     assert "".join(outcome.texts) == text
     assert outcome.headers["x-request-id"] == "mine-1"
     assert "secret" not in outcome.message
@@ -42,8 +42,8 @@ def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault:
         codes = ["incomplete_answer"] if bug is None else ["bug", "internal_error"]
         assert outcome.code in codes if api.tells_codes else outcome.code is None
         assert bug is None or "mine-1" in outcome.message or is_header_sent
-    assert served.ring.wait_ending() == ("closed" if fault is None else "failed")
-    assert count_whole(served) == before and not served.ring.num_inside
+    assert served.engine.wait_ending() == ("closed" if fault is None else "failed")
+    assert count_whole(served) == before and not served.engine.num_inside
     assert served.count("generation_tokens_total") == num_before + num_tokens
 
 
@@ -55,21 +55,21 @@ def count_whole(served: Served) -> list[float]:
 
 @pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
 def test_a_full_queue_refuses_before_anything_begins(served: Served, api: Api, stream: bool) -> None:
-    served.ring.refusal = overloaded("too many")
+    served.engine.refusal = overloaded("too many")
     outcome = api.ask(served, {"n": 2} if api.knows({"n": 2}) else {}, stream)
     assert (outcome.status, outcome.retry_after) == (429, 1)
-    assert not served.ring.generations and not served.ring.num_inside
+    assert not served.engine.generations and not served.engine.num_inside
 
 
 @pytest.mark.parametrize(("api", "stream"), SEVERAL, ids=named)
 def test_one_choice_that_fails_ends_the_others(served: Served, api: Api, stream: bool) -> None:
     hanging = Script(served.ids("hello"), is_hanging=True)
     for failing in (Script(served.ids("he"), error=not_ready("x")), Script(error=overloaded("the queue is full"))):
-        served.ring.reset(hanging, hanging, failing)
+        served.engine.reset(hanging, hanging, failing)
         outcome = api.ask(served, {"n": 4}, stream)
         assert failing.error is not None and outcome.status == failing.error.status
-        assert sorted(served.ring.wait_ending() for _ in served.ring.generations) == sorted(
-            ["closed"] * (len(served.ring.generations) - 1) + ["failed"]
+        assert sorted(served.engine.wait_ending() for _ in served.engine.generations) == sorted(
+            ["closed"] * (len(served.engine.generations) - 1) + ["failed"]
         )
 
 
@@ -80,9 +80,9 @@ def test_a_client_that_leaves_ends_the_work(served: Served, api: Api, stream: bo
     asked: Any = {"n": n} if n > 1 else {}
     if not api.knows(asked):
         return
-    served.ring.reset(Script(served.ids("hello world")[:num_tokens], is_hanging=True))
+    served.engine.reset(Script(served.ids("hello world")[:num_tokens], is_hanging=True))
     phase = "decode" if num_tokens else "waiting"
     before = served.count("cancelled_total", phase=phase)
     api.leave(served, asked, stream, n)
-    assert [served.ring.wait_ending() for _ in range(n)] == ["closed"] * n
+    assert [served.engine.wait_ending() for _ in range(n)] == ["closed"] * n
     served.wait_count(before + n, "cancelled_total", phase=phase)

@@ -19,9 +19,11 @@ from prometheus_client import CollectorRegistry
 from demo.paths import TARGET_DIR
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
+from gateway.router import attempt
 from gateway.text.tokenizer import Tokenizer
+from protos import decode_pb2
 from runtime.lifecycle import spare_what_is_here
-from tests.support.fake_ring import FakeRing, Script
+from tests.support.fake_engine_client import FakeEngineClient, Script
 
 MOST_SHARE = 0.125  # twice that
 LONG_PROMPT = [7 + index % 200 for index in range(2000)]
@@ -32,28 +34,27 @@ ANSWER = [30 + index % 200 for index in range(250)]
 @pytest.fixture
 def as_in_a_gateway() -> Iterator[None]:
     """Hides what tests have loaded and gateways have not."""
+    before = structlog.get_config()
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     spare_what_is_here()
     yield
     gc.unfreeze()
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 @pytest.mark.usefixtures("as_in_a_gateway")
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("completions", {"prompt": [LONG_PROMPT] * 64, "echo": True, "logprobs": 5, "max_tokens": 1}),
         ("completions", {"prompt": [LONG_PROMPT] * 64, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": True}),
-        ("completions", {"prompt": "x", "n": 128, "logprobs": 20}),
         ("chat/completions", {"messages": MESSAGES, "n": 128, "logprobs": True, "top_logprobs": 20}),
     ],
-    ids=["echo", "streamed echo", "n", "chat n"],
+    ids=["streamed echo", "chat n"],
 )
 def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]) -> None:
-    ring, steps = FakeRing(), list[float]()
-    ring.script = Script(ANSWER, group=5)
-    served = build_served_model(ring, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
+    engine, steps = FakeEngineClient(), list[float]()
+    engine.script = Script(ANSWER, group=5)
+    served = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
     app = build_app(served)
 
     async def test() -> None:
@@ -109,3 +110,15 @@ def test_what_comes_later_is_still_collected(as_in_a_gateway: None) -> None:
     gone = ref(Loop())
     gc.collect()
     assert gone() is None
+
+
+async def test_others_get_turns_while_a_workers_long_message_is_read() -> None:
+    """The log-probabilities of a long prompt come in one message."""
+    made = [decode_pb2.TokenLogprobs(logprob=-at, top_ids=[at], top_logprobs=[-at]) for at in range(5000)]
+    reading, turns = asyncio.create_task(attempt._unpack_logprobs(made)), 0
+    while not reading.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= len(made) // attempt.READ_AT_ONCE
+    found = [(one.logprob, one.top_ids, one.top_logprobs) for one in reading.result()]
+    assert found == [(-at, (at,), (-at,)) for at in range(len(made))]

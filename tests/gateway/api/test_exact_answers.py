@@ -6,7 +6,7 @@ TEST_RECORD=1 writes the file anew: read its diff as a client would. Ids are num
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from gateway.errors import not_ready
 from runtime.hardware import OWN_VERSION
 from tests.support.adapters import APIS
 from tests.support.api_server import Served
-from tests.support.fake_ring import Script
+from tests.support.fake_engine_client import Script
 from tests.support.tiny_tokenizer import byte_token
 from tests.support.words import CALL, NOW, TOOLS
 
@@ -46,55 +46,37 @@ CUSTOM: Any = [
 CUSTOM_CALLS = CALL.replace("weather", "sky__weather") + NOW.replace("{}", '{"input": "aa"}')
 
 
-def tools_of(path: str) -> Any:
-    return APIS[STARTS[path]].body({"tools": TOOLS})["tools"]
+def _build() -> Iterator[tuple[str, str, Mapping[str, Any], str | Script, str]]:
+    """Name, path, fields of the request besides the needed ones, what the model says, its service."""
+    for path, start in STARTS.items():
+        yield f"{start}: text", path, {}, "hi 🙂", "full"
+        yield f"{start}: nothing", path, {}, "", "full"
+        yield f"{start}: the limit", path, {LIMIT[path]: 2}, "hi 🙂", "full"
+        yield f"{start}: reasoning", path, {}, "<think>\nHm.\n</think>\n\nhi", "thinking"
+        yield f"{start}: a fault", path, {}, Script([A], error=not_ready("no worker is left")), "full"
+        yield f"{start}: a bug", path, {}, Script([A], bug=RuntimeError("secret")), "full"
+        if path != TEXT:
+            tools, forced = APIS[start].body({"tools": TOOLS})["tools"], FORCED.get(path, "required")
+            yield f"{start}: calls", path, {"tools": tools}, BOTH, "full"
+            cut_off = {"tools": tools, LIMIT[path]: 75, "tool_choice": forced}
+            yield f"{start}: a call that the limit cuts off", path, cut_off, NOW + CALL, "full"
+        if path in (CHAT, TEXT):
+            yield f"{start}: choices", path, {"n": 2, "return_token_ids": True, "include_timing": True}, "hi", "full"
+    for name, path, fields, says in (
+        ("log-probabilities", CHAT, {"logprobs": True, "top_logprobs": 2}, "hi 🙂"),
+        ("log-probabilities", TEXT, {"logprobs": 2, "echo": True}, "hi 🙂"),
+        ("log-probabilities", RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 1}, "hi 🙂"),
+        ("what was asked", RESPONSES, ASKED, "hi"),
+        ("calls of other tools", RESPONSES, {"tools": CUSTOM}, CUSTOM_CALLS),
+        ("a stop string", MESSAGES, {"stop_sequences": ["i"], "metadata": {"user_id": "me"}}, "hi"),
+        ("a stop string", CHAT, {"stop": "i", "stream_options": USAGE}, "hi"),
+        ("counts in each chunk", CHAT, {"stream_options": {**USAGE, "continuous_usage_stats": True}}, "hi"),
+        ("counts", TEXT, {"stream_options": USAGE}, "hi"),
+    ):
+        yield f"{STARTS[path]}: {name}", path, fields, says, "full"
 
 
-# name |-> path, fields of the request besides the needed ones, what the model says, its service
-CASES: dict[str, tuple[str, Mapping[str, Any], str | Script, str]] = {
-    **{f"{STARTS[path]}: text": (path, {}, "hi 🙂", "full") for path in STARTS},
-    **{f"{STARTS[path]}: nothing": (path, {}, "", "full") for path in STARTS},
-    **{f"{STARTS[path]}: the limit": (path, {LIMIT[path]: 2}, "hi 🙂", "full") for path in STARTS},
-    **{f"{STARTS[path]}: calls": (path, {"tools": tools_of(path)}, BOTH, "full") for path in STARTS if path != TEXT},
-    **{
-        f"{STARTS[path]}: a call that the limit cuts off": (
-            path,
-            {
-                "tools": tools_of(path),
-                LIMIT[path]: 75,
-                "tool_choice": {"type": "any"} if path == MESSAGES else "required",
-            },
-            NOW + CALL,
-            "full",
-        )
-        for path in STARTS
-        if path != TEXT
-    },
-    **{f"{STARTS[path]}: reasoning": (path, {}, "<think>\nHm.\n</think>\n\nhi", "thinking") for path in STARTS},
-    **{
-        f"{STARTS[path]}: a fault": (path, {}, Script([A], error=not_ready("no worker is left")), "full")
-        for path in STARTS
-    },
-    **{f"{STARTS[path]}: a bug": (path, {}, Script([A], bug=RuntimeError("secret")), "full") for path in STARTS},
-    **{
-        f"{STARTS[path]}: choices": (path, {"n": 2, "return_token_ids": True, "include_timing": True}, "hi", "full")
-        for path in (CHAT, TEXT)
-    },
-    "chat: log-probabilities": (CHAT, {"logprobs": True, "top_logprobs": 2}, "hi 🙂", "full"),
-    "completions: log-probabilities": (TEXT, {"logprobs": 2, "echo": True}, "hi 🙂", "full"),
-    "responses: log-probabilities": (
-        RESPONSES,
-        {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
-        "hi 🙂",
-        "full",
-    ),
-    "responses: what was asked": (RESPONSES, ASKED, "hi", "full"),
-    "responses: calls of other tools": (RESPONSES, {"tools": CUSTOM}, CUSTOM_CALLS, "full"),
-    "messages: a stop string": (MESSAGES, {"stop_sequences": ["i"], "metadata": {"user_id": "me"}}, "hi", "full"),
-    "chat: a stop string": (CHAT, {"stop": "i", "stream_options": USAGE}, "hi", "full"),
-    "chat: counts in each chunk": (CHAT, {"stream_options": {**USAGE, "continuous_usage_stats": True}}, "hi", "full"),
-    "completions: counts": (TEXT, {"stream_options": USAGE}, "hi", "full"),
-}
+CASES: dict[str, Any] = {name: case for name, *case in _build()}
 EXPECTED: dict[str, Any] = {}
 if FILE.exists():
     EXPECTED.update(json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines())
@@ -107,7 +89,7 @@ def test_every_byte(request: pytest.FixtureRequest, name: str, stream: bool) -> 
     if "stream_options" in fields and not stream:
         return
     served: Served = request.getfixturevalue(service)
-    served.ring.reset(served.script(says, group=2) if isinstance(says, str) else says)
+    served.engine.reset(served.script(says, group=2) if isinstance(says, str) else says)
     body = {**APIS[STARTS[path]].body({}), "stream": stream, **fields}
     answer = served.http.post(path, json=body, headers={"x-request-id": "mine"})
     found = [answer.status_code, answer.headers["content-type"], _without_chance(answer.text)]

@@ -45,19 +45,16 @@ STARTS: dict[str, dict[str, Any]] = {
     "detokenize": {"model": SERVED, "tokens": [5, 6, 300]},
 }
 KEYS = [
-    "stream", "stream_options", "n", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "echo", "suffix",
-    "best_of", "user", "chat_template", "kv_transfer_params", "__proto__", "stop_token_ids", "ignore_eos", "functions",
-    "messages", "prompt", "max_completion_tokens", "include_usage", "role", "content", "name", "tool_calls", "é", "",
-    "response_format", "structured_outputs", "regex", "choice", "json", "json_schema", "schema", "type", "min_tokens",
-    "repetition_penalty", "presence_penalty", "speculation", "max_draft_tokens", "include_timing", "7", "input", "text",
-    "instructions", "reasoning", "call_id", "output", "system", "stop_sequences", "input_schema", "is_error", "tokens",
+    "stream", "stream_options", "n", "logprobs", "tools", "tool_choice", "echo", "chat_template", "kv_transfer_params",
+    "__proto__", "stop_token_ids", "ignore_eos", "messages", "prompt", "role", "content", "name", "tool_calls", "é", "",
+    "response_format", "structured_outputs", "json", "json_schema", "type", "min_tokens", "input", "text", "reasoning",
+    "call_id", "output", "system", "input_schema", "is_error", "tokens",
 ]  # fmt: skip
-fuzz = settings(max_examples=120, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 EDGES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 2**31, 2**63, -(2**63) - 1, 10**30, 0.0, -0.5, 1e308, float("nan"), float("inf"),
-    "", "x", "\0", "\ud800", "🙂" * 50, "<|end|>", "user", "assistant", "x" * 5000, [], {}, [[]], [None], ["x"] * 40,
-    [0, 1, 2], [-1], [2**40], {"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {"a": {"b": []}},
+    None, True, 0, -1, 2, 2**63, 10**30, -0.5, float("nan"), float("inf"), "", "x", "\0", "\ud800", "🙂" * 50,
+    "<|end|>", "user", "x" * 5000, [], {}, [[]], [None], ["x"] * 40, [0, 1, 2], [2**40], {"type": "json_object"},
 ]  # fmt: skip
 json_values = st.sampled_from(EDGES) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -97,7 +94,7 @@ def _change(draw: st.DrawFn, place: Any) -> None:
 @pytest.fixture(autouse=True)
 def long_answers(served: Served) -> None:
     """Answers that only limits and stop strings end."""
-    served.ring.reset(served.script("fine " * CONTEXT, ends=False))
+    served.engine.reset(served.script("fine " * CONTEXT, ends=False))
 
 
 def check_answer(served: Served, path: str, body: bytes) -> None:
@@ -105,12 +102,9 @@ def check_answer(served: Served, path: str, body: bytes) -> None:
     if answer.status_code == 200:
         assert b'"error":{' not in answer.content, answer.content
         return
-    assert answer.status_code in (400, 404), (answer.status_code, answer.content)
-    error = answer.json()["error"]
-    if path == "v1/messages":
-        assert (answer.json().keys(), error.keys()) == ({"type", "error"}, {"type", "message"})
-    else:
-        assert (answer.json().keys(), error.keys()) == ({"error"}, {"message", "type", "param", "code"})
+    error, is_own = answer.json()["error"], path == "v1/messages"
+    assert answer.json().keys() == ({"type", "error"} if is_own else {"error"})
+    assert error.keys() == ({"type", "message"} if is_own else {"message", "type", "param", "code"})
     assert error["type"] == {400: "invalid_request_error", 404: "not_found_error"}[answer.status_code]
     assert 0 < len(error["message"]) < 1000
 
@@ -132,7 +126,7 @@ def test_changed_bodies_any_bytes_and_any_json(served: Served, path: str) -> Non
 def test_bytes_that_are_no_http(served: Served) -> None:
     """The connection is closed or answered by a 4xx; the server still serves."""
 
-    @settings(fuzz, max_examples=60)
+    @settings(fuzz, max_examples=30)
     @given(
         st.binary(min_size=1, max_size=200) | st.binary(max_size=60).map(lambda tail: b"POST /v1/completions " + tail)
     )

@@ -13,13 +13,11 @@ class Measured:
     """A request measured by a clock that the test sets."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now = self.arrived_s = 100.0
         self.registry = CollectorRegistry()
         self.metrics = RequestMetrics(self.registry)
-        self.arrived_s = self.now
 
     def choice(self) -> ChoiceMeter:
-        """A meter of one of its choices."""
         return ChoiceMeter(self.metrics, self.arrived_s, lambda: self.now)
 
     def value(self, name: str, **labels: str) -> float:

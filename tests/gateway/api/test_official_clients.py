@@ -1,7 +1,9 @@
-"""The official clients of OpenAI and Anthropic: answers, streams, calls sent back with their results, errors."""
+"""The official clients of OpenAI and Anthropic: answers, streams, parsed forms, errors.
+
+Calls sent back with their results: services/demo/test_tools_service.py.
+"""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +15,12 @@ import pytest
 from gateway.errors import ApiError, overloaded
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
-from tests.support.fake_ring import Script
-from tests.support.words import CALL, HELLO, NOW, TOOLS
+from tests.support.fake_engine_client import Script
+from tests.support.words import CALL, HELLO, TOOLS
 
 CHAT: Any = {"model": SERVED, "messages": HELLO}
 RESPONSES: Any = {"model": SERVED, "input": "hello"}
 MESSAGES: Any = {"model": SERVED, "messages": HELLO, "max_tokens": 200}
-BOTH = f"Let me look. {CALL}\n{NOW}"
-CALLED = [("weather", {"city": "Köln 🙂"}), ("now", {})]
 ANYTHING = pytest.mark.parametrize("name", ["chat", "responses", "messages"])
 OPTIONS: Any = {"max_retries": 0, "timeout": WAIT_S}
 
@@ -51,15 +51,10 @@ def ask(name: str, openai_client: openai.OpenAI, anthropic_client: anthropic.Ant
     return lambda **fields: called(**{**body, **fields})
 
 
-def tools_of(name: str) -> Any:
-    return APIS[name].body({"tools": TOOLS})["tools"]
-
-
-def test_answers_and_models(openai_client: openai.OpenAI) -> None:
-    client = openai_client
-    more: Any = {"logprobs": True, "top_logprobs": 1}
+def test_completions_and_models(openai_client: openai.OpenAI) -> None:
+    client: Any = openai_client
+    more = {"logprobs": True, "top_logprobs": 1}
     answer = client.chat.completions.create(**CHAT, **more)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
     chunks = list(client.chat.completions.create(**CHAT, **more, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
     assert chunks[-1].usage == answer.usage and not chunks[-1].choices
@@ -87,74 +82,33 @@ def test_on_an_event_loop(served: Served) -> None:
     assert asyncio.run(talk()) == [ANSWER] * 3
 
 
-def test_calls_in_chats(openai_client: openai.OpenAI, served: Served) -> None:
-    """A message is sent back as an object, as a dict without nulls, and as a dict with them."""
-    served.ring.reset(served.script(BOTH))
-    asked: Any = {**CHAT, "tools": tools_of("chat")}
-    with openai_client.chat.completions.stream(**asked) as stream:
-        streamed: Any = stream.get_final_completion().choices[0].message
-    whole: Any = openai_client.chat.completions.create(**asked).choices[0].message
-    for message in (streamed, whole):
-        assert [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls] == CALLED
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.tool_calls]
-    said = {**whole.model_dump(), "provider_specific_fields": {"refusal": None}}  # litellm adds this
-    for form in (whole, whole.model_dump(exclude_none=True), said):
-        openai_client.chat.completions.create(**{**asked, "messages": [*HELLO, form, *results]})
-    assert len({sent["prompt_ids"] for sent in served.ring.sent[-3:]}) == 1
-
-
-def test_calls_and_forms_in_responses(openai_client: openai.OpenAI, served: Served) -> None:
-    client, asked = openai_client, {**RESPONSES, "tools": tools_of("responses")}
-    served.ring.reset(served.script(BOTH))
-    with client.responses.stream(**asked) as stream:
-        streamed: Any = stream.get_final_response()
-    whole: Any = client.responses.create(**asked)
-    for answer in (streamed, whole):
-        assert answer.output[0].content[0].text == answer.output_text == "Let me look."
-        assert [(one.name, json.loads(one.arguments)) for one in answer.output[1:]] == CALLED
-    results = [{"type": "function_call_output", "call_id": one.call_id, "output": "?"} for one in whole.output[1:]]
-    items: Any = [*whole.output, *results]
-    client.responses.create(model=SERVED, input=items)
-    served.ring.reset(served.script('{"name": "Ulm"}'))
-    assert client.responses.parse(**RESPONSES, text_format=City).output_parsed == City(name="Ulm")
-    with client.responses.stream(**RESPONSES, text_format=City) as parsing:
+def test_forms_are_parsed(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, served: Served) -> None:
+    served.engine.reset(served.script('{"name": "Ulm"}'))
+    assert openai_client.responses.parse(**RESPONSES, text_format=City).output_parsed == City(name="Ulm")
+    with openai_client.responses.stream(**RESPONSES, text_format=City) as parsing:
         assert parsing.get_final_response().output_parsed == City(name="Ulm")
-    assert [sent["grammar"]["kind"] for sent in served.ring.sent] == ["json_schema"] * 2
+    assert anthropic_client.messages.parse(**MESSAGES, output_format=City).parsed_output == City(name="Ulm")
+    assert [sent["grammar"]["kind"] for sent in served.engine.sent] == ["json_schema"] * 3
 
 
-def test_calls_and_forms_in_messages(anthropic_client: anthropic.Anthropic, served: Served) -> None:
-    client, asked = anthropic_client, {**MESSAGES, "tools": tools_of("messages")}
-    served.ring.reset(served.script(BOTH))
-    with client.messages.stream(**asked) as stream:
-        streamed: Any = stream.get_final_message()
-    whole = client.messages.create(**asked)
-    for message in (streamed, whole):
-        text, *uses = message.content
-        assert (text.type, text.text, message.stop_reason) == ("text", "Let me look.", "tool_use")
-        assert [(use.name, use.input) for use in uses] == CALLED
-    assert streamed.usage.output_tokens == whole.usage.output_tokens
-    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "?"} for use in whole.content[1:]]
-    said: Any = [*HELLO, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
-    client.messages.create(**{**MESSAGES, "messages": said})
-    served.ring.reset(served.script('{"name": "Ulm"}'))
-    assert client.messages.parse(**MESSAGES, output_format=City).parsed_output == City(name="Ulm")
-    served.ring.reset(served.script(CALL))
-    with client.messages.stream(
-        **{**asked, "max_tokens": len(served.ids(CALL)) - 30}, tool_choice={"type": "any"}
-    ) as cut:
-        assert cut.get_final_message().stop_reason == "max_tokens"  # with half of a call's arguments
+def test_half_of_a_calls_arguments_can_be_read(anthropic_client: anthropic.Anthropic, served: Served) -> None:
+    served.engine.reset(served.script(CALL))
+    limit = len(served.ids(CALL)) - 30
+    asked: Any = {**MESSAGES, "tools": APIS["messages"].body({"tools": TOOLS})["tools"], "max_tokens": limit}
+    with anthropic_client.messages.stream(**asked, tool_choice={"type": "any"}) as cut:
+        assert cut.get_final_message().stop_reason == "max_tokens"
 
 
 @ANYTHING
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_raise(name: str, ask: Callable[..., Any], served: Served, stream: bool) -> None:
+def test_refusals_raise(name: str, ask: Callable[..., Any], served: Served) -> None:
     kinds: Any = anthropic if name == "messages" else openai
-    served.ring.reset(Script(error=overloaded("the queue is full")))
-    with pytest.raises(kinds.RateLimitError, match="the queue is full") as limited:
-        ask(stream=stream)
-    assert limited.value.response.headers["retry-after"] == "1"
+    served.engine.reset(Script(error=overloaded("the queue is full")))
+    for stream in (False, True):
+        with pytest.raises(kinds.RateLimitError, match="the queue is full") as limited:
+            ask(stream=stream)
+        assert limited.value.response.headers["retry-after"] == "1"
     with pytest.raises(kinds.NotFoundError, match="'gpt' is not served"):
-        ask(model="gpt", stream=stream)
+        ask(model="gpt")
 
 
 @ANYTHING
@@ -163,7 +117,7 @@ def test_a_fault_in_mid_stream_raises(
     name: str, ask: Callable[..., Any], served: Served, bug: Exception | None
 ) -> None:
     error = None if bug else ApiError(503, "no worker is left")
-    served.ring.reset(Script(served.ids("hello"), error=error, bug=bug))
+    served.engine.reset(Script(served.ids("hello"), error=error, bug=bug))
     kind: Any = anthropic.APIStatusError if name == "messages" else openai.APIError
     with pytest.raises(kind, match="failed inside" if bug else "no worker is left"):
         list(ask(stream=True))

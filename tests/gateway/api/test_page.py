@@ -13,7 +13,7 @@ from playwright.sync_api import Page, sync_playwright
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
 from tests.support.api_server import Served, run_api
-from tests.support.fake_ring import TIMING, Script
+from tests.support.fake_engine_client import TIMING, Script
 from tests.support.tiny_tokenizer import write_byte_level
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,33 +31,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize(
-    ("path", "media_type"),
-    [
-        ("/", "text/html"),
-        ("/page/style.css", "text/css"),
-        ("/page/app.js", "text/javascript"),
-        ("/page/examples.json", "application/json"),
-    ],
-)
-def test_files_come_with_their_type_and_a_strict_policy(served: Served, path: str, media_type: str) -> None:
-    response = served.http.get(path)
-    assert response.status_code == 200
-    assert response.headers["content-type"].startswith(media_type)
-    assert "default-src 'self'" in response.headers["content-security-policy"]
+FILES = {"": "text/html", "page/style.css": "text/css", "page/app.js": "text/javascript"}
 
 
-def test_nothing_else_is_served_from_the_folder(served: Served) -> None:
+def test_only_its_files_are_served_with_their_type_and_a_strict_policy(served: Served) -> None:
+    for path, media_type in {**FILES, "page/examples.json": "application/json"}.items():
+        response = served.http.get(f"/{path}")
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith(media_type)
+        assert "default-src 'self'" in response.headers["content-security-policy"]
     for path in ("/page/__init__.py", "/page/index.html", "/page/../app.py", "/page/"):
         assert served.http.get(path).status_code == 404, path
-
-
-def test_the_page_needs_no_key_but_all_that_it_asks_does(tmp_path: Path) -> None:
-    with run_api(tmp_path, ApiOptions(api_keys=("a-key",))) as served:
-        for path in ("/", "/page/style.css", "/page/app.js", "/page/examples.json"):
-            assert served.http.get(path).status_code == 200
-        for path in ("/v1/models", "/page/", "/page/nothing.js"):
-            assert served.http.get(path).status_code == 401
 
 
 @contextmanager
@@ -73,10 +57,6 @@ def opened(url: str, width: int = 1200) -> Iterator[Page]:
         yield page
         browser.close()
     assert [error for error in errors if "status of" not in error] == []  # Chromium itself reports a 401 or 503
-
-
-def answer(served: Served, text: str) -> Script:
-    return Script([*served.ids(text), min(served.tokenizer.eos_token_ids)])
 
 
 def send(page: Page, text: str) -> None:
@@ -104,7 +84,7 @@ def is_in_view(page: Page, selector: str) -> bool:
 @needs_chromium
 def test_a_person_enters_the_key(tmp_path: Path) -> None:
     with run_api(tmp_path, ApiOptions(api_keys=("a-key",))) as served:
-        served.ring.reset(answer(served, "Hello."))
+        served.engine.reset(served.script("Hello."))
         with opened(served.url) as page:
             page.wait_for_selector("#error >> text=asks for an API key")
             page.fill("#key", "a-key")
@@ -123,7 +103,7 @@ def test_an_example_is_asked_by_a_click_and_why_nothing_is_handed_off_is_said(tm
         buttons = page.locator("#examples button")
         page.wait_for_selector("#examples button >> nth=1")
         assert buttons.all_inner_texts() == ["One?", "Two?"]
-        served.ring.reset(replace(answer(served, "Hello."), timing=replace(TIMING, transport="", transfer_bytes=0)))
+        served.engine.reset(replace(served.script("Hello."), timing=replace(TIMING, transport="", transfer_bytes=0)))
         buttons.nth(1).click()
         page.wait_for_selector(".timing >> text=No hand-off: both share cores.")
         assert page.inner_text("article.user") == "Two?" and not page.is_visible("#examples")
@@ -137,21 +117,21 @@ def with_examples(folder: Path) -> Path:
 @needs_chromium
 def test_a_new_chat_during_an_answer_has_nothing_of_it(served: Served) -> None:
     with opened(served.url) as page:
-        served.ring.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
+        served.engine.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
         send(page, "Old question")
         page.wait_for_selector("article.assistant >> text=one two")
         page.click("#new")
-        assert served.ring.wait_ending(10) == "closed"
+        assert served.engine.wait_ending(10) == "closed"
         page.wait_for_selector("#send", state="visible")
         assert page.locator("#chat > :not(#hint)").count() == 0  # neither article nor bar
-        served.ring.reset(answer(served, "three"))
+        served.engine.reset(served.script("three"))
         assert send_and_read(page, "New question") == [{"role": "user", "content": "New question"}]
         page.wait_for_selector("article.assistant >> text=three")
 
 
 @needs_chromium
 def test_a_second_enter_before_the_model_is_known_sends_nothing(served: Served) -> None:
-    served.ring.reset(answer(served, "Hello."))
+    served.engine.reset(served.script("Hello."))
     with opened("about:blank") as page:
         page.add_init_script(HELD_MODELS)
         page.goto(served.url)
@@ -161,13 +141,13 @@ def test_a_second_enter_before_the_model_is_known_sends_nothing(served: Served) 
         page.evaluate("release()")
         page.wait_for_selector(".timing")
         assert page.locator("article.user").count() == 1
-    assert len(served.ring.generations) == 1
+    assert len(served.engine.generations) == 1
 
 
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 1200])
 def test_a_person_chats(served: Served, width: int) -> None:
-    served.ring.reset(replace(answer(served, "Hello <b>there</b>, friend."), delay_s=0.02))
+    served.engine.reset(replace(served.script("Hello <b>there</b>, friend."), delay_s=0.02))
     with opened(served.url, width) as page:
         send(page, "Hi")
         page.wait_for_selector(".timing")
@@ -182,11 +162,11 @@ def test_a_person_chats(served: Served, width: int) -> None:
         assert all(is_in_view(page, f".key span >> nth={number}") for number in range(4)), "the legend wraps"
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
-        served.ring.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
+        served.engine.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
         send(page, "Stop me")
         page.wait_for_selector("article.assistant >> text=one two")
         page.click("#stop")
-        assert served.ring.wait_ending(10) == "closed"
+        assert served.engine.wait_ending(10) == "closed"
         page.wait_for_selector("#send", state="visible")
         page.click("#new")
         assert page.locator("article").count() == 0
@@ -195,15 +175,15 @@ def test_a_person_chats(served: Served, width: int) -> None:
 @needs_chromium
 def test_an_error_is_in_view_and_the_prompt_can_be_sent_again(served: Served) -> None:
     with opened(served.url, 360) as page:
-        served.ring.reset(answer(served, "a\n" * 40))
+        served.engine.reset(served.script("a\n" * 40))
         send(page, "A long answer")
         page.wait_for_selector(".timing")
-        served.ring.reset(Script(error=ApiError(503, "no decode worker is alive", None, "not_ready")))
+        served.engine.reset(Script(error=ApiError(503, "no decode worker is alive", None, "not_ready")))
         send(page, "Again")
         page.wait_for_selector("#error >> text=no decode worker is alive")
         assert is_in_view(page, "#error") and is_in_view(page, "#send")
         assert page.input_value("#prompt") == "Again" and page.locator("article.user").count() == 1
-        served.ring.reset(answer(served, "Hello."))
+        served.engine.reset(served.script("Hello."))
         messages = send_and_read(page, page.input_value("#prompt"))
         assert [one["role"] for one in messages] == ["user", "assistant", "user"], "the whole conversation is sent"
         page.wait_for_selector("article.assistant >> text=Hello.")
@@ -213,12 +193,12 @@ def test_an_error_is_in_view_and_the_prompt_can_be_sent_again(served: Served) ->
 @needs_chromium
 def test_a_chat_survives_a_reload(served: Served) -> None:
     with opened(served.url) as page:
-        served.ring.reset(answer(served, "Hello."))
+        served.engine.reset(served.script("Hello."))
         send(page, "Hi")
         page.wait_for_selector(".timing")
-        served.ring.reset(Script(is_hanging=True))
+        served.engine.reset(Script(is_hanging=True))
         send(page, "Cut off")
-        assert served.ring.hanging.get(timeout=10)
+        assert served.engine.hanging.get(timeout=10)
         page.reload()
         assert page.locator("article").all_inner_texts() == ["Hi", "Hello."]
         assert page.input_value("#prompt") == "Cut off" and page.is_hidden("#hint")
@@ -241,5 +221,5 @@ def test_reasoning_folds_when_the_answer_begins(served: Served) -> None:
         page.click("article.assistant summary")
         assert reasoning.inner_text() == "Reasoning\nTwo and two."
         page.unroute("**/v1/chat/completions")
-        served.ring.reset(answer(served, "Hello."))
+        served.engine.reset(served.script("Hello."))
         assert send_and_read(page, "More")[1] == {"role": "assistant", "content": "Four."}

@@ -47,7 +47,6 @@ def calls_of(**fields: Any) -> list[Any]:
 
 CLEAR = {"type": "clear_thinking_20251015"}
 NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "crew", "tools": [{"type": "function", "name": "wait"}]}
-PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edit."}
 CLAMPED = [("messages", "max_tokens", LONG)]  # lowered to the rest of the context instead
 USED = {"type": "function_call", "call_id": "x", "name": "now", "arguments": "{}"}
 USE = {"type": "tool_use", "id": "x", "name": "now", "input": {}}
@@ -120,7 +119,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
             (said(content=[{"type": "audio", "text": "x"}]), "[1].content[0].type", UNSUPPORTED),
             (said(nonsense=1), "[1].nonsense", UNKNOWN), (said("tool"), "[1].tool_call_id", MISSING),
             (said(refusal="x"), "[1].refusal", UNSUPPORTED),
-            (said(tool_calls=[{"id": "x"}]), "[1].tool_calls[0].function", MISSING),
             (said("assistant", None), "[1].content"), (said("assistant", None, tool_calls=[]), "[1].content"),
             (calls_of(function={"name": "now"}), "[1].tool_calls[0].function.arguments", MISSING),
             (calls_of(type="custom"), "[1].tool_calls[0].type"), (calls_of(id=None), "[1].tool_calls[0].id")],
@@ -128,7 +126,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "temperature": [("hot", "", TYPE)], "top_k": [1.5], "seed": [1.5], "frequency_penalty": [True],
         "stop": ["", "x" * 10_000, (["x", 3], "[1]", TYPE)], "stop_token_ids": [(["x"], "[0]")], "ignore_eos": ["yes"],
         "stream": ["yes"], "stream_options": [{"include_usage": True}, ({"x": 1}, ".x", UNKNOWN)],
-        "include_timing": [1],
         "n": [10**400, (True, "", TYPE)], "min_tokens": [10**400], "max_draft_tokens": [10**400],
         "logprobs": [1], "top_logprobs": [10**6], "echo": [(True, "", UNSUPPORTED)],
         "logit_bias": [({"1": "x"}, ".1"), ({"one": 1}, ".one"), ({"01": 1}, ".01"), ({"\u0663": 1}, ".\u0663"),
@@ -145,11 +142,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
                             ({"type": "text", "x": 1}, ".x", UNKNOWN),
                             ({"type": "json_schema"}, ".json_schema", MISSING),
                             ({"type": "json_object", "json_schema": {"name": "x", "schema": {}}}, ".json_schema"),
-                            *(({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, name: bad}},
-                               f".json_schema.{name}")
-                              for name, bad in (("name", None), ("schema", []), ("strict", "yes"))),
-                            ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "huh": 1}},
-                             ".json_schema.huh", UNKNOWN)],
+                            ({"type": "json_schema", "json_schema": {"name": "x", "schema": []}},
+                             ".json_schema.schema")],
         "structured_outputs": [{}, {"regex": "a", "choice": ["a"]},
                                ({"structural_tag": "x"}, ".structural_tag", UNKNOWN),
                                ({"grammar": 5}, ".grammar"), ({"choice": ["a", 5]}, ".choice[1]"),
@@ -164,7 +158,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
                    ([1, "a"], "[1]"),
                    ([1.5], "[0]"), ([True], "[0]"), ([[1], "a"], "[1]"), {"a": 1}, [10**30]],
         "messages": [(HELLO, "", UNKNOWN)], "max_completion_tokens": [(3, "", UNKNOWN)],
-        "top_logprobs": [(3, "", UNKNOWN)],
         "echo": [1], "logprobs": [True],
     },
     "responses": {
@@ -178,7 +171,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
                   ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "[0].content[0].type",
                    UNSUPPORTED),
                   ([{"role": "user", "content": [{"type": "input_text"}]}], "[0].content[0].text", MISSING),
-                  ([{"role": "user", "content": ["x"]}], "[0].content[0]"),
                   ([{**HELLO[0], "huh": 1}], "[0].huh", UNKNOWN),
                   ([{**USED, "call_id": None}], "[0].call_id"),
                   ([{"type": "function_call_output", "call_id": "x"}], "[0].output", MISSING)],
@@ -191,8 +183,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "tools": [([{"type": "mcp", "server_label": "x"}], "[0].type", UNSUPPORTED),
                   ([{**NAMESPACE, "tools": [{"type": "mcp"}]}], "[0].tools[0].type", UNSUPPORTED),
                   ([{**NAMESPACE, "tools": [{"type": "function", "name": "a b"}]}], "[0].tools[0].name"),
-                  ([{**NAMESPACE, "huh": 1}], "[0].huh", UNKNOWN),
-                  ([{**PATCH, "format": {"type": "grammar", "syntax": "peg"}}], "[0].format.syntax"),
+                  ([{"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "peg"}}],
+                   "[0].format.syntax"),
                   ([{"type": "function"}], "[0].name", MISSING)],
         "tool_choice": ["always", ({"type": "allowed_tools", "name": "now"}, ".type")], "n": [(2, "", UNKNOWN)],
     },
@@ -200,11 +192,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "model": [None], "max_tokens": [None, GONE, "3"],
         "messages": ["x", (["x"], "[0]"), ([{"role": "robot", "content": "x"}], "[0].role"),
                      ([{"role": "system", "content": [RESULT]}], "[0].content[0].type"),
-                     ([{"role": "user"}], "[0].content"),
-                     ([{**HELLO[0], "name": "y"}], "[0].name"),
                      *((said(content=[block]), f"[1].content[0]{place}") for block, place in [
                          ({"type": "image", "source": {}}, ".type"), ({"type": ["text"]}, ".type"), ("x", ""),
-                         ({"type": "text", "text": 7}, ".text"),
                          ({"type": "text", "text": "x", "huh": 7}, ".huh"),
                          ({"type": "text", "text": "x", "citations": [{}]}, ".citations"),
                          (USE, ".type"), ({**RESULT, "content": [{"type": "image"}]}, ".content[0].type"),
@@ -214,10 +203,9 @@ OWN: dict[str, dict[str, list[Any]]] = {
                          (RESULT, ".type"), ({**USE, "input": "x"}, ".input")])],
         "system": [7, ([{"type": "image"}], "[0].type")], "stop_sequences": ["x"], "n": [2],
         "thinking": [({"type": "sometimes"}, ".type")],
-        "context_management": [({"edits": [{"type": kind}]}, ".edits[0].type")
-                               for kind in ("clear_tool_uses_20250919", "compact_20260112")]
-                              + [({"edits": [{**CLEAR, "keep": bad}]}, f".edits[0].keep{place}") for bad, place in (
-                                  ("some", ""), ({"type": "thinking_turns", "value": 0}, ".value"))],
+        "context_management": [({"edits": [{"type": "compact_20260112"}]}, ".edits[0].type"),
+                               *(({"edits": [{**CLEAR, "keep": bad}]}, f".edits[0].keep{place}") for bad, place in (
+                                   ("some", ""), ({"type": "thinking_turns", "value": 0}, ".value")))],
         "output_config": [({"effort": "extreme"}, ".effort"), ({"effort": 7}, ".effort"),
                           ({"format": {"type": "xml"}}, ".format.type")],
         "tools": [([{"type": "computer_20250124", "name": "computer"}], "[0].type"),
@@ -229,10 +217,12 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "Generate": {"text": [(GONE, "prompt", MISSING)], "responseFormat": [({}, "response_format", MISSING)]},
     "Chat": {
         "messages": [(said(""), "[1].role")], "toolChoice": [("auto", "tool_choice")],
+        "chatTemplateKwargs": [("{", "chat_template_kwargs")],
         "tools": [*(([{"name": "a", "parameters": bad}], "[0].parameters") for bad in ("{", "[]", " " * 2**18 + "{}",
             "[" * 9999, '{"a": NaN}'))],
     },
 }
+OPEN = {"continue_final_message": True, "add_generation_prompt": False}
 OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     ("chat", {"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
     ("chat", {"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
@@ -240,45 +230,37 @@ OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     *(("chat", {"stream": True, "stream_options": bad}, f"stream_options{place}")
       for bad, place in (({"include_usage": 1}, ".include_usage"), ([], ""))),
     ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("chat", {"messages": calls_of()[:2], **OPEN}, "messages"), ("chat", {"messages": HELLO, **OPEN}, "messages"),
     *((name, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs") for name in ("chat", "completions")),
     ("completions", {"prompt": ["a"] * 64, "n": 3}, "n"),
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),
     ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
 ]
-# fields without effect here: values that request nothing, values that request what is missing here
-UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
-    "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
-    "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),
-    "prediction": ([], [{"type": "content", "content": "x"}, {}]),
-    "web_search_options": ([], [{}, {"search_context_size": "low"}]),
-    "moderation": ([], [{}, "auto", False]),
-    "verbosity": (["medium"], ["low", "high"]), "service_tier": (["auto", "default"], ["flex", "priority", ""]),
-    "functions": ([[]], [[{"name": "f"}], {}]), "function_call": (["none", "auto"], [{"name": "f"}, "f"]),
-    "store": ([False], [True, 0]), "priority": ([0], [1, -1, False]), "best_of": ([1], [2, True]),
-    "suffix": ([""], ["x"]),
-    "echo": ([False], [True, 0]),
-}
-REFUSED: dict[str, dict[str, Any]] = {  # other APIs: path |-> value
+# API |-> path |-> values of fields without effect here that request what is missing
+UNSUPPORTED_FIELDS: dict[str, dict[str, list[Any]]] = {
+    "chat": {
+        "modalities": [["text", "audio"], []], "audio": [{"voice": "alloy", "format": "wav"}, False],
+        "prediction": [{"type": "content", "content": "x"}], "web_search_options": [{}], "moderation": [{}, "auto"],
+        "verbosity": ["low", "high"], "service_tier": ["flex", ""], "functions": [[{"name": "f"}], {}],
+        "function_call": [{"name": "f"}, "f"], "store": [True, 0], "priority": [1, False], "best_of": [2, True],
+        "suffix": ["x"], "echo": [True, 0]},
     "responses": {
-        "previous_response_id": "resp_1", "conversation": "conv_1", "store": True, "background": True,
-        "prompt": {"id": "x"},
-        "reasoning.summary": "loud",
-        "truncation": "auto",
-        "max_tool_calls": 1},
+        "previous_response_id": ["resp_1"], "conversation": ["conv_1"], "store": [True], "background": [True],
+        "prompt": [{"id": "x"}], "reasoning.summary": ["loud"], "truncation": ["auto"], "max_tool_calls": [1]},
     "messages": {
-        "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": [{}], "container": "x",
-        "service_tier": "priority"},
-    "completions": {"suffix": "x", "best_of": 2, "stream_options.include_obfuscation": True},
+        "thinking": [{"type": "enabled", "budget_tokens": 1024}], "mcp_servers": [[{}]], "container": ["x"],
+        "service_tier": ["priority"]},
+    "completions": {"suffix": ["x"], "best_of": [2], "stream_options.include_obfuscation": [True]},
 }
 BLOCK = {"type": "text", "text": "x", "citations": None, "cache_control": {"type": "ephemeral"}}
 HARMLESS: dict[str, dict[str, Any]] = {
     "chat": {
-        "n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "tools": None, "parallel_tool_calls": True, "response_format": {"type": "text"}, "stop": None, "seed": None,
+        "n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0, "logit_bias": {}, "tools": None,
+        "parallel_tool_calls": True, "response_format": {"type": "text"}, "stop": None, "seed": None,
         "stream_options": None, "max_tokens": None, "user": "me", "metadata": {"a": "b"}, "store": False,
-        "service_tier": "auto",
-        "reasoning_effort": None, "cache_salt": None},
+        "service_tier": "auto", "reasoning_effort": None, "cache_salt": None, "modalities": ["text"],
+        "verbosity": "medium", "functions": [], "function_call": "none", "priority": 0, "best_of": 1, "suffix": "",
+        "echo": False},
     "completions": {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "n": 1, "stop": [],
                     "cache_salt": None},
     "responses": {
@@ -296,31 +278,21 @@ HARMLESS: dict[str, dict[str, Any]] = {
         "tools": [{"name": "now", "input_schema": {}, "type": "custom", "cache_control": {}, "defer_loading": False}]},
 }
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
-NO_EFFECT = "{} has no effect here"
 NOT_HERE = "{} has no effect on this model"
 NO_TOOLS = "tools[0] of the type {!r} is left out: no tools run here"
-# API, what agents send, and the warning: the prompt is the same as without it
+# API, what agents send, and the warning: the prompt is the same as without it; more in test_agents.py
 LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
-    *((name, {field: "x"}, NO_EFFECT.format(field))
-      for name in ("chat", "completions", "responses") for field in ("prompt_cache_key", "prompt_cache_retention")),
-    ("chat", {"prompt_cache_options": {}}, NO_EFFECT.format("prompt_cache_options")),
-    ("responses", {"client_metadata": {"session_id": "x"}}, NO_EFFECT.format("client_metadata")),
-    ("responses", {"tools": [{"type": "web_search", "external_web_access": True}]}, NO_TOOLS.format("web_search")),
+    *((name, {"prompt_cache_retention": "x"}, "prompt_cache_retention has no effect here")
+      for name in ("chat", "completions", "responses")),
+    ("chat", {"prompt_cache_options": {}}, "prompt_cache_options has no effect here"),
     ("responses", {"tools": [{"type": "image_generation"}], "tool_choice": "auto"},
      NO_TOOLS.format("image_generation")),
     ("messages", {"tools": [SEARCH]}, NO_TOOLS.format("web_search_20250305")),
     ("messages", {"tools": [SEARCH], "tool_choice": {"type": "auto"}}, NO_TOOLS.format("web_search_20250305")),
-    ("messages", {"context_management": {"edits": [{**CLEAR, "keep": "all"}]}},
-     "context_management.edits[0] clears nothing and has no effect here"),
-    ("messages", {"thinking": {"type": "adaptive"}}, NOT_HERE.format("thinking")),
-    *(("messages", {"output_config": {"effort": effort}}, NOT_HERE.format("output_config.effort"))
-      for effort in ("low", "high", "xhigh", "max")),
+    ("messages", {"output_config": {"effort": "max"}}, NOT_HERE.format("output_config.effort")),
     ("responses", {"reasoning": {"effort": "high"}}, NOT_HERE.format("reasoning.effort")),
     *(("chat", {"reasoning_effort": effort}, NOT_HERE.format("reasoning_effort"))
       for effort in ("minimal", "low", "medium", "high")),
-    ("messages", {"max_tokens": 32_000}, f"max_tokens is lowered to {CONTEXT - 4}, the rest of the context"),
-    ("messages", {"system": "x-anthropic-billing-header: cc_version=2; cch=1f;"},
-     "x-anthropic-billing-header is left out of the prompt"),
 ]
 # fmt: on
 
@@ -334,25 +306,24 @@ def test_what_agents_send_is_left_out_and_told(
     assert api.ask(served, {}).status == 200
     outcome = api.send(served, {**api.body({}), **fields}, stream)
     assert (outcome.status, outcome.headers[WARNING_HEADER]) == (200, warning)
-    plain, sent = served.ring.sent
+    plain, sent = served.engine.sent
     assert sent["prompt_ids"] == plain["prompt_ids"]
 
 
-@pytest.mark.parametrize(("name", "forced"), [("messages", "web_search"), ("messages", None), ("responses", None)])
-def test_a_tool_that_is_left_out_cannot_be_required(served: Served, name: str, forced: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "tool", "forced"),
+    [("messages", SEARCH, "web_search"), ("messages", SEARCH, None), ("responses", {"type": "web_search"}, None)],
+)
+def test_a_tool_that_is_left_out_cannot_be_required(served: Served, name: str, tool: Any, forced: str | None) -> None:
     api = APIS[name]
-    (tools,) = [fields["tools"] for other, fields, _ in LEFT_OUT if other == name and fields.keys() == {"tools"}]
     choice = api.body({"tools": TOOLS, "tool_choice": forced or "required"})["tool_choice"]
-    check_refused(api, served, {**api.body({}), "tools": tools, "tool_choice": choice}, "tool_choice")
+    check_refused(api, served, {**api.body({}), "tools": [tool], "tool_choice": choice}, "tool_choice")
 
 
-# fmt: off
-# what is too long, in words that the clients of an API read
-TOO_LONG = {
+TOO_LONG = {  # in words that the clients of an API read
     "messages": r"prompt is too long: (\d+) tokens > 511 maximum; ",
     "responses": r"Your input exceeds the context window of this model: ",
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
@@ -376,7 +347,7 @@ def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, 
         assert outcome.code in ([code] if code else wrong), outcome
     else:
         assert path in outcome.message or outcome.status == 404, (path, outcome)
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 def spread(value: Any) -> tuple[Any, str, str]:
@@ -418,29 +389,24 @@ def test_fields_of_one_api_that_do_not_go_together(
     check_refused(APIS[name], served, {**APIS[name].body({}), **fields}, path)
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED_FIELDS)
-def test_what_is_not_supported_is_refused_by_name(served: Served, name: str) -> None:
-    harmless, others = UNSUPPORTED_FIELDS[name]
-    for value in others:
-        check_refused(APIS["chat"], served, {**APIS["chat"].body({}), name: value}, name, UNSUPPORTED)
-    for value in [None, *harmless]:
-        assert APIS["chat"].send(served, {**APIS["chat"].body({}), name: value}).status == 200, value
-
-
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in REFUSED.items() for path in paths])
-def test_what_other_apis_do_not_support(served: Served, name: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "path"), [(name, path) for name, paths in UNSUPPORTED_FIELDS.items() for path in paths]
+)
+def test_what_is_not_supported_is_refused_by_name(served: Served, name: str, path: str) -> None:
     field, _, inner = path.partition(".")
-    value: Any = {inner: REFUSED[name][path]} if inner else REFUSED[name][path]
     stream = {"stream": True} if field == "stream_options" else {}
-    check_refused(APIS[name], served, {**APIS[name].body({}), **stream, field: value}, path, UNSUPPORTED)
+    for value in UNSUPPORTED_FIELDS[name][path]:
+        body = {**APIS[name].body({}), **stream, field: {inner: value} if inner else value}
+        check_refused(APIS[name], served, body, path, UNSUPPORTED)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_values_that_ask_for_nothing_are_accepted(served: Served, name: str) -> None:
     api = APIS[name]
-    outcome = api.send(served, {**api.body({}), **HARMLESS[name]}, headers={"anthropic-version": "x"})
-    assert outcome.status == 200, outcome
-    (sent,) = served.ring.sent
+    for fields in (HARMLESS[name], dict.fromkeys(UNSUPPORTED_FIELDS["chat"]) if name == "chat" else {}):
+        outcome = api.send(served, {**api.body({}), **fields}, headers={"anthropic-version": "x"})
+        assert outcome.status == 200, outcome
+    sent = served.engine.sent[0]
     assert (sent["cache_salt"], sent["grammar"], sent["stop_token_ids"]) == ("", None, {END})
 
 
@@ -449,11 +415,11 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served, name: str) -> 
 def test_salts_that_are_no_text(served: Served, api: Api, salt: Any) -> None:
     outcome = api.send(served, {**api.body({}), "cache_salt": salt})
     assert outcome.status == 400 and (salt == "\ud800" or "cache_salt" in outcome.message)
-    assert not served.ring.generations
+    assert not served.engine.generations
 
 
 @pytest.mark.parametrize("api", CHATS, ids=named)
-@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 150, 500, 700, 950, 5000])
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 150, 950, 5000])
 def test_deep_json(served: Served, api: Api, depth: int) -> None:
     text = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
     asked: list[tuple[Mapping[str, Any], str]] = [({"messages": called(text)}, "messages[1].calls[0].arguments")]
@@ -466,7 +432,7 @@ def test_deep_json(served: Served, api: Api, depth: int) -> None:
             check_refused(api, served, api.body(ask), api.param(path))
         else:
             assert api.ask(served, ask).status == 200
-            served.ring.reset(served.ring.script)
+            served.engine.reset(served.engine.script)
 
 
 WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -516,13 +482,8 @@ def test_a_warning_is_a_header_whatever_the_schema_holds(name: str) -> None:
 @pytest.mark.parametrize("api", CHATS, ids=named)
 def test_a_model_without_tools(plain: Served, api: Api) -> None:
     check_refused(api, plain, api.body({"tools": TOOLS}), "tools")
-    own = {
-        "chat": "messages[1].tool_calls",
-        "responses": "input",
-        "messages": "messages",
-        "Chat": "messages[1].tool_calls",
-    }
-    check_refused(api, plain, api.body({"messages": called()}), own[api.name])
+    own = {"responses": "input", "messages": "messages"}.get(api.name, "messages[1].tool_calls")
+    check_refused(api, plain, api.body({"messages": called()}), own)
     assert "chat template knows no" in api.ask(plain, {"tools": TOOLS}).message
-    plain.ring.reset(plain.script(CALL))
+    plain.engine.reset(plain.script(CALL))
     assert api.ask(plain, {"tools": TOOLS, "tool_choice": "none"}).texts == [CALL]

@@ -3,10 +3,11 @@
 import json
 import re
 import statistics
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -46,14 +47,6 @@ def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list
         assert tokenizer.decode(ids) == re.sub(r"<\|\w+\|>", "", text)
 
 
-@settings(max_examples=300)
-@given(data=st.data(), cuts=cuts)
-def test_deltas_of_any_byte_level_tokens_are_their_full_decode(data: st.DataObject, cuts: list[int]) -> None:
-    tokenizer = tiny("byte_level")
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    assert "".join(_deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
-
-
 def _sentencepiece_truth(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Runs of byte tokens decoded as UTF-8; other pieces as written, the first without its leading space."""
     out, run, is_first = "", b"", True
@@ -71,16 +64,17 @@ def _sentencepiece_truth(tokenizer: Tokenizer, ids: list[int]) -> str:
     return out + run.decode(errors="replace")
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize(("kind", "truth"), [("byte_level", Tokenizer.decode), ("sentencepiece", _sentencepiece_truth)])
+@settings(max_examples=150)
 @given(data=st.data(), cuts=cuts)
-def test_deltas_of_any_sentencepiece_tokens(data: st.DataObject, cuts: list[int]) -> None:
-    tokenizer = tiny("sentencepiece")
+def test_deltas_of_any_tokens(kind: str, truth: Any, data: st.DataObject, cuts: list[int]) -> None:
+    tokenizer = tiny(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    assert "".join(_deltas(tokenizer, ids, cuts)) == _sentencepiece_truth(tokenizer, ids)
+    assert "".join(_deltas(tokenizer, ids, cuts)) == truth(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data(), cut=st.integers(0, 40))
 def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, cut: int) -> None:
     tokenizer = tiny(kind)
@@ -101,41 +95,39 @@ def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode("hello world 🙂 日本", add_special_tokens=False)
     costs = []
-    for _ in range(1000):
+    for _ in range(400):
         began = time.thread_time()
         for token_id in ids:
             detokenizer.push([token_id])
         costs.append(time.thread_time() - began)
-    assert statistics.median(costs[-100:]) < 5 * statistics.median(costs[:100])
+    assert statistics.median(costs[-40:]) < 5 * statistics.median(costs[:40])
 
 
 # -- where each token's text begins, in bytes that may be ill-formed --------------------------------------------------
 
-WORD = 0  # a token with text instead of bytes; the others have bytes
-
 
 class Words:
-    """A vocabulary given by its bytes: token 1 is the first; token 0 is the word "w"."""
+    """A vocabulary given by its tokens' bytes; None: a token with text instead, the word "w"."""
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Sequence[bytes | None]) -> None:
         self._tokens = tokens
 
     def is_silent(self, token_id: int) -> bool:
         return False
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        return None if token_id == WORD else self._tokens[token_id - 1]
+        return self._tokens[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(
-            "w" if token_id == WORD else self._tokens[token_id - 1].decode(errors="replace") for token_id in token_ids
-        )
+        found = [self._tokens[token_id] for token_id in token_ids]
+        return "".join("w" if raw is None else raw.decode(errors="replace") for raw in found)
 
 
 @pytest.mark.parametrize(
     ("tokens", "pushed"),
     [
         ([b"\xe2", b"x"], [("", ""), ("\ufffd", "x")]),
+        ([b"\xe2", None], [("", ""), ("\ufffd", "w")]),  # a word ends the bytes before it
         ([b"\xe2", b"\xe2"], [("", ""), ("\ufffd", "")]),
         ([b"\xe2\x82", b"\xacx"], [("", ""), ("", "€x")]),
         ([b"\xef\xbf", b"\xbd"], [("", ""), ("", "\ufffd")]),  # a literal U+FFFD
@@ -144,14 +136,9 @@ class Words:
         ([b"\xe2", b"", b"\x82\xac"], [("", ""), ("", ""), ("", "€")]),
     ],
 )
-def test_what_came_before_is_told_apart(tokens: list[bytes], pushed: list[tuple[str, str]]) -> None:
+def test_what_came_before_is_told_apart(tokens: list[bytes | None], pushed: list[tuple[str, str]]) -> None:
     detokenizer = IncrementalDetokenizer(Words(tokens))
-    assert [detokenizer.push_token(rank + 1) for rank in range(len(tokens))] == pushed
-
-
-def test_a_word_ends_the_bytes_before_it() -> None:
-    detokenizer = IncrementalDetokenizer(Words([b"\xe2"]))
-    assert [detokenizer.push_token(token_id) for token_id in (1, WORD)] == [("", ""), ("\ufffd", "w")]
+    assert [detokenizer.push_token(rank) for rank in range(len(tokens))] == pushed
 
 
 some_bytes = st.lists(st.sampled_from(b"x\x80\x82\xa0\xac\xbd\xbf\xe0\xe2\xed\xef\xf0\xf4\xff"), max_size=4).map(bytes)
@@ -163,7 +150,7 @@ def test_a_token_begins_at_the_character_of_its_first_byte(tokens: list[bytes]) 
     detokenizer = IncrementalDetokenizer(Words(tokens))
     before, text = b"", ""
     for rank, token in enumerate(tokens):
-        ended, more = detokenizer.push_token(rank + 1)
+        ended, more = detokenizer.push_token(rank)
         if token:  # cut after its first byte, the bytes so far end with the character it belongs to
             assert len(text + ended) == len((before + token[:1]).decode(errors="replace")) - 1
         before, text = before + token, text + ended + more
@@ -182,7 +169,7 @@ def _truth(text: str, stops: list[str]) -> str:
 small = st.text(alphabet="abA", max_size=40)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(text=small, stops=st.lists(st.text(alphabet="abA", min_size=1, max_size=5), max_size=4), cuts=cuts)
 def test_stop_strings_cut_where_find_says_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int]
@@ -246,30 +233,13 @@ def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> Non
 
 def test_encoding_leaves_other_threads_running() -> None:
     """The event loop runs on while a thread tokenises."""
-    tokenizer, text = tiny("byte_level"), "hello world " * 60_000
-    is_done, num_turns = threading.Event(), 0
-
-    def encode() -> None:
-        tokenizer.encode(text, add_special_tokens=False)
-        is_done.set()
-
-    thread = threading.Thread(target=encode)
-    thread.start()
-    while not is_done.wait(0.001):
-        num_turns += 1
-    thread.join()
+    tokenizer, text, num_turns = tiny("byte_level"), "hello world " * 30_000, 0
+    with ThreadPoolExecutor() as threads:
+        encoding = threads.submit(tokenizer.encode, text, add_special_tokens=False)
+        while not encoding.done():
+            time.sleep(0.001)
+            num_turns += 1
     assert num_turns > 10
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_markers_are_seen_though_they_are_control_tokens(kind: str) -> None:
-    tokenizer = tiny(kind)
-    ids = tokenizer.encode("hello <|user|>fox<|tool|> now", add_special_tokens=False)
-    assert sum(tokenizer.is_silent(token) for token in ids) == 2
-    detokenizer = tokenizer.detokenizer({"<|user|>", "[NONE]"})
-    text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
-    assert re.sub(" +", " ", text) == "hello <|user|>fox now"
-    assert "<|user|>" not in tokenizer.decode(ids)
 
 
 # -- a conversation with an open last message: the prompt ends where the answer continues it --------------------------
@@ -297,11 +267,9 @@ def render(tokenizer: Tokenizer, template: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("template", "text", "end"),
     [
-        (CHAT_TEMPLATE, "a city", "a city"),
         (CHAT_TEMPLATE, " a city \n", " a city \n"),
         (CHAT_TEMPLATE, "Paris is?", "Paris is?"),  # the same as for another message
         (CHAT_TEMPLATE, "<|end|>", "<|end|>"),
-        (CHAT_TEMPLATE, "", ""),
         (CHAT_TEMPLATE, " \n", ""),
         (TRIMMING, " a city \n", "a city"),
         (TRIMMING, "", ""),
@@ -325,13 +293,3 @@ def test_a_template_may_not_leave_it_open(tokenizer: Tokenizer, template: str, t
     with pytest.raises(TemplateRefusalError, match=why) as refused:
         render(tokenizer, template, text)
     assert "Paris" not in str(refused.value)
-
-
-def test_the_answer_goes_on_with_its_text() -> None:
-    """A sentencepiece decoder would drop the first space of an answer that begins a text."""
-    tokenizer = tiny("sentencepiece")
-    prompt = tokenizer.render_chat([ASKED, {"role": "assistant", "content": "hello"}], is_open=True)
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    answer = tokenizer.encode("world", add_special_tokens=False)  # the normaliser puts a space before it
-    assert tokenizer.detokenizer().push(answer) == "world"
-    assert tokenizer.detokenizer(before=last_with_text(tokenizer, ids)).push(answer) == " world"

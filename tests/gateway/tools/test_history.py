@@ -6,20 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.tools.formats import FORMATS
-from gateway.tools.history import fit_ids, read_arguments, system_first, template_call
-
-
-def test_arguments_become_an_object() -> None:
-    call = template_call("x", "f", '{"b": [1.5, null], "a": "é"}')
-    assert call == {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"b": [1.5, None], "a": "é"}}}
-    assert list(call["function"]["arguments"]) == ["b", "a"]
-    assert read_arguments("") == read_arguments(" ") == read_arguments("{}") == {}
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "1", "null", '"{}"', '{"a": NaN}', "{} {}", "[" * 100_000, "9" * 10_000])
-def test_other_arguments_are_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        read_arguments(text)
+from gateway.tools.history import fit_ids, system_first, template_call
 
 
 def test_ids_are_made_to_fit() -> None:

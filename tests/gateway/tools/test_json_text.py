@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tools.json_text import JsonText, read_object
-from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.texts import split
 
 STRINGS = st.text(st.sampled_from('a "\\\n\t\r\x01ü{}[]:,'), max_size=12)
@@ -32,11 +31,6 @@ def test_what_is_written_reads_as_it_was_meant(value: object, cuts: list[int], i
     assert JsonText().push(written) == text
 
 
-def deep(depth: int) -> str:
-    """An object of this depth."""
-    return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
-
-
 SMILE = r"\ud83d\ude42"
 
 
@@ -49,11 +43,3 @@ SMILE = r"\ud83d\ude42"
 )  # fmt: skip
 def test_halves_are_replaced_and_whole_pairs_stay(text: str, read: str) -> None:
     assert read_object(f'{{"{text}": ["{text}"]}}') == {read: [read]}
-
-
-@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 200, 500, 960, 100_000])
-def test_depth_is_limited(depth: int) -> None:
-    assert read_object(deep(MAX_JSON_DEPTH))
-    assert read_object(json.dumps({"a": "[" * depth}))
-    with pytest.raises(ValueError, match=r"deeper|recursion limit"):
-        read_object(deep(depth))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from demo.tokens import CHAT_TEMPLATE_FILE
 from gateway.tools.formats import FORMATS, Format, resolve_format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 from runtime.config_parts import ToolFormat
@@ -57,7 +56,7 @@ arguments = st.builds(
 calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(format=formats, calls=calls_strategy, lead=st.sampled_from(["", "Let me look.\n", "a < b ["]), cuts=cut_lists)
 def test_what_a_model_writes_is_read_however_it_is_split(
     format: Format, calls: list[Call], lead: str, cuts: list[int]
@@ -101,18 +100,15 @@ def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
 
 MALFORMED = [
     '<tool_call>\n{"name": "now", "arguments": {"a": }}\n</tool_call>',
-    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "now", "arguments": "text"}</tool_call>',
     '<tool_call>{"name": "now", "arguments": {"a": 1}',
     '<tool_call>{"name": "now", "arguments": {"a": "x',
     '<tool_call>{"name": "now", "arguments": {"a": "line\nbreak}}</tool_call>',
     '<tool_call>{"name": "now", "name": "now", "arguments": {}}</tool_call>',
-    '<tool_call>{"arguments": {}}</tool_call>',
     '<tool_call>{"name": "now", "arguments": {"a": 01}}</tool_call>',
     '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
     "<tool_call>now()</tool_call>",
     "<tool_call></tool_call>",
-    "<tool_call>",
     "</tool_call>",
     "a <tool_ b",
 ]
@@ -130,7 +126,6 @@ def test_a_malformed_call_is_content(text: str) -> None:
     ("name", "text", "content", "calls"),
     [
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', "", [("now", '{"a": 1}')]),
-        ("hermes", '<tool_call> {"name":"now"}\n', "", [("now", "{}")]),
         ("hermes", '<tool_call>{"name":"now","arguments":{"a":"\t\n"\n}}', "", [("now", '{"a":"\\u0009\\u000a"\n}')]),
         ("hermes", '<tool_call>{"name":"now"}<tool_call>{"name":"now"}', "", [("now", "{}"), ("now", "{}")]),
         ("hermes", '\n\n<tool_call>{"name":"now"}</tool_call> done ', " done ", [("now", "{}")]),
@@ -191,13 +186,15 @@ def test_deep_arguments_do_not_exhaust_the_stack() -> None:
     for depth, is_call in ((MAX_JSON_DEPTH, True), (MAX_JSON_DEPTH + 1, False), (5000, False)):
         deep = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
         text = f"[TOOL_CALLS]now[ARGS]{deep}"
+        shallow = json.dumps({"a": "[" * depth})
+        assert summary(parse(FORMATS["mistral-args"], [f"[TOOL_CALLS]now[ARGS]{shallow}"])) == ("", [("now", shallow)])
         assert summary(parse(FORMATS["mistral-args"], [text])) == (("", [("now", deep)]) if is_call else (text, []))
 
 
 HALVES = [r"\ud83d", r"\ude42", r"\uDBFF", r"\uDFFF", r"\u00e9", r"\n", r"\\", r"\"", "x", "ud83d"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(HALVES), max_size=8).map("".join), cut_lists, st.booleans(), st.integers(0, 60))
 @example(r"\ud83d\ude42", [42], True, 0)
 def test_halves_of_surrogate_pairs_are_replaced(text: str, cuts: list[int], is_trusted: bool, cut_off: int) -> None:
@@ -234,18 +231,12 @@ LLAMA = """{{- '<|start_header_id|>' }}{% if tools %}{{- '{"name": "' + call.nam
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{% if tools %}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-args"),
         ("{% if tools %}<tool_call>\n<function=example>", None),
-        ("{% if tools %}<tool_call>{name}<arg_key>", None),
         ("{{ messages[0]['content'] }}", None),
         ("<|start_header_id|> {{ messages }}", None),
-        ("", None),
     ],
 )
 def test_the_format_is_told_by_the_template(template: str, name: str | None) -> None:
     assert resolve_format("auto", template) == (FORMATS[name] if name else None)
-
-
-def test_the_demo_models_format() -> None:
-    assert resolve_format("auto", CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
 
 
 def test_the_setting_names_all_formats() -> None:

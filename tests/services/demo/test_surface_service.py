@@ -68,7 +68,7 @@ def read_bytes(live: Live) -> float:
 # -- several choices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 130])
+@pytest.mark.parametrize("length", [1, 16, 17, 130])
 def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     demo: Live, surface: Surface, oracle: Oracle, length: int
 ) -> None:
@@ -90,15 +90,6 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     assert len({tuple(choice.tokens) for choice in choices}) == 3
     greedy = surface.ask(prompt, n=3, max_tokens=20)
     assert [choice.tokens for choice in greedy] == [oracle.answer(prompt, 20, guess=greedy[0].tokens)] * 3
-
-
-@pytest.mark.parametrize("num_messages", [1, 60])
-def test_a_client_that_leaves_frees_all_its_choices(demo: Live, surface: Surface, num_messages: int) -> None:
-    call = surface.start(random_prompt(100, VOCAB, seed=1), n=8, max_tokens=3000)
-    for _ in range(num_messages):
-        next(call)
-    call.cancel()
-    demo.wait_until_unused()
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------------
@@ -141,8 +132,7 @@ def check_echo(live: Live, oracle: Oracle, prompt: Sequence[int], num_tokens: in
         assert likeliest == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 12])
-@pytest.mark.parametrize("length", [1, 2, 17, CHUNK + 1, 300])
+@pytest.mark.parametrize(("length", "num_tokens"), [(1, 0), (2, 12), (17, 0), (CHUNK + 1, 12), (300, 12)])
 def test_an_echoed_prompt_has_transformers_logprobs(demo: Live, oracle: Oracle, length: int, num_tokens: int) -> None:
     before = demo.metric("decode-0", "prompt_tokens_total")
     check_echo(demo, oracle, random_prompt(length, VOCAB, seed=length), num_tokens)
@@ -167,12 +157,10 @@ class AnswerPenalties(LogitsProcessor):
     ("fields", "processor"),
     [
         ({"repetition_penalty": 1.3}, RepetitionPenaltyLogitsProcessor(1.3)),
-        ({"repetition_penalty": 0.8}, RepetitionPenaltyLogitsProcessor(0.8)),
-        ({"frequency_penalty": 1.1, "presence_penalty": 0.6}, AnswerPenalties(40, 1.1, 0.6)),
-        ({"frequency_penalty": -0.4}, AnswerPenalties(40, -0.4, 0)),
+        ({"frequency_penalty": -0.4, "presence_penalty": 0.6}, AnswerPenalties(40, -0.4, 0.6)),
         ({"logit_bias": {37: -100.0, 70: 9.0}}, SequenceBiasLogitsProcessor([[[37], -100.0], [[70], 9.0]])),
     ],
-    ids=["repetition", "less than one", "frequency and presence", "negative frequency", "bias"],
+    ids=["repetition", "frequency and presence", "bias"],
 )
 @pytest.mark.parametrize("speculation", ["off", "draft"])
 def test_penalties_and_biases_change_the_answer_as_they_should(
@@ -250,8 +238,12 @@ def mixed_requests() -> list[dict[str, Any]]:
     return wanted
 
 
-@pytest.mark.parametrize("drafting", ["demo", "twin"])
-def test_speculation_changes_no_token_of_a_mixed_batch(drafting: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "kinds"), [("demo", ("off", "ngram", "draft")), ("twin", ("off", "draft", "auto"))]
+)
+def test_speculation_changes_no_token_of_a_mixed_batch(
+    drafting: str, kinds: Sequence[str], request: pytest.FixtureRequest
+) -> None:
     """The twin's drafts always pay off; those of the demo's draft model may not on a slow machine."""
     live: Live = request.getfixturevalue(drafting)
     with grpc.insecure_channel(live.grpc_address) as channel, ThreadPoolExecutor(24) as threads:
@@ -261,7 +253,7 @@ def test_speculation_changes_no_token_of_a_mixed_batch(drafting: str, request: p
             asked = [threads.submit(surface.ask, **fields, speculation=speculation) for fields in mixed_requests()]
             return [one.result() for one in asked]
 
-        answers = {speculation: ask_all(speculation) for speculation in ("off", "ngram", "draft", "auto")}
+        answers = {speculation: ask_all(speculation) for speculation in kinds}
     num_drafted = {}
     for speculation, given in answers.items():
         for number, (choices, expected) in enumerate(zip(given, answers["off"], strict=True)):
@@ -275,7 +267,7 @@ def test_speculation_changes_no_token_of_a_mixed_batch(drafting: str, request: p
 # -- short prompts prefilled by decode, and a draft model that is always right ---------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 17, 150, LOCAL + 2, 400])
+@pytest.mark.parametrize("length", [1, 150, LOCAL + 2])
 def test_a_draft_model_that_knows_the_answer_lacks_no_kv(twin: Live, twin_oracle: Oracle, length: int) -> None:
     """It holds after a transfer, after prefill by decode, and when choices share a prompt."""
     prompt, before = random_prompt(length, VOCAB, seed=length), read_bytes(twin)
@@ -288,8 +280,7 @@ def test_a_draft_model_that_knows_the_answer_lacks_no_kv(twin: Live, twin_oracle
     require_drafts(min(choice.timing.draft_tokens for choice in choices))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 12])
-@pytest.mark.parametrize("length", [1, 2, 17, CHUNK + 1, 150, 198])
+@pytest.mark.parametrize(("length", "num_tokens"), [(1, 12), (17, 0), (CHUNK + 1, 12), (198, 12)])
 def test_an_echoed_prompt_that_decode_prefills_has_transformers_logprobs(
     twin: Live, twin_oracle: Oracle, length: int, num_tokens: int
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from openai import NOT_GIVEN
 
 from bench.live import Live
 from tests.support.surface import MODEL
@@ -99,15 +98,13 @@ def test_a_bad_schema_is_named_with_its_place(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "bad", "parameters": bad}}
     functions: Any = [{"type": "function", **each["function"]} for each in (*TOOLS, tool)]
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
+    forced: Any = {"tool_choice": "required"}
     asked: list[tuple[str, Callable[[], Any]]] = [
-        ("tools[2].function.parameters", lambda: ask(client, "Hello", tools=[*TOOLS, tool], tool_choice="required")),
-        (
-            "tools[2].parameters",
-            lambda: client.responses.create(model=MODEL, input="Hello", tools=functions, tool_choice="required"),
-        ),
-        ("response_format.json_schema.schema", lambda: ask(client, "Hello", tools=NOT_GIVEN, response_format=form)),
+        ("tools[2].function.parameters", lambda: ask(client, "Hello", tools=[*TOOLS, tool], **forced)),
+        ("tools[2].parameters",
+         lambda: client.responses.create(model=MODEL, input="Hello", tools=functions, **forced)),
         ("response_format.json_schema.schema", lambda: ask(client, "Hello", response_format=form)),
-    ]
+    ]  # fmt: skip
     for param, act in asked:
         with pytest.raises(openai.BadRequestError) as error:
             act()

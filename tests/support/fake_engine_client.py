@@ -1,4 +1,4 @@
-"""A scripted `Ring` for tests of the APIs: answers with given tokens and records how each generation ends."""
+"""A scripted `EngineClient` for tests of the APIs: answers with given tokens and records how each generation ends."""
 
 import asyncio
 import queue
@@ -23,7 +23,7 @@ TIMING = Timing(
 
 @dataclass(frozen=True)
 class Script:
-    """What the ring does with its next generations."""
+    """What the engine does with its next generations."""
 
     token_ids: Sequence[int] = ()  # cut at the request's stop token or max_tokens
     group: int = 1  # tokens that come together
@@ -34,7 +34,7 @@ class Script:
     timing: Timing = TIMING
 
 
-class FakeRing:
+class FakeEngineClient:
     """Usable from any thread's event loop."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class FakeRing:
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        """What reached the ring of each request: names |-> values, including the sampling parameters."""
+        """What reached the engine of each request: names |-> values, including the sampling parameters."""
         found = [asdict(generation) for generation in self.generations]
         return [one | one.pop("sampling") for one in found]
 
