@@ -133,7 +133,7 @@ async def open_reader(transport: str, theirs: kv_pb2.Peer, local: Pool) -> Async
         ours.close()
 
 
-SIZES = [(name, size, ours) for name in (*OWNER_WORDS, "grpc") for size, ours in ((2, [1, 4]), (4, [2]))]
+SIZES = [("cuda_ipc", 2, [1, 4]), ("nixl:cma", 4, [2]), ("shm", 2, [1, 4]), ("grpc", 4, [2])]
 
 
 @pytest.mark.parametrize(("transport", "their_size", "our_sizes"), [*SIZES, ("shm", 1, [1]), ("grpc", 1, [1])])

@@ -201,15 +201,14 @@ async def test_generations_are_read_after_the_pages(owner: Exporter, monkeypatch
 
     def recycle_between(agent: NixlAgent, *transfer: Any) -> None:
         if next(num_begun) == 2:
-            owner.recycle(4)
+            owner.recycle(NUM_PAGES - 1)  # which no other test reads
         begin_read(agent, *transfer)
 
     monkeypatch.setattr(NixlAgent, "begin_read", recycle_between)
-    with pytest.raises(ReadError, match="page 4 was recycled: offered at generation 1, now 2"):
-        await reader.read([ref(3), ref(4)], [0, 1])
+    with pytest.raises(ReadError, match="page 63 was recycled: offered at generation 1, now 2"):
+        await reader.read([ref(3), ref(63)], [0, 1])
     assert not reader._store.load([0, 1]).any()
     await reader.close()
-    owner.kill()  # not reusable: one of its pages has other bytes
 
 
 async def test_a_pool_on_a_gpu_gets_its_pages_by_a_landing_there(lasting: kv_pb2.Peer) -> None:
@@ -329,7 +328,7 @@ async def test_an_owner_survives_a_reader_that_is_killed(owner: Exporter) -> Non
     await again.close()
 
 
-@pytest.mark.parametrize("installed", [["nixl_cu13"], ["nixl_cu12"], []])
+@pytest.mark.parametrize("installed", [["nixl_cu12"], []])
 def test_nixl_is_there_in_the_package_of_either_cuda(monkeypatch: pytest.MonkeyPatch, installed: list[str]) -> None:
     monkeypatch.setattr(nixl_agent, "find_spec", lambda name: name if name in installed else None)
     assert nixl_agent.is_installed() == bool(installed)

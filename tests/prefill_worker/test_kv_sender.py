@@ -41,26 +41,6 @@ async def test_kv_is_handed_over_page_by_page(transport: Transport) -> None:
         assert decode.peers.transports() == {prefill.peer.address: transport}
 
 
-async def test_many_requests_at_once_share_steps_and_pages() -> None:
-    async with workers() as (opened, prefill, _decode):
-
-        async def request(handle: int) -> None:
-            prompt, local = PROMPT[: handle % 11 + 1], 99 if handle % 3 == 0 else 0
-            while True:
-                try:
-                    reserved = await opened.ask(handle, prompt, count=handle % 7 + 1, local=local)
-                    if reserved.needs_prefill:
-                        await prefill.run(reserved.ticket, prompt)
-                    break
-                except grpc.aio.AioRpcError as error:
-                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    await asyncio.sleep(0)
-            assert await opened.end_of(handle) == ("length", "")
-            assert opened.tokens[handle] == expected_answer(prompt, handle % 7 + 1)
-
-        await asyncio.gather(*(request(handle) for handle in range(30)))
-
-
 async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
     async with workers() as (opened, prefill, decode):
         prefill.peer.layout.dtype = "bfloat16"

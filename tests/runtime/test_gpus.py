@@ -201,16 +201,6 @@ def test_a_share_that_is_set_is_each_workers_and_may_not_exceed_the_gpu() -> Non
         plan_workers(replace(config, prefill_workers=0, decode_workers=3), ("0", "1"))
 
 
-def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
-    def shares(device: str, names: tuple[str, ...]) -> list[float]:
-        return [plan.settings.gpu_memory_share for plan in plan_workers(ServeConfig(device=device), names)]  # type: ignore[arg-type]
-
-    assert shares("auto", ("0",)) == [GPU_SHARE]
-    assert shares("auto", ("0", "1")) == [GPU_SHARE] * 2
-    assert shares("auto", ()) == shares("cpu", ("0",)) == [0, 0]
-    assert not any(VISIBLE in spec.environment for spec in plan_workers(ServeConfig(device="cpu"), ("0", "1")))
-
-
 @pytest.mark.parametrize(
     ("share", "context_tokens", "weights_gib", "advice"),
     [
