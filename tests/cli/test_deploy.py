@@ -99,6 +99,15 @@ def test_gpu_workers_see_the_same_gpus_and_use_different_ones() -> None:
     assert sorted(visible[0]) == sorted(visible[1])
 
 
+def test_ranks_and_transport_of_gpu_workers_are_variables() -> None:
+    [prefill], [decode] = find_services("prefill", "gpu"), find_services("decode", "gpu")
+    for worker, values in ((prefill, {"PREFILL_TP": "4", "TRANSPORT": "nixl"}), (decode, {"DECODE_TP": "4"})):
+        settings = parse(worker["command"], values)
+        assert (settings.tp, settings.transport) == (4, values.get("TRANSPORT", "auto"))
+        default = parse(worker["command"])
+        assert (default.tp, default.gpu_memory_share) == (1, 0), "a worker takes its GPU by the program's own share"
+
+
 def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], **arguments: str) -> str:
     """What the shell of a stage's last RUN prints, with `doubles` (name |-> script) in place of programs."""
     script = TEXTS[stage].split("RUN ")[-1].replace("\\\n", "")
@@ -146,6 +155,12 @@ def test_flashinfer_finds_its_modules_where_it_looks() -> None:
     assert f"/python{python}/" in place
     after = TEXTS["worker-cuda"].index("COPY --from=build-worker-cuda")
     assert TEXTS["worker-cuda"].index("COPY --from=build-flashinfer") > after, "otherwise it would be overwritten"
+
+
+def test_what_the_gpu_image_is_built_with_are_variables() -> None:
+    arguments = SERVICES["decode-gpu"]["build"]["args"]
+    assert fill_in(arguments["CUDA"]) == CUDA
+    assert set(arguments) <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -232,7 +232,7 @@ FIELDS: st.SearchStrategy[tuple[str, Any]] = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(data=st.data())
 def test_damaged_headers_are_value_errors(models: dict[str, tuple[Path, Path]], data: st.DataObject) -> None:
     source = models[data.draw(st.sampled_from(DAMAGED))][0]

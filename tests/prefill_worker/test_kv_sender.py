@@ -52,20 +52,14 @@ async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
 
 
-async def test_a_decode_worker_that_cannot_be_reached_fails_the_run_and_not_the_prefill_worker() -> None:
-    async with prefill_worker(Signal()) as prefill:
-        ticket = kv_pb2.Ticket(address="127.0.0.1:1", incarnation="gone", session=1, attempt=1, end=len(PROMPT) - 1)
-        code, detail = await refusal(prefill.run(ticket, PROMPT))
-        assert code is grpc.StatusCode.ABORTED
-        assert detail.startswith("decode worker 127.0.0.1:1: UNAVAILABLE: ")
-
-
 async def test_decode_workers_that_are_gone_are_forgotten_and_those_there_are_not() -> None:
     async with workers() as (opened, prefill, decode):
         assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
         for port in (1, 2, 3):
             ticket = kv_pb2.Ticket(address=f"127.0.0.1:{port}", incarnation="gone", session=1, attempt=1, end=1)
-            await refusal(prefill.run(ticket, PROMPT[:2]))
+            code, detail = await refusal(prefill.run(ticket, PROMPT[:2]))
+            assert code is grpc.StatusCode.ABORTED
+            assert detail.startswith(f"decode worker 127.0.0.1:{port}: UNAVAILABLE: ")
         assert set(prefill.sender._targets) == {decode.peer.address, "127.0.0.1:3"}
         assert await answer(opened, prefill, 2, OTHER) == expected_answer(OTHER, 4)
 
