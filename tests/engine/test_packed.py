@@ -185,22 +185,6 @@ def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables, row
         assert not torch.equal(linear(rows[:63]), plain(rows[:63]))  # codes
 
 
-@needs_compiler
-@pytest.mark.parametrize(("bits", "tables"), [(4, Tables.SCALES), (4, Tables.ZEROS), (8, Tables.MINIMUMS_32)])
-@pytest.mark.usefixtures("group_instructions")
-def test_bias_and_gate_of_groups(bits: int, tables: Tables) -> None:
-    rows, bias = draw_rows(19, 96), torch.randn(80)
-    both = draw_groups(bits, tables, 80, 96)
-    matrix, in_order = pack_groups(both), panel_order([bias], is_gated=False)
-    rounded = PackedLinear(matrix, in_order)(rows)
-    plain = PackedLinear(matrix, epilogue=Epilogue.FLOATS)(rows) + bias
-    assert torch.equal(rounded, plain.bfloat16())
-    gate, up = (both.each(lambda rows, half=half: rows[40 * half : 40 * half + 40]) for half in range(2))  # type: ignore[misc]
-    gated = PackedLinear(pack_groups(gate, up, step=2), panel_order([*bias.chunk(2)], is_gated=True), Epilogue.GATED)
-    expected = functional.silu(rounded[:, :40]) * rounded[:, 40:]
-    torch.testing.assert_close(gated(rows), expected, rtol=0.02, atol=1e-3)
-
-
 MATRICES: dict[str, Callable[[], Matrix]] = {
     "bfloat16": lambda: pack(operands(1, 301, 640)[1]),
     "8 bits": lambda: pack(operands(1, 301, 640)[1], is_8bit=True),

@@ -75,7 +75,7 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in DAMAGED), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
+    [("awq", "float32"), ("mxfp4", "float32"), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
 )  # in bfloat16 those without groups: kernels may round others
 def test_a_model_has_the_logits_of_its_plain_twin(models: dict[str, tuple[Path, Path]], name: str, dtype: str) -> None:
     progress: list[tuple[int, int]] = []
