@@ -22,7 +22,7 @@ from engine.attention.shape import AttentionShape
 from engine.models.config import ModelConfig
 from runtime.config import ServeConfig
 from runtime.settings import field_names
-from tests.support.command_line import call, run
+from tests.support.command_line import call
 from wire.kv_layout import PagePart
 
 GIB = 1 << 30
@@ -130,17 +130,12 @@ MIXED = replace(NODE, gpus=(H200, *L4.gpus), flashinfer_architectures=("9.0a",))
 
 
 @pytest.mark.parametrize("machine", CARDS, ids=lambda machine: machine.gpus[0].name)
-def test_cards_with_the_image_of_all_architectures(machine: Machine) -> None:
+def test_cards_with_modules_for_all_and_for_hopper_alone(machine: Machine) -> None:
     rows = look(ServeConfig(transport="grpc"), machine, ON_GPU)
     assert not {"gpu 0", "triton", "flashinfer"} & troubles(rows).keys()
     assert (" (fp8 for" in rows["gpu 0"].found) == (machine is not A100)
     assert "modules built ahead for 8.0 8.9 9.0a 10.0f 12.0f" in rows["flashinfer"].found
-
-
-@pytest.mark.parametrize("no_compiler", ["", "FLASHINFER_DISABLE_JIT is set"])
-@pytest.mark.parametrize("machine", CARDS, ids=lambda machine: machine.gpus[0].name)
-def test_cards_with_modules_for_hopper_alone(machine: Machine, no_compiler: str) -> None:
-    machine = replace(machine, flashinfer_architectures=("9.0a",), no_compiler=no_compiler)
+    machine = replace(machine, flashinfer_architectures=("9.0a",), no_compiler="FLASHINFER_DISABLE_JIT is set")
     for model in (ON_GPU, FileNotFoundError("still to be fetched")):
         row = look(ServeConfig(), machine, model)["flashinfer"]
         assert row.status == ("ok" if machine.gpus == H100.gpus else "warning")
@@ -267,9 +262,6 @@ def test_a_model_that_cannot_be_examined() -> None:
     assert (rows["model"].status, "decode-0" in rows) == ("warning", False)
     rows = look(ServeConfig(), CPU, ValueError("head_dim 3 is odd"))
     assert (rows["model"].status, rows["model"].found) == ("missing", "head_dim 3 is odd")
-
-
-def test_without_the_gpu_that_is_asked_for_no_worker_is_described() -> None:
     rows = look(ServeConfig(device="cuda"), CPU, ValueError("no GPU"))
     assert troubles(rows) == {"gpu": "missing"}
     assert not {"model", "prefill-0", "hand-off"} & set(rows)
@@ -361,7 +353,7 @@ def test_flashinfer_is_imported_and_its_modules_counted(
 
 def test_this_machine_in_json() -> None:
     """All facts are real; scripts may rely on the keys."""
-    done = run("doctor", "--device=cpu", "--json", "--prefill-workers=2")
+    done = call("doctor", "--device=cpu", "--json", "--prefill-workers=2")
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (0, True), done.stderr
     parts = [row["part"] for row in report["rows"]]
@@ -374,12 +366,9 @@ def test_this_machine_in_json() -> None:
     assert report["model"]["parts"] == [[2, 6 * head_bytes], [1, 2 * head_bytes]], "heads and layers of both models"
 
 
-def test_the_exit_code_says_that_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_what_serve_takes_and_its_exit_code_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_probe, "examine_machine", lambda: CPU)
     done = call("doctor", "--device=cpu", "--kv-memory-mib=1")
     assert done.returncode == 1 and "set --kv-memory-mib" in " ".join(done.stdout.split())
-
-
-def test_it_takes_what_serve_takes() -> None:
     done = call("doctor", "--help")
     assert all(f"--{name.replace('_', '-')}" in done.stdout for name in field_names(ServeConfig))

@@ -106,13 +106,10 @@ def test_variables_and_files_that_do_not_exist(tmp_path: Path, monkeypatch: pyte
 # -- what the program says -------------------------------------------------------------------------------------------
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
     code = "import sys, cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    assert run("--version").stdout.strip() == version("baton")
+    assert call("--version").stdout.strip() == version("baton")
 
 
 def test_a_bad_setting_is_one_line_and_a_status(tmp_path: Path) -> None:
@@ -142,11 +139,10 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
             assert f"{name.replace('-', '_')}port={port} on host {shown} cannot be used (Address already" in done.stderr
 
 
-@pytest.mark.parametrize("role", ["gateway", "decode"])
-def test_a_process_whose_ops_port_is_in_use_ends_before_it_loads(role: str) -> None:
+def test_a_process_whose_ops_port_is_in_use_ends_before_it_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run(role, f"--ops-port={port}", *(["--decode=127.0.0.1:1"] if role == "gateway" else []))
+        done = run("decode", f"--ops-port={port}")
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
     assert "choose another --ops-port" in done.stderr

@@ -239,9 +239,9 @@ def test_a_crash_while_loading_shows_its_lines_and_stops_all(start: Start) -> No
 
 
 def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
-    service = start(decode="slow", start_timeout_s=2.0)
+    service = start(decode="slow", start_timeout_s=0.5)
     assert service.finish() == 1
-    assert "decode-0 did not become ready within 2 s: set --start-timeout-s" in service.shown
+    assert "decode-0 did not become ready within 0.5 s: set --start-timeout-s" in service.shown
 
 
 def test_a_worker_that_dies_starts_again_where_it_was(service: Service) -> None:

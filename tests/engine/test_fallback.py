@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -19,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bench.batches import Part, pack
 from engine.attention.shape import AttentionShape
-from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
 from engine.engine import build_engine
 from engine.input_batch import InputBatch
@@ -49,16 +46,15 @@ CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
 LONGROPE = rope("longrope", 10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 
-TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.24
+TYPES = (  # noqa: SIM905 # can be served of transformers 5.24, less native families and kimi_linear (`make families`)
     "afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
-    "deepseek_v3 dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 "
-    "gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 "
-    "gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
-    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum "
-    "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
-    "moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal qwen2 "
-    "bamba falcon_h1 granitemoehybrid kimi_linear lfm3 nemotron_h olmo_hybrid qwen3_next "
-    "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu "
+    "deepseek_v3 dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3n_text "
+    "gemma4_text gemma4_unified_text glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite_swa "
+    "granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 "
+    "iquestcoder jais2 kolibri1 laguna mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral "
+    "ministral3 modernbert-decoder moss_transcribe_diarize nanochat nemotron olmo olmoe opt persimmon phi "
+    "phi4_multimodal bamba falcon_h1 granitemoehybrid lfm3 nemotron_h olmo_hybrid qwen3_next qwen2_moe seed_oss "
+    "solar_open stablelm starcoder2 vaultgemma youtu"
 ).split()
 
 
@@ -109,13 +105,16 @@ def load(model_type: str, dtype: torch.dtype = torch.float32, **special: Any) ->
     return FallbackModel(tiny_model(config, dtype), probe_config(config))
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_logits_over_pages_are_those_of_transformers_alone(model_type: str) -> None:
+HALVES = [(name, dtype) for name in ("gpt_oss", "deepseek_v2") for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [*((name, torch.float32) for name in TYPES), *HALVES])
+def test_logits_over_pages_are_those_of_transformers_alone(model_type: str, dtype: torch.dtype) -> None:
     """In ragged chunks and decode steps. Tokens by an engine: see test_saved_checkpoints."""
-    check(load(model_type))
+    check(load(model_type, dtype))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma3n_text", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", ["gpt2", "deepseek_v3", "gemma3n_text", "olmo_hybrid"])
 def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(tiny_config(model_type))
     model.save_pretrained(tmp_path)
@@ -137,7 +136,9 @@ def test_a_step_may_begin_earlier_than_planned() -> None:
     attention = reference_attention(model.config.attention_shapes, PAGE_TOKENS)
     shape = PoolShape(NUM_PAGES, model.config.kv_parts, PAGE_TOKENS, model.dtype)
     rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, model.config.vocab_size, CPU)
-    assert Runner(cast(Decoder, model), attention, torch.zeros(shape.sizes), rows).find_lag_error() is None
+    attention.is_capturable = True
+    runner = Runner(cast(Decoder, model), attention, torch.zeros(shape.sizes), rows)
+    assert runner.find_lag_error() is None and not runner.is_capturable
 
 
 def test_models_of_one_process_do_not_meet() -> None:
@@ -146,12 +147,10 @@ def test_models_of_one_process_do_not_meet() -> None:
     third = load("gemma2", sliding_window=4)
     assert all(map(torch.equal, map(serve_logits, (first, second)), expected))
     assert not torch.equal(serve_logits(third), expected[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gpt_oss", "qwen3_moe", "deepseek_v2"])
-def test_half_precision_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
-    check(load(model_type, dtype))
+    # The model's own head: Gemma's softcap and Cohere's scale are not in the weights.
+    assert serve_logits(load("gemma3_text", final_logit_softcapping=0.5)).abs().max() <= 0.5
+    plain, scaled = serve_logits(load("cohere", logit_scale=1.0)), serve_logits(load("cohere", logit_scale=0.25))
+    torch.testing.assert_close(scaled, plain / 4)
 
 
 def test_geometry() -> None:
@@ -163,21 +162,6 @@ def test_geometry() -> None:
     assert probe_config(tiny_config("gemma2")).attention_shapes[0].softcap == 50.0
     assert probe_config(tiny_config("gpt_oss")).has_sinks
     assert probe_config(tiny_config("deepseek_v3")).attention_shapes[0].head_dim == 24  # values of 16 are padded
-
-
-def test_the_head_of_the_model_is_applied() -> None:
-    """Gemma's softcap and Cohere's scale: neither is in the weights."""
-    assert serve_logits(load("gemma3_text", final_logit_softcapping=0.5)).abs().max() <= 0.5
-    plain, scaled = serve_logits(load("cohere", logit_scale=1.0)), serve_logits(load("cohere", logit_scale=0.25))
-    torch.testing.assert_close(scaled, plain / 4)
-
-
-def test_steps_are_never_captured() -> None:
-    model: Any = load("llama")
-    rows = InputBatch(1, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
-    attention = TorchSdpaAttention(model.config.attention_shapes[0])
-    attention.is_capturable = True
-    assert not Runner(model, attention, torch.zeros(0), rows).is_capturable
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -207,12 +191,7 @@ def test_refused_before_loading(model_type: str, special: dict[str, Any], reason
         probe_config(tiny_config(model_type, **special))
 
 
-def test_a_model_without_a_context_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'x' .* max_position_embeddings is None.* set it in config.json"):
-        fallback_probe._find_context("x", PreTrainedConfig())
-
-
-@pytest.mark.parametrize("option", ["position_bias", "indices", "block_indices", "sinks", "anything"])
+@pytest.mark.parametrize("option", ["sinks", "anything"])
 def test_unknown_options_of_attention_are_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaAttention, "forward", partialmethod(attend_with, LlamaAttention.forward, option))
     with pytest.raises(ValueError, match=f"model.layers.0.self_attn passes {option} to attention"):
@@ -252,8 +231,8 @@ def test_refused_settings_and_files(tmp_path: Path) -> None:
         load_model(tmp_path, "auto", CPU, ranks=TwoRanks())
     with pytest.raises(ValueError, match="'gpt2', so its weights cannot be rounded: set --quantization none"):
         load_model(tmp_path, "auto", CPU, quantization="int8")
-    with pytest.raises(ValueError, match="dtype 'int4' is not supported; supported: auto, float32"):
-        load_model(tmp_path, "int4", CPU)
+    with pytest.raises(ValueError, match=r"'x' .* max_position_embeddings is None.* set it in config.json"):
+        fallback_probe._find_context("x", PreTrainedConfig())
     weights = load_file(tmp_path / "model.safetensors")
     weights["transformer.h.1.ln_1.weight"] = torch.ones(3)
     del weights["transformer.h.0.attn.c_attn.bias"]
@@ -297,8 +276,3 @@ def test_ropes_end_where_frequencies_would_depend_on_neighbours(
     model.config = replace(model.config, context_tokens=beyond)
     with pytest.raises(ValueError, match="other logits than alone"):
         check(model)
-
-
-def test_configs_are_read_without_torch() -> None:
-    code = "import sys, engine.models.read_config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -22,7 +22,7 @@ from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
 from wire.kv_layout import KvPart, StatePart
 
-HYBRIDS = ["qwen3_5_text", "qwen3_5_moe", "lfm2", "lfm2_moe"]
+HYBRIDS = ["qwen3_5_text", "lfm2"]
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
@@ -43,10 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-window-linear": shape("qwen2", 2, 2, 128, False, layers=3, sliding_window=16, rope_scaling=LINEAR),
     "qwen3-window-sharded": shape("qwen3", 3, 1, 128, False, sliding_window=17, shards=2),
 }
-CHECKPOINTS = {name: {"family": name} for name in FAMILIES} | SHAPES
-PACKED = {  # one for each kind of product, and in 8 bits for each layout of experts; see test_packed.py
-    "none": ("llama", "gemma4_e2b", "gpt_oss", "granite", "glm4_moe", "lfm2_moe", "olmo2", "phi3", "qwen3_5_moe"),
-    "int8": ("gpt_oss", "gemma4_26b_a4b", "qwen3_5_moe"),
+WITHIN = {"gemma3_text", "qwen3_5_moe_text"}  # text parts of other families, which are compared
+CHECKPOINTS = {name: {"family": name} for name in FAMILIES if name not in WITHIN} | SHAPES
+PACKED = {  # unlike kinds of products, and in 8 bits of experts; see test_packed.py
+    "none": ("llama", "gemma4_e2b", "gpt_oss", "phi3", "qwen3_5_moe"),
+    "int8": ("gemma4_26b_a4b",),
 }
 
 
@@ -113,7 +114,7 @@ def test_packed_weights_from_a_file_are_those_in_memory(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2-window-linear", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2-window-linear", "qwen3_moe"])
 def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     settings = CHECKPOINTS[name]
     folder = write_checkpoint(tmp_path, **settings)
@@ -187,14 +188,13 @@ def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
     """Chunks of several sizes without logits, then single tokens."""
     expected = compute_expected(name, write_checkpoint(tmp_path, name))
     with torch.inference_mode():
-        for size in (5, 16):
-            steps = Steps(tmp_path)
-            for begin in range(0, 32, size):
-                steps.step(*((which, begin, min(begin + size, 32)) for which in range(3)), has_logits=False)
-            for position in (32, 33):
-                found = steps.step(*((which, position, position + 1) for which in (2, 0, 1)))
-                truth = [expected[which][position : position + 1] for which in (2, 0, 1)]
-                torch.testing.assert_close(torch.cat(found), torch.cat(truth), rtol=1e-4, atol=5e-4)
+        steps = Steps(tmp_path)
+        for begin, end in ((0, 5), (5, 21), (21, 32)):
+            steps.step(*((which, begin, end) for which in range(3)), has_logits=False)
+        for position in (32, 33):
+            found = steps.step(*((which, position, position + 1) for which in (2, 0, 1)))
+            truth = [expected[which][position : position + 1] for which in (2, 0, 1)]
+            torch.testing.assert_close(torch.cat(found), torch.cat(truth), rtol=1e-4, atol=5e-4)
 
 
 def test_layers_without_attention_have_slots_and_no_pages(tmp_path: Path) -> None:
@@ -226,19 +226,14 @@ def test_published_files_of_qwen_3_5_have_all_experts_in_one_tensor(tmp_path: Pa
     assert torch.equal(Steps(folder).step((0, 0, 20))[0], expected)
 
 
-@pytest.mark.parametrize("change", [{"block_ffn_dim_multiplier": 1.3}, {"block_auto_adjust_ff_dim": False}])
-def test_sizes_of_mlps_are_those_of_transformers(change: dict[str, Any], tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, "lfm2", block_multiple_of=48, **change)
-    (found,) = Steps(folder).step((0, 0, 20))
-    torch.testing.assert_close(found, compute_expected("lfm2", folder)[0][:20], rtol=1e-4, atol=5e-4)
-
-
 def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
     config = dict(read_json(write_config(tmp_path, "lfm2", tied=False) / "config.json"))
     config |= {"block_ff_dim": config.pop("intermediate_size"), "tie_embedding": config.pop("tie_word_embeddings")}
     config |= {"full_attn_idxs": [1], "layer_types": None}
     assert build_config(config) == load_config(tmp_path)
     assert all(layer.has_attention for layer in build_config(config | {"full_attn_idxs": None}).layers)
+    config |= {"block_ff_dim": 300, "block_auto_adjust_ff_dim": False}
+    assert build_config(config).intermediate_size == 300
 
 
 @pytest.mark.parametrize(
@@ -246,7 +241,6 @@ def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
     [
         ("qwen3_5_text", {"layer_types": ["conv"] * 3}, "layer_types .*'conv'.* supported: full_attention, linear_att"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types without full_attention"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "1 entries for num_hidden_layers 3"),
         ("qwen3_5_text", {"layer_types": None}, "layer_types without full_attention"),  # each fourth has attention
         ("qwen3_5_text", {"linear_num_key_heads": 3}, "key_heads 3 does not divide linear_num_value_heads 4"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer from 2"),
@@ -255,21 +249,12 @@ def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
         ("lfm2", {"conv_bias": 1}, "conv_bias must be true or false"),
         ("lfm2", {"num_attention_heads": 6, "head_dim": 32}, "num_attention_heads 6 does not divide hidden_size 128"),
         ("gemma4_e2b", {"num_kv_shared_layers": 5}, "leaves no layer whose keys and values fit those of layer 1"),
-        ("gemma4_e2b", {"num_kv_shared_layers": 7}, "leaves no layer whose keys and values fit those of layer 0"),
         ("gemma4_e2b", {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be an integer from 0"),
-        (
-            "gemma4_e2b",
-            {"per_layer_config": {"1": {"sliding_window": 4}}},
-            "per_layer_config with sliding_window is not supported",
-        ),
+        ("gemma4_e2b", {"per_layer_config": {"1": {"sliding_window": 4}}}, "with sliding_window is not supported"),
         ("gemma4_e2b", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "4 heads are to be divided"),
         ("gemma4_e2b", {"per_layer_config": {"1": {"head_dim": 15}}}, "head_dim even"),
         ("gemma4_e2b", {"per_layer_config": {"1": 15}}, "1 must be an object, not 15"),
-        (
-            "gemma4_e2b",
-            {"vocab_size_per_layer_input": 100},
-            "vocab_size_per_layer_input 100 .* supported: vocab_size, 320",
-        ),
+        ("gemma4_e2b", {"vocab_size_per_layer_input": 100}, "layer_input 100 .* supported: vocab_size, 320"),
         ("gemma4_e2b", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ],
 )

@@ -88,10 +88,9 @@ def test_an_architecture_is_its_family(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, original, rtol=0, atol=1e-6)  # 1 added and taken away
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
+def test_a_file_is_a_model(tmp_path: Path) -> None:
     """Greedy tokens are those of its values in a plain checkpoint; text, ends and template are the checkpoint's."""
-    path, plain = write_gguf_models(tmp_path, kind)
+    path, plain = write_gguf_models(tmp_path, "Q4_0")
     folder = make_gguf_folder(path, tmp_path / "cache")
     assert make_gguf_folder(path, tmp_path / "cache") == folder
     theirs, ours = AutoTokenizer.from_pretrained(plain), AutoTokenizer.from_pretrained(folder)
@@ -110,9 +109,7 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "quantization"), [("Q4_1", "none"), ("Q5_0", "none"), ("Q8_0", "int4"), ("Q4_K_M", "none")]
-)
+@pytest.mark.parametrize(("kind", "quantization"), [("Q5_0", "none"), ("Q8_0", "int4"), ("Q4_K_M", "none")])
 def test_workers_share_packed_codes(
     kind: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,11 +138,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf_models(folder, "Q8_0")[0].read_bytes()
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("changed") / "x.gguf"
-
-
 def refuse(data: bytes, path: Path) -> str:
     path.write_bytes(data)
     with pytest.raises(ValueError) as told:
@@ -154,19 +146,14 @@ def refuse(data: bytes, path: Path) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("number", [2**64 - 1, 2**63, 2**40, 10**8])
-def test_counts_beyond_the_file_are_refused(whole: bytes, number: int, tmp_path: Path) -> None:
-    for at in (8, 16, 24):  # tensors, keys, bytes of the first key
-        told = refuse(whole[:at] + struct.pack("<Q", number) + whole[at + 8 :], tmp_path / "x.gguf")
-        assert str(number) in told
-
-
-def test_tensors_outside_the_file_or_on_top_of_others_are_refused(whole: bytes, tmp_path: Path) -> None:
+def test_counts_and_tensors_outside_the_file_or_on_top_of_others_are_refused(whole: bytes, tmp_path: Path) -> None:
     name = b"output_norm.weight"
     at = whole.index(name) + len(name)  # dimensions, shape, type, offset
     shape, offset = at + 4, at + 16
     path = tmp_path / "x.gguf"
+    counts = [(place, number, str(number)) for place in (8, 16, 24) for number in (2**64 - 1, 10**8)]
     for place, value, reason in (
+        *counts,  # of tensors, keys, bytes of the first key
         (offset, 2**62, "takes"), (offset, 1, "takes"), (offset, 0, "overlap"), (shape, 0, "has shape"),
         (shape, 2**63, "takes"), (shape, 2**30, "takes"),
     ):  # fmt: skip
@@ -178,7 +165,7 @@ def test_tensors_outside_the_file_or_on_top_of_others_are_refused(whole: bytes, 
         refuse(whole[:size], path)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read(
     whole: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -69,6 +69,17 @@ def test_weights_are_read_by_16_bytes_and_multiplied_by_tensor_cores(compiled: d
                 assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
 
 
+def test_weights_of_experts_are_read_by_16_bytes(compiled: dict[str, list[Compiled]]) -> None:
+    kernels = [kernel for case in CASES for kernel in compiled[case] if kernel.name == "multiply_slots"]
+    assert len(kernels) == 6, (
+        "first products: three activations and one expert per row; second ones: with biases or not"
+    )
+    assert sum("min.NaN.f32" in kernel.ptx for kernel in kernels) == 1, "clamps keep NaN"
+    for kernel in kernels:
+        assert "cp.async.cg.shared.global" in kernel.ptx
+        assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
+
+
 def test_coded_weights_are_read_ahead_by_16_bytes_and_their_tables_too(compiled: dict[str, list[Compiled]]) -> None:
     cases = [case for case in CASES if case.startswith(("4 bits", "8 bits", "blocks"))]
     kernels = [(case, kernel) for case in cases for kernel in compiled[case] if kernel.name != "add_splits"]

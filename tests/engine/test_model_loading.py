@@ -84,19 +84,18 @@ def test_windows_per_layer() -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2'.*supported: llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method 'hqq'.*supported: fp8, compressed",
-        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"model_type": []}, r"model_type \[\] is not supported"),
         ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 2\*\*53, not '64'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number .* not nan"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer from 1 .* not 0"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": True}, "sliding_window must be an integer .* not True"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "factor must be a number above 0 .* not 0"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor must be a number above 0 .* not nan"),
         ({"rope_theta": float("inf")}, "rope_theta must be a number .* not inf"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta must be a number .* not 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
@@ -113,17 +112,6 @@ def test_windows_per_layer() -> None:
 def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_config(BASE | change)
-
-
-def test_a_window_and_a_rope_factor_are_positive_numbers() -> None:
-    for model in (MISTRAL, QWEN | {"use_sliding_window": True}):
-        for window in (0, -1, "4096", 4096.0, True):
-            with pytest.raises(ValueError, match=f"sliding_window must be an integer from 1 .* not {window!r}"):
-                build_config(model | {"sliding_window": window})
-    for kind in ("linear", "llama3", "yarn"):
-        for factor in (0, -2.0, float("nan"), True):
-            with pytest.raises(ValueError, match=f"factor must be a number above 0 .* not {factor!r}"):
-                build_config(BASE | {"rope_scaling": {"type": kind, **LLAMA3, "factor": factor}})
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.support.instruction_sets import BUILDS, Build, built_for, no_compiler
 
 __all__ = ["no_compiler"]  # a fixture
 
-SHAPES = [(300, 64), (67, 2048), (5, 30), (33, 1000)]  # N, K
+SHAPES = [(300, 64), (67, 2048), (33, 30)]  # N, K
 FORMS = [(bits, tables, ROW_BITS) for bits in (4, 8) for tables in Tables] + [(4, Tables.SCALES, 8)]
 GROUP_SHAPES = [(300, 64), (67, 2048), (5, 32)]
 TILES = [build for build in BUILDS if build.flags]
@@ -183,37 +183,6 @@ def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables, row
         for num_rows in (64, 75, 530):
             assert torch.equal(linear(rows[:num_rows]), plain(rows[:num_rows]))
         assert not torch.equal(linear(rows[:63]), plain(rows[:63]))  # codes
-
-
-@needs_compiler
-def test_all_instruction_sets_give_the_same() -> None:
-    rows, found = draw_rows(21, 1024), []
-    for build in BUILT:
-        with built_for(build):
-            linears = [
-                PackedLinear(
-                    pack_groups(draw_groups(bits, tables, 40, 1024), row_bits=row_bits), epilogue=Epilogue.FLOATS
-                )
-                for bits, tables, row_bits in FORMS
-            ]
-            found.append(torch.cat([linear(rows) for linear in linears]))
-    assert all(torch.equal(one, found[0]) for one in found)
-
-
-@needs_compiler
-@pytest.mark.parametrize(("bits", "tables"), [(4, Tables.SCALES), (4, Tables.ZEROS), (8, Tables.MINIMUMS_32)])
-@pytest.mark.usefixtures("group_instructions")
-def test_bias_and_gate_of_groups(bits: int, tables: Tables) -> None:
-    rows, bias = draw_rows(19, 96), torch.randn(80)
-    both = draw_groups(bits, tables, 80, 96)
-    matrix, in_order = pack_groups(both), panel_order([bias], is_gated=False)
-    rounded = PackedLinear(matrix, in_order)(rows)
-    plain = PackedLinear(matrix, epilogue=Epilogue.FLOATS)(rows) + bias
-    assert torch.equal(rounded, plain.bfloat16())
-    gate, up = (both.each(lambda rows, half=half: rows[40 * half : 40 * half + 40]) for half in range(2))  # type: ignore[misc]
-    gated = PackedLinear(pack_groups(gate, up, step=2), panel_order([*bias.chunk(2)], is_gated=True), Epilogue.GATED)
-    expected = functional.silu(rounded[:, :40]) * rounded[:, 40:]
-    torch.testing.assert_close(gated(rows), expected, rtol=0.02, atol=1e-3)
 
 
 MATRICES: dict[str, Callable[[], Matrix]] = {

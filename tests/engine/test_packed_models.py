@@ -36,8 +36,7 @@ def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tied", "quantization"), [(False, "none"), (True, "int8")])
 def test_a_packed_model_is_the_plain_one(
     tied: bool, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

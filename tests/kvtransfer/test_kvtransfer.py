@@ -133,10 +133,10 @@ async def open_reader(transport: str, theirs: kv_pb2.Peer, local: Pool) -> Async
         ours.close()
 
 
-SIZES = [(name, size, ours) for name in (*OWNER_WORDS, "grpc") for size, ours in ((2, [1, 4]), (4, [2]))]
-
-
-@pytest.mark.parametrize(("transport", "their_size", "our_sizes"), [*SIZES, ("shm", 1, [1]), ("grpc", 1, [1])])
+@pytest.mark.parametrize(
+    ("transport", "their_size", "our_sizes"),
+    [("cuda_ipc", 2, [1, 4]), ("nixl:cma", 4, [2]), ("shm", 2, [1, 4]), ("grpc", 4, [2])],
+)
 async def test_ranks_read_their_heads_of_the_pages_asked_for_and_touch_no_other(
     transport: str, their_size: int, our_sizes: list[int]
 ) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protos import decode_pb2
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
-from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
+from runtime.settings import ConfigError, Settings, field_names, flag
 from worker.limits import complete
 from worker.pool_size import resolve_pools
 
@@ -106,15 +105,6 @@ def test_no_time_is_endless(config_type: type[Settings], value: float) -> None:
     for name in [name for name in times if name.endswith("_s")]:
         with pytest.raises(ConfigError, match=f"{flag(name)} needs "):
             config_type(**{**needed, name: value})
-
-
-def test_the_largest_counts_travel() -> None:
-    most = DecodeConfig(max_running=MAX_COUNT).max_running
-    assert decode_pb2.WorkerStatus(max_running=most).max_running == most
-    limit = GatewayConfig(decode=("a:1",), local_prefill_max_tokens=MAX_COUNT).local_prefill_max_tokens
-    assert limit is not None
-    most = limit
-    assert decode_pb2.ReserveRequest(local_prefill_max_tokens=most).local_prefill_max_tokens == most
 
 
 @pytest.mark.parametrize("config_type", [PrefillConfig, DecodeConfig])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.plan import choose_prefill_workers, plan_workers
@@ -16,7 +16,7 @@ from engine.engine import _gpu_memory
 from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
-from runtime.config_parts import GPU_SHARE, Device
+from runtime.config_parts import Device
 from runtime.gpus import VISIBLE, Driver, ask_driver, find_linked, list_visible
 from runtime.settings import ConfigError
 from worker.limits import GpuRoom
@@ -143,25 +143,6 @@ def test_ranks_are_spread_and_workers_see_all_gpus_their_own_first(
         assert set(ranks.values()) == {1}
 
 
-@given(COUNTS, RANKS, st.integers(8, 192), st.integers(1, 40))
-def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
-    counts: tuple[int, int, int], tp: tuple[int, int], total_gib: int, weights_gib: int
-) -> None:
-    assume(not find_excess(counts, tp))
-    config, num_gpus = configure(counts, tp, "cuda"), counts[2]
-    room, page_bytes = GpuRoom(total_gib * GIB, weights_gib * GIB, 2 * GIB), 2 << 20
-    used: Counter[int] = Counter()
-    for plan in plan_workers(config, tuple(map(str, range(num_gpus)))):
-        try:
-            pages, _ = resolve_pools(replace(plan.settings, max_running=64), 64, page_bytes, tp[0], room, 0)
-        except ConfigError:
-            continue  # it does not start, and takes nothing
-        assert pages >= 4
-        for gpu in plan.gpus:
-            used[gpu] += room.taken_bytes + room.reserve_bytes + pages * page_bytes
-    assert all(bytes_used <= room.total_bytes * (GPU_SHARE + 1e-9) for bytes_used in used.values())
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "settings", "num_prefill"),
     [
@@ -201,16 +182,6 @@ def test_a_share_that_is_set_is_each_workers_and_may_not_exceed_the_gpu() -> Non
         plan_workers(replace(config, prefill_workers=0, decode_workers=3), ("0", "1"))
 
 
-def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
-    def shares(device: str, names: tuple[str, ...]) -> list[float]:
-        return [plan.settings.gpu_memory_share for plan in plan_workers(ServeConfig(device=device), names)]  # type: ignore[arg-type]
-
-    assert shares("auto", ("0",)) == [GPU_SHARE]
-    assert shares("auto", ("0", "1")) == [GPU_SHARE] * 2
-    assert shares("auto", ()) == shares("cpu", ("0",)) == [0, 0]
-    assert not any(VISIBLE in spec.environment for spec in plan_workers(ServeConfig(device="cpu"), ("0", "1")))
-
-
 @pytest.mark.parametrize(
     ("share", "context_tokens", "weights_gib", "advice"),
     [
@@ -244,23 +215,6 @@ def test_a_pool_that_is_set_stays_within_the_share(mib: int, advice: str) -> Non
     room = GpuRoom(16 * GIB, 2 * GIB, 2 * GIB)
     with pytest.raises(ConfigError, match=f"kv_memory_mib={mib} cannot be used: 16384 tokens .*: set {advice}$"):
         resolve_pools(config, 16_384, 2 << 20, 1, room, 0)
-
-
-@given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 4096))
-def test_main_memory_is_that_of_all_ranks_and_a_gpu_that_of_one(num_ranks: int, page_kib: int, mib: int) -> None:
-    page_bytes, gpu, host_bytes = page_kib << 10, GpuRoom(80 * GIB, 9 * GIB, 2 * GIB), 64 * GIB
-
-    def resolve(page_bytes: int, num_ranks: int, room: GpuRoom | None) -> int:
-        config = DecodeConfig(kv_memory_mib=mib, max_running=2000, kv_memory_share=0.25, tp=num_ranks)
-        try:
-            return resolve_pools(config, 4096, page_bytes, num_ranks, room, host_bytes)[0]
-        except ConfigError:
-            return 0
-
-    pages = resolve(page_bytes, num_ranks, None)
-    assert pages == resolve(num_ranks * page_bytes, 1, None)
-    assert pages * num_ranks * page_bytes <= (mib << 20 or host_bytes // 4)
-    assert resolve(page_bytes, num_ranks, gpu) == (pages if mib else resolve(page_bytes, 1, gpu))
 
 
 def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,11 @@ def open_unwritable(kind: str) -> int:
     return writing
 
 
-@pytest.mark.parametrize("kind", ["full disk", "reader gone"])
-@pytest.mark.parametrize("script", [LOGS, TAP, SCREEN], ids=["logs", "tap", "screen"])
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [(LOGS, "full disk"), (LOGS, "reader gone"), (TAP, "reader gone"), (SCREEN, "full disk"), (SCREEN, "reader gone")],
+    ids=["logs, full", "logs, gone", "tap, gone", "screen, full", "screen, gone"],
+)
 def test_work_goes_on_when_nothing_can_be_written(kind: str, script: str) -> None:
     """The script reports to ALIVE_FD that it reached its end."""
     end = open_unwritable(kind)

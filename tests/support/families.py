@@ -155,7 +155,10 @@ FAMILIES: dict[str, Family] = {
         "Qwen3_5MoeTextConfig", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, layers=3,
         whole_config="Qwen3_5MoeConfig", whole_extra=dict(vision_config=QWEN3_5_VISION),
     ),
-    "lfm2": Family("Lfm2Config", "Lfm2ForCausalLM", dict(LFM2, block_multiple_of=32), layers=3, is_tied=True),
+    "lfm2": Family(
+        "Lfm2Config", "Lfm2ForCausalLM", layers=3, is_tied=True,
+        extra=dict(LFM2, block_multiple_of=48, block_ffn_dim_multiplier=1.3),
+    ),
     "lfm2_moe": Family(
         "Lfm2MoeConfig", "Lfm2MoeForCausalLM", layers=3,
         extra=dict(

@@ -23,7 +23,6 @@ from tests.engine.layers.modules import (
     random_experts,
 )
 from tests.engine.layers.test_routing import FAMILIES
-from tests.support.cross_compile import CASES, compile_kernels
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # e^x in the interpreter, whose inverse is 0
@@ -105,18 +104,6 @@ def test_shapes_that_the_kernel_would_misread_are_refused() -> None:
             gpu_experts.mix(rows, ids, weights, stacked.gate_up, stacked.down, "silu")
 
 
-def test_weights_of_experts_are_read_by_16_bytes() -> None:
-    compiled = compile_kernels()
-    kernels = [kernel for case in CASES for kernel in compiled[case] if kernel.name == "multiply_slots"]
-    assert len(kernels) == 6, (
-        "first products: three activations and one expert per row; second ones: with biases or not"
-    )
-    assert sum("min.NaN.f32" in kernel.ptx for kernel in kernels) == 1, "clamps keep NaN"
-    for kernel in kernels:
-        assert "cp.async.cg.shared.global" in kernel.ptx
-        assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
-
-
 ROWS = 5
 BLOCKS = {
     "qwen3_moe": "Qwen3MoeSparseMoeBlock",
@@ -136,12 +123,12 @@ def stack(name: str, experts: Any) -> Stacked:
     return Stacked("clamped", gate_up[:, order].contiguous(), down, bias, experts.down_proj_bias)
 
 
-def build_like(name: str, block: Any, routing: Routing, way: str) -> MixtureOfExperts:
+def build_like(name: str, block: Any, routing: Routing) -> MixtureOfExperts:
     router = getattr(block, "gate", None) or block.router
     return MixtureOfExperts(
         lambda rows: functional.linear(rows, router.weight, getattr(router, "bias", None)),
         routing,
-        stack(name, block.experts).make(way),
+        stack(name, block.experts).make("grouped"),
         bias=getattr(router, "e_score_correction_bias", None),
         shared=getattr(block, "shared_expert", getattr(block, "shared_experts", None)),
         shared_gate=getattr(block, "shared_expert_gate", None),
@@ -149,12 +136,11 @@ def build_like(name: str, block: Any, routing: Routing, way: str) -> MixtureOfEx
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_mixtures_are_those_of_transformers(name: str, way: str) -> None:
+def test_mixtures_are_those_of_transformers(name: str) -> None:
     routing = FAMILIES["qwen3_moe" if name == "qwen2_moe" else name].routing
     block, rows = build(f"{name}:{BLOCKS[name]}", routing), 4 * randn(ROWS, HIDDEN, seed=11)
     found = block(rows[None])
     expected = found[0] if isinstance(found, tuple) else found
-    mixed = build_like(name, block, routing, way)(rows)
+    mixed = build_like(name, block, routing)(rows)
     torch.testing.assert_close(mixed, expected.view(ROWS, HIDDEN), rtol=1e-5, atol=1e-5)

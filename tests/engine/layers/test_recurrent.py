@@ -41,7 +41,7 @@ class Step(NamedTuple):
         return StateRows(torch.tensor(self.sources), torch.tensor(self.targets), starts, counts)
 
 
-MIXED = Step([1, 5, 1, 2, 37], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
+MIXED = Step([1, 5, 1, 2, 19], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
 DECODE = Step([1, 1, 1, 1], [1, 2, -1, 1], [5, 6, 7, 7])  # the last two are surplus rows: they share a target
 LONG = Step([70, 66], [3, -1], [0, 8])  # more than a chunk
 STEPS = [pytest.param(MIXED, id="mixed"), pytest.param(DECODE, id="decode")]
@@ -175,7 +175,7 @@ def test_delta_nets_are_a_loop_over_tokens(sizes: tuple[int, ...], step: Step, o
 @pytest.mark.parametrize("ops", [TWIN, TRITON], ids=["twin", "triton"])
 def test_half_precision_is_rounded_once(ops: Ops) -> None:
     check_conv(ops, MIXED, CHANNELS[1], torch.bfloat16)
-    check_delta_net(ops, MIXED, SIZES[0], torch.bfloat16)
+    check_delta_net(ops, DECODE, SIZES[0], torch.bfloat16)
 
 
 def test_long_sequences_and_many_of_them() -> None:

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.live import serve
+from bench.live import Live
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROTOC = "-m grpc_tools.protoc -I../.. --python_out=. --grpc_python_out=. ../../protos/inference.proto"
 
 
@@ -15,7 +15,7 @@ def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=100)
 
 
-def test_the_python_example(tmp_path: Path) -> None:
+def test_the_python_example(demo: Live, tmp_path: Path) -> None:
     assert f"python {PROTOC}" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     folder = tmp_path / "examples" / "python"
     shutil.copytree(ROOT / "examples" / "python", folder)
@@ -23,17 +23,15 @@ def test_the_python_example(tmp_path: Path) -> None:
     shutil.copy(ROOT / "protos" / "inference.proto", tmp_path / "protos")
     made = _python(folder, *PROTOC.split())
     assert made.returncode == 0, made.stderr
-    with serve("demo", "--dtype=float32") as service:
-        done = _python(folder, "client.py", service.grpc_address)
-        assert done.returncode == 0, done.stderr
-        for line in (
-            "model: baton-demo, 4096 tokens",
-            "chat: 12 + 30 = 40 + 2 = 42.",
-            'call: get_weather({"city": "Paris"})',
-            "chat: It is sunny and 21 degrees in Paris.",
-        ):
-            assert line in done.stdout.splitlines()
-        service.wait_until_unused()
-    refused = _python(folder, "client.py", service.grpc_address)
+    done = _python(folder, "client.py", demo.grpc_address)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "model: baton-demo, 4096 tokens",
+        "chat: 12 + 30 = 40 + 2 = 42.",
+        'call: get_weather({"city": "Paris"})',
+        "chat: It is sunny and 21 degrees in Paris.",
+    ):
+        assert line in done.stdout.splitlines()
+    refused = _python(folder, "client.py", "127.0.0.1:1")
     assert refused.returncode == 1
     assert refused.stderr.strip().startswith("UNAVAILABLE")
