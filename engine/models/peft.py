@@ -26,7 +26,7 @@ from engine.weights.table import Part, Product, Shard
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
 NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")  # of the text part
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
 CHECKED = {"peft_type": ("LORA",), "bias": (None, "none"), "init_lora_weights": INITIALISATIONS}
 IGNORED = {  # of training, or read below
@@ -69,7 +69,9 @@ class PeftReader:
                     used |= {_module_of(part) for part in product.parts}
                     found[layer, name] = self._cut(config, product, own)
         if unused := sorted(set(modules) - used):
-            raise ValueError(f"{folder} adapts {unused[0]}, which Baton does not: only products of layers take adapters")
+            raise ValueError(
+                f"{folder} adapts {unused[0]}, which Baton does not: only products of layers take adapters"
+            )
         if not found:
             raise ValueError(f"{folder / WEIGHTS} adapts no product of this model")
         return found
