@@ -1,7 +1,7 @@
 """Which rows of a step have which adapter, and the adapters' weights: what kernels read.
 
-An adapter (LoRA) adds B A x to a product of x. It is in a slot, the same on all products. Rows of one slot lie together,
-in tiles of a few rows, so that its weights are read once per tile.
+An adapter (LoRA) adds B A x to a product of x. It is in a slot, the same on all products. Rows of one slot are
+together, in tiles of a few, so that its weights are read once per tile.
 """
 
 from typing import NamedTuple

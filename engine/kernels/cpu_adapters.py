@@ -48,7 +48,7 @@ def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: Adapt
 
 def check(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
     """ValueError before the kernel reads or writes beyond one of them. `AdapterTiles.check` has seen the tiles."""
-    a, b, ranks, blocks = weights
+    a, b = weights.a, weights.b
     num_slots, width, depth = a.shape
     is_shaped = rows.shape == (len(out), depth) and b.shape[::2] == (num_slots, out.shape[1])
     if not is_shaped or width % b.shape[1] or not (a.dtype is b.dtype is rows.dtype):

@@ -63,7 +63,7 @@ class Ops:
         """Add B A x to the rows of `out`, [T, N], for those of `rows`, [T, K], that have an adapter."""
         max_rank = weights.b.shape[1]
         for slot, first, count in tiles.tiles.tolist():
-            if slot < 0:
+            if slot < 0 or not weights.ranks[slot]:
                 continue
             own = tiles.rows[first : first + count].long()
             shrunk = rows[own].float() @ weights.a[slot].float().T  # [count, P R]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.kernels import cpu_adapters, cpu_layers, cpu_states
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 
