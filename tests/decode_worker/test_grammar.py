@@ -28,7 +28,6 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import (
     GrammarBrokenError,
     GrammarBusyError,
-    GrammarMismatchError,
     GrammarRefusedError,
 )
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
@@ -146,26 +145,6 @@ def test_drafts_are_cut_where_the_grammar_refuses_them_or_ends() -> None:
     assert len(state.fill([digits[0], DEMO_SIZE + 5, -1])) == 2
     assert len(state.fill(digits)) == 4  # the last one would end it
     assert allowed_in(state.fill(digits)[3]) == allowed_in(state.fill(())[0])
-
-
-@pytest.mark.parametrize("stops", [(STOP,), ()])
-def test_over_means_that_nothing_but_the_end_may_follow(stops: tuple[int, ...]) -> None:
-    state = compile_here("regex", "12?", vocabulary()).new_matcher(stops)
-    one, two = encode("12")
-    assert not state.is_over
-    state.accept([one])
-    assert not state.is_over  # it may end or go on
-    assert set(allowed_in(state.fill(())[0])) == {two, *stops}
-    state.accept([two])
-    assert state.is_over
-    assert allowed_in(state.fill(())[0]) == list(stops)
-
-
-def test_a_token_that_does_not_fit_is_an_error() -> None:
-    grammar = compile_here("regex", "[0-9]+", vocabulary())
-    for token in (encode("x")[0], STOP, DEMO_SIZE + 1):
-        with pytest.raises(GrammarMismatchError, match=str(token)):
-            grammar.new_matcher([STOP]).accept([token])
 
 
 def test_vocabularies_are_read_as_transformers_reads_them(tmp_path: Path) -> None:

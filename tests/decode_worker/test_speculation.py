@@ -61,12 +61,6 @@ def test_a_repeat_is_found_where_a_search_of_all_places_finds_it(tokens: list[in
     assert propose_repeat(array("i", tokens), count) == propose_slowly(tokens, count)
 
 
-def test_drafts_of_one_sequence_go_far_when_they_are_right() -> None:
-    lengths = [choose_lengths([Candidate(rate, 16)], 0, Costs(FLAT, CHEAP_DRAFT))[0] for rate in (0.1, 0.5, 0.8, 0.95)]
-    assert lengths == sorted(lengths)
-    assert lengths[0] <= 1 and lengths[-1] >= 7
-
-
 def test_drafts_fade_as_the_batch_grows() -> None:
     counts = (1, 4, 8, 16, 64)
     totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in counts]
@@ -80,11 +74,6 @@ def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
     dear = Costs(FLAT, CostCurve(((1, 5.0),)))
     drafted, free = choose_lengths([Candidate(0.9, 16), Candidate(0.9, 16, is_free=True)], 0, dear)
     assert drafted == 0 and free > 2
-
-
-def test_the_sequence_that_is_easier_to_predict_gets_more() -> None:
-    easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
-    assert easy > hard
 
 
 def test_catching_up_is_paid_for() -> None:

@@ -8,23 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from bench.decoding import NO_SPECULATION, build_eager_speculator, build_scheduler, decode
+from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
-from prefill_worker.main import BothRunners, DraftKv
-from prefill_worker.metrics import PrefillMetrics
 from wire.sampling import SamplingParams
-from worker.loop import WorkerLoop
 from worker.models import locate_draft, locate_model
-from worker.plan import TokenBudget
 from worker.sequences import SequenceParams
 
 GREEDY = SamplingParams(temperature=0.0)
-NEAR_TIE = 0.1  # of log-probabilities: a few last bits of bfloat16 logits
 PROMPTS = ("What is 12 plus 30?", "Tell me a story about a fox and a fox and a fox.", "abc abc abc abc", "1 2 3 4 5 6")
 GRID = {
     "greedy": GREEDY,
@@ -123,34 +117,6 @@ def test_answers_with_drafts_are_those_without(engine: Engine, tokenizer: Tokeni
     assert sum(one.steps for one in timings) < sum(len(tokens) for tokens in plain.tokens.values())
 
 
-def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenizer) -> None:
-    """More rows are summed in another order, which changes the last bits of bfloat16 logits."""
-    engine = build(locate_draft("demo", "auto"), 600, "bfloat16")
-    assert engine.draft_runner is not None
-    texts = [f"What is {number} plus {7 * number}? Tell me a story about {number} foxes." for number in range(48)]
-    plain, drafted = (
-        decode(
-            engine,
-            build_eager_speculator({"draft": ModelDrafter(engine.draft_runner, CostMeter(), 64)}),
-            [
-                build_params(
-                    tokenizer, text, handle, 32, sampling=GREEDY, num_logprobs=2, drafter=drafter, max_draft_tokens=most
-                )
-                for handle, text in enumerate(texts, start=1)
-            ],
-        )
-        for drafter, most in (("off", 0), ("draft", 4))
-    )
-    assert sum(end.timing.accepted_tokens for end in drafted.ends.values() if end.timing is not None) > 300
-    for handle, tokens in plain.tokens.items():
-        others = drafted.tokens[handle]
-        assert len(others) == len(tokens)
-        if others != tokens:
-            first = next(at for at, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1])
-            best, next_best = plain.logprobs[handle][first].top_logprobs
-            assert best - next_best < NEAR_TIE, (handle, first)
-
-
 @pytest.mark.parametrize("num_pages", [600, 32], ids=["long prompts", "preemption"])
 def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, num_pages: int) -> None:
     """Any missing KV, after chunked prefill, shorter drafts or preemption, would make it wrong."""
@@ -176,22 +142,3 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
         if end.finish_reason == "length":  # drafts after a stop token are dropped
             assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
     assert any(one.preemptions for one in timings) == is_tight
-
-
-def test_prefill_computes_the_draft_models_kv_too(tokenizer: Tokenizer) -> None:
-    engine = build(locate_model("demo"), 64)
-    assert engine.draft_runner is not None
-    scheduler = build_scheduler(engine)
-    runner = BothRunners(engine.runner, engine.draft_runner)
-    loop = WorkerLoop(
-        DraftKv(), scheduler, runner, engine.rows, engine.pool, TokenBudget(48, "--chunk-tokens"),
-        lambda _step, _updates: None, PrefillMetrics(scheduler),
-    )  # fmt: skip
-    params = replace(build_params(tokenizer, " ".join(PROMPTS * 4), 1, 0), gateway="", handle=0)
-    run = scheduler.admit(params, 0.0, is_kept=True)
-    while loop.step():
-        pass
-    assert run.computed == params.end
-    pages, draft_pages = engine.pool.tensor[run.pages], engine.pool.draft_tensor
-    assert draft_pages is not None and bool(pages[0].any())
-    assert torch.equal(pages, draft_pages[run.pages])  # both models are the same here

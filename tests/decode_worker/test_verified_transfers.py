@@ -33,13 +33,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("is_on", [True, False])
-async def test_pages_are_summed_on_both_sides_and_only_if_that_is_asked_for(
-    transport: Transport, is_on: bool, computed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pages_are_summed_on_both_sides_and_only_if_that_is_asked_for(is_on: bool, computed: list[int]) -> None:
     sent: list[kv_pb2.OfferRequest] = []
-    async with workers(transport, verify_transfers=is_on) as (opened, prefill, decode):
+    async with workers("shm", verify_transfers=is_on) as (opened, prefill, decode):
         take = decode.receiver.take
 
         async def take_noting(offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
@@ -98,8 +95,10 @@ def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode
 
 Change = Callable[[pytest.MonkeyPatch, PrefillWorker, DecodeWorker], None]
 CHANGES: list[tuple[Transport, Change]] = [
-    ("shm", flip_in_prefill), ("shm", flip_after_landing), ("grpc", flip_on_the_wire), ("grpc", flip_after_landing),
-]  # fmt: skip
+    ("shm", flip_in_prefill),
+    ("grpc", flip_on_the_wire),
+    ("grpc", flip_after_landing),
+]
 
 
 @pytest.mark.parametrize(("transport", "change"), CHANGES)

@@ -17,9 +17,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention, choose_for_layers
+from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
-from engine.attention.layered import LayeredAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -58,9 +57,9 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("page_tokens", [16, 32])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "page_tokens"), [(64, (6, 2), 16), (80, (4, 4), 32), (128, (8, 1), 16)], ids=str
+)
 def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dtype: torch.dtype) -> None:
     lens = [*((1, context) for context in CONTEXTS), (5, 60), (17, 17), (100, 100), (90, 230)]
     check_against_truth(Problem(lens, heads, head_dim, page_tokens, dtype))
@@ -79,7 +78,7 @@ def test_keys_and_values_that_are_in_the_pool_are_only_read(lens: list[tuple[int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 5000])
+@pytest.mark.parametrize("window", [1, 16, 129, 5000])
 def test_windows(window: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype), window)
 
@@ -87,28 +86,20 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "page_tokens"),
-    [(8, 16), (32, 1), (48, 7), (96, 64), (72, 16), (33, 5), (192, 16), (256, 16), (512, 16)],
+    [(8, 16), (32, 1), (48, 7), (96, 64), (33, 5), (512, 16)],
 )
 def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (0.0, True), (2.0, True)])
-@pytest.mark.parametrize("window", [None, 16, 129])
+@pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(2.0, False, 16), (0.0, True, None), (2.0, True, 129)])
 def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, dtype: torch.dtype) -> None:
     problem = Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype)
     problem.shape = replace(problem.shape, softcap=softcap)
     if has_sinks:
         problem.sinks = torch.tensor([-200.0, -3.0, 0.0, 2.0, 6.0, 200.0])
     check_against_truth(problem, window)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide_heads_with_a_scale_of_one(dtype: torch.dtype) -> None:
-    problem = Problem([(1, 33), (40, 150)], (10, 2), 512, dtype=dtype)
-    problem.shape, problem.query = replace(problem.shape, scale=1.0), problem.query * 512**-0.5
-    check_against_truth(problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -151,19 +142,6 @@ def test_thread_count_does_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-@needs_compiler
-def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    together = Problem([(1, 77), (40, 90), (1, 300)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(together.shape, load_kernel("cpu_paged"), choose_math())
-    out, _ = together.run(backend)
-    alone = Problem([(1, 300)], dtype=torch.bfloat16)
-    alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
-    alone.batch = replace(alone.batch, slot_mapping=together.batch.slot_mapping[-1:].clone())
-    alone.pool = together.pool
-    alone.query, alone.key, alone.value = (x[-1:] for x in (together.query, together.key, together.value))
-    assert torch.equal(alone.run(backend)[0], out[-1:])
 
 
 def test_blocks_cover_every_token_once_longest_first() -> None:
@@ -264,27 +242,6 @@ def test_wrong_tensors_are_refused() -> None:
 
 
 # --- layers that differ in their heads
-
-
-def test_each_part_is_attended_as_if_alone() -> None:
-    """Layers with different heads share a page."""
-    lens = [(3, 40), (1, 17), (20, 20)]
-    small, wide = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 1, 128, 0.1)
-    shapes = [wide, small, wide, small]  # layers 2 and 3 are the second of their parts, as Problem's layer 1
-    problems = [Problem(lens, (4, 1), 128), Problem(lens, (4, 2), 64)]  # in the order of first layers
-    for problem, shape in zip(problems, (wide, small), strict=True):
-        problem.shape = shape
-    num_pages = len(problems[0].pool)
-    pool = torch.cat([problem.pool.reshape(num_pages, -1) for problem in problems], 1)
-    attention = choose_for_layers(shapes, [None, 8, None, 8], 16, CPU, torch.float32).backend
-    assert isinstance(attention, LayeredAttention)
-    attention.plan(pool, problems[0].batch)
-    for layer, problem, window in ((2, problems[0], None), (3, problems[1], 8)):
-        found = attention.attend(layer, problem.heads, window)
-        expected, pages = problem.run(TorchSdpaAttention(problem.shape), window)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        part = attention._views[problems.index(problem)]
-        assert torch.equal(part, pages)
 
 
 # --- building and choosing

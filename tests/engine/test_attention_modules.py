@@ -36,10 +36,6 @@ def test_names_are_those_that_flashinfer_asks_for(window: int | None, softcap: f
     assert name("fa3") == {flashinfer_modules._get_batch_prefill_module_uri(fa3, "fa3", "runtime", "full")}
 
 
-def test_windows_of_both_kinds_need_modules_of_both() -> None:
-    assert len(name_modules(SHAPE, [None, 8, None, 16], "bfloat16", "bfloat16")) == 2
-
-
 @pytest.mark.parametrize(
     ("architecture", "runs", "fails"),
     [
@@ -146,11 +142,6 @@ def test_a_gpu_without_code_attends_by_torch(
     choice = choose_attention(SHAPE, [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == name and choice.is_fallback == (name == "torch_sdpa")
     assert ("build them for 8.9" in choice.reason) == choice.is_fallback
-
-
-def test_a_missing_module_is_described_by_what_differs() -> None:
-    names = name_modules(AttentionShape(8, 2, 64, 0.1, softcap=30.0), [7], "float16", "float8_e4m3fn")
-    assert {modules.describe(name) for name in names} == {"f16 with KV in e4m3, heads of 64, a window, a soft cap"}
 
 
 def test_why_nothing_is_compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

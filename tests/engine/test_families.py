@@ -100,7 +100,7 @@ def test_packed_weights_from_a_file_are_those_in_memory(
     with torch.inference_mode():
         (own,) = Steps(folder, "bfloat16", quantization).step((0, 0, 40))
         (truth,) = Steps(folder).step((0, 0, 40))
-        assert (own - truth).norm() < 0.4 * truth.norm()
+        assert (own - truth).norm() < (0.4 if quantization == "int8" else 0.1) * truth.norm()
         monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
         written, mapped = Steps(folder, "bfloat16", quantization), Steps(folder, "bfloat16", quantization)
         assert written.decoder.mapped_bytes and mapped.decoder.mapped_bytes

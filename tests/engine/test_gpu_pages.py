@@ -27,18 +27,6 @@ def test_pages_are_copied_where_they_belong_and_nowhere_else(num_words: int) -> 
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize(("source_words", "target_words", "num_words"), [(16, 9, 8), (8, 24, 4), (12, 20, 7)])
-def test_the_same_part_of_each_page_is_copied_to_another_place(
-    source_words: int, target_words: int, num_words: int
-) -> None:
-    source = torch.arange(7 * source_words, dtype=torch.int32).view(7, source_words)
-    target = torch.full((5, target_words), -1, dtype=torch.int32)
-    expected, theirs, ours = target.clone(), slice(4, 4 + num_words), slice(1, 1 + num_words)
-    expected[[3, 0], ours] = source[[6, 1], theirs]
-    copy_pages(source.data_ptr() + 4 * 4, source_words, target[:, ours], ids(6, 1), ids(3, 0))
-    assert torch.equal(target, expected)
-
-
 def test_pools_may_be_larger_than_32_bits_count() -> None:
     num_words, far = 1 << 17, 20_000  # the far page begins at word 2.6e9, byte 1e10
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE

@@ -226,12 +226,6 @@ def test_rounding_is_its_twins() -> None:
     assert GroupsShape.of(found).num_bytes == 128 * 1024 * 4.5 / 8
 
 
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_torch_rounds() -> None:
-    rows = torch.randn(3, 64)
-    assert torch.equal(round_groups(rows).codes, round_to_4_bits(rows).codes)
-
-
 @needs_compiler
 def test_what_does_not_fit_is_refused() -> None:
     rows, weight = operands(3, 8, 64)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu
-from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, KvPart
+from wire.kv_layout import KV_HEADS, PAGES, KvPart
 
 CPU = torch.device("cpu")
 SHAPE = PoolShape(5, (KvPart(3, 4, 16),), 8, torch.bfloat16)
@@ -32,14 +32,6 @@ def test_any_range_of_heads_of_a_page_is_one_run() -> None:
                     run = page.narrow(KV_HEADS - 1, first, end - first)
                     assert run.is_contiguous()
                     assert address(run) == (address(heads[first])[0], address(heads[end - 1])[1])
-
-
-def test_keys_and_values_of_a_layer_are_views_with_equal_strides() -> None:
-    pool = Pool(SHAPE, CPU, DRAFT_SHAPE).tensor
-    keys, values = pool.select(KEY_VALUE, 0).select(LAYERS, 1), pool.select(KEY_VALUE, 1).select(LAYERS, 1)
-    assert keys.shape == values.shape == (5, 4, 8, 16)  # [pages, heads, tokens, head_dim]
-    assert keys.stride() == values.stride() == tuple(pool.stride(axis) for axis in (PAGES, KV_HEADS, TOKENS, HEAD_DIM))
-    assert keys.stride()[2:] == (16, 1)
 
 
 @pytest.mark.parametrize("memory", ["shared", "private", "gpu"])

@@ -21,7 +21,7 @@ from bench.gpu_checks.ipc_exporter import Exporter, build_local, describe, page_
 from engine.kv.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
-from kvtransfer.grpc_bytes import METHOD, SERVICE, GrpcReader, PageServer, cut_pages, decode, encode_data
+from kvtransfer.grpc_bytes import METHOD, SERVICE, GrpcReader, PageServer, decode, encode_data
 from kvtransfer.layout import plan_runs
 from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.shm import ShmReader
@@ -271,30 +271,13 @@ def script(answer: Callable[[], AsyncIterator[bytes]]) -> Callable[[grpc.aio.Ser
     return lambda server: server.add_generic_rpc_handlers(services)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 200, 512, 1300, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [1, 700, 1 << 20])
 async def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", chunk_bytes)
     local, pool = build_filled(), build_remote_pool()
     async with grpc_reader(pool, local, pages_of(pool)) as reader:
         await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
     assert np.array_equal(local.load([1, 5, 2]), pool.load([8, 0, 3]))
-
-
-async def test_pages_over_grpc_are_stored_at_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", 700)  # so that pages begin and end within messages
-    stored: list[tuple[list[int], int]] = []
-    store, pool = watched(lambda pages: stored.append((list(pages), threading.get_ident()))), build_remote_pool()
-    async with grpc_reader(pool, store, pages_of(pool)) as reader:
-        await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
-    ((pages, thread),) = stored
-    assert pages == [1, 5, 2] and thread != threading.get_ident()
-
-
-def test_a_page_that_lies_in_one_message_is_not_copied_before_it_is_stored() -> None:
-    message = memoryview(bytes(range(250)))
-    whole, also, split = cut_pages([message[:250], message[:50]], 100)
-    assert np.shares_memory(whole, np.frombuffer(message, np.uint8)) and bytes(also) == bytes(message[100:200])
-    assert bytes(split) == bytes(message[200:]) + bytes(message[:50])
 
 
 BYTES = encode_data(memoryview(bytes(512)))

@@ -27,23 +27,6 @@ def test_steps_with_prompts_become_as_long_as_they_may_be(
         assert sizer.beside == most or taken + 2 * token_s > 0.9 * STRETCH * quiet_s
 
 
-def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> None:
-    sizer = ChunkSizer(256)
-    assert sizer.beside == FEWEST
-    for seconds in (0.1, 0.1, 9.0, 0.1):
-        sizer.note_step(2, 0, seconds)
-    for _ in range(4):
-        sizer.note_step(2, sizer.beside, 0.12)
-    before = sizer.beside
-    sizer.note_step(2, 5, 0.1)
-    assert sizer.beside == before > FEWEST
-    sizer.note_step(2, before, 0.5)
-    assert FEWEST < sizer.beside < before, "one slow step may be chance"
-    for _ in range(4):
-        sizer.note_step(2, sizer.beside, 0.5)
-    assert sizer.beside == FEWEST
-
-
 def compute(sizer: ChunkSizer, num_tokens: int, cost: Callable[[int], float]) -> list[int]:
     """The chunks of a prompt without answers; `cost`: seconds of a step by its tokens."""
     sizes = []

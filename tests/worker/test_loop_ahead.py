@@ -34,9 +34,14 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
     return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
 
 
-@pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
-@pytest.mark.parametrize("num_pages", [NUM_PAGES, 26], ids=["room", "preemption"])
-@pytest.mark.parametrize("aborted", [{}, {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}], ids=["", "aborts"])
+ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_pages", "aborted"),
+    [("off", 26, ABORTS), ("ngram", 26, {}), ("draft", NUM_PAGES, {}), ("draft", 26, ABORTS)],
+    ids=["preemption-aborts", "preemption-ngram", "room-draft", "preemption-draft-aborts"],
+)
 def test_answers_are_those_of_step_by_step(
     engines: tuple[Engine, Engine], expected: Answers, drafter: str, num_pages: int, aborted: dict[int, int]
 ) -> None:
@@ -80,8 +85,7 @@ def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("has_json", [False, True], ids=["", "json"])
-@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+@pytest.mark.parametrize(("drafter", "has_json"), [("ngram", False), ("draft", True)], ids=["ngram", "draft-json"])
 def test_the_device_seldom_waits_for_the_host(engines: tuple[Engine, Engine], drafter: str, has_json: bool) -> None:
     """Neither for drafts nor for masks, whatever the tokens are."""
     plain = Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_streams("off", has_json))

@@ -29,31 +29,17 @@ def counts(step: list[ScheduledSequence]) -> list[tuple[str, int]]:
 
 
 @given(MISSING, st.integers(1, 100))
-def test_shares_fit_and_waste_nothing(missing: list[int], tokens: int) -> None:
+def test_shares_waste_nothing_and_behind_the_oldest_those_that_lack_least_go_first(
+    missing: list[int], tokens: int
+) -> None:
     shares = share_prompt_tokens(missing, tokens)
-    assert len(shares) == len(missing)
     assert all(0 <= share <= lacks for share, lacks in zip(shares, missing, strict=True))
     assert sum(shares) == min(tokens, sum(missing))
     if missing:
         assert 2 * shares[0] >= min(tokens, 2 * missing[0]), "the oldest gets half, or all it lacks"
-
-
-@given(MISSING, st.integers(1, 100))
-def test_behind_the_oldest_those_that_lack_least_go_first(missing: list[int], tokens: int) -> None:
-    shares = share_prompt_tokens(missing, tokens)
     behind = sorted(range(1, len(missing)), key=lambda index: (missing[index], index))
     for one, next_one in pairwise(behind):
         assert shares[one] == missing[one] or not shares[next_one]
-
-
-@given(MISSING, st.integers(1, 20))
-def test_every_prompt_is_computed_in_as_few_steps_as_there_can_be(missing: list[int], tokens: int) -> None:
-    steps, left = 0, list(missing)
-    while left:
-        shares = share_prompt_tokens(left, tokens)
-        left = [lacks - share for lacks, share in zip(left, shares, strict=True) if lacks > share]
-        steps += 1
-    assert steps == -(-sum(missing) // tokens)
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=8), st.integers(1, 20))
@@ -110,20 +96,3 @@ def test_scores_are_told_once_and_in_order_with_steps_ahead(lengths: list[int], 
                 told[update.sequence.params.handle] += [one.logprob for one in update.prompt_logprobs]
         scheduler.check()
     assert told == {handle: list(range(1, length)) for handle, length in enumerate(lengths, start=1)}
-
-
-def test_a_preempted_prompt_is_scored_on_where_it_was() -> None:
-    scheduler = build_scheduler()
-    length = MAX_SCORED + 90
-    scheduler.admit(answer(1, length, 2, first=7), 0.0)
-    scored = scheduler.admit(answer(2, length, 2, first=7, num_prompt_logprobs=0), 0.0)
-    told: list[float] = []
-    while list(scheduler):
-        step = schedule(scheduler, budget(1000))
-        for update in finish(scheduler, step, scores=scores):
-            told += [one.logprob for one in update.prompt_logprobs]
-        scheduler.check()
-        if scored.computed == MAX_SCORED:
-            scheduler._preempt(scored)
-    assert scored.num_preemptions == 1
-    assert told == list(range(1, length))

@@ -98,20 +98,3 @@ def test_check_finds_pages_in_no_state_or_two_and_holders_that_are_not_there() -
     for wrong in ([page, page], [], [page, 1 - page]):
         with pytest.raises(AssertionError, match="holders"):
             good.check(wrong)
-
-
-def test_check_finds_keys_that_lead_astray() -> None:
-    cache = PrefixCache(2, [0, 0])
-    (page,) = cache.allocate(1)
-    cache.name(page, KEYS[0])
-    cache._page[KEYS[1]] = page
-    with pytest.raises(AssertionError, match="a key leads to a page that does not have it"):
-        cache.check()
-    del cache._page[KEYS[1]], cache._page[KEYS[0]]
-    with pytest.raises(AssertionError, match="has a key by which it is not found"):
-        cache.check()
-    cache._key[page] = None
-    cache.release([page])
-    cache._cached[cache._free.pop()] = None
-    with pytest.raises(AssertionError, match="cached without a key"):
-        cache.check()

@@ -1,7 +1,5 @@
 """Experts in buckets, in groups and by the interpreted kernels against a loop and transformers; a row among others."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,14 +13,10 @@ from tests.engine.layers.modules import (
     NUM_EXPERTS,
     TOP_K,
     WAYS,
-    WIDTH,
-    Stacked,
-    build,
     choose,
     randn,
     random_experts,
 )
-from tests.engine.layers.test_routing import FAMILIES
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # e^x in the interpreter, whose inverse is 0
@@ -102,45 +96,3 @@ def test_shapes_that_the_kernel_would_misread_are_refused() -> None:
     for rows, said in ((randn(HIDDEN, 2).T, "expected at most"), (randn(2, HIDDEN + 1), f"rows of {HIDDEN + 1}")):
         with pytest.raises(ValueError, match=said):
             gpu_experts.mix(rows, ids, weights, stacked.gate_up, stacked.down, "silu")
-
-
-ROWS = 5
-BLOCKS = {
-    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
-    "qwen2_moe": "Qwen2MoeSparseMoeBlock",  # a shared expert with a gate
-    "mixtral": "MixtralSparseMoeBlock",
-    "glm4_moe": "Glm4MoeMoE",
-    "gpt_oss": "GptOssMLP",
-}
-
-
-def stack(name: str, experts: Any) -> Stacked:
-    if name != "gpt_oss":
-        return Stacked("silu", experts.gate_up_proj, experts.down_proj)
-    gate_up, down = experts.gate_up_proj.mT.contiguous(), experts.down_proj.mT.contiguous()
-    order = torch.arange(2 * WIDTH).view(-1, 2).T.flatten()  # of gates and ups, which alternate
-    bias = experts.gate_up_proj_bias[:, order].contiguous()
-    return Stacked("clamped", gate_up[:, order].contiguous(), down, bias, experts.down_proj_bias)
-
-
-def build_like(name: str, block: Any, routing: Routing) -> MixtureOfExperts:
-    router = getattr(block, "gate", None) or block.router
-    return MixtureOfExperts(
-        lambda rows: functional.linear(rows, router.weight, getattr(router, "bias", None)),
-        routing,
-        stack(name, block.experts).make("grouped"),
-        bias=getattr(router, "e_score_correction_bias", None),
-        shared=getattr(block, "shared_expert", getattr(block, "shared_experts", None)),
-        shared_gate=getattr(block, "shared_expert_gate", None),
-    )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", BLOCKS)
-def test_mixtures_are_those_of_transformers(name: str) -> None:
-    routing = FAMILIES["qwen3_moe" if name == "qwen2_moe" else name].routing
-    block, rows = build(f"{name}:{BLOCKS[name]}", routing), 4 * randn(ROWS, HIDDEN, seed=11)
-    found = block(rows[None])
-    expected = found[0] if isinstance(found, tuple) else found
-    mixed = build_like(name, block, routing)(rows)
-    torch.testing.assert_close(mixed, expected.view(ROWS, HIDDEN), rtol=1e-5, atol=1e-5)

@@ -172,12 +172,6 @@ def test_delta_nets_are_a_loop_over_tokens(sizes: tuple[int, ...], step: Step, o
     check_delta_net(ops, step, sizes)
 
 
-@pytest.mark.parametrize("ops", [TWIN, TRITON], ids=["twin", "triton"])
-def test_half_precision_is_rounded_once(ops: Ops) -> None:
-    check_conv(ops, MIXED, CHANNELS[1], torch.bfloat16)
-    check_delta_net(ops, DECODE, SIZES[0], torch.bfloat16)
-
-
 def test_long_sequences_and_many_of_them() -> None:
     """More tokens than the twin's chunk, more sequences than Triton's kernels look through at a time."""
     check_delta_net(TWIN, LONG, SIZES[1])
