@@ -70,12 +70,6 @@ def test_drafts_fade_as_the_batch_grows() -> None:
         assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
 
 
-def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
-    dear = Costs(FLAT, CostCurve(((1, 5.0),)))
-    drafted, free = choose_lengths([Candidate(0.9, 16), Candidate(0.9, 16, is_free=True)], 0, dear)
-    assert drafted == 0 and free > 2
-
-
 def test_catching_up_is_paid_for() -> None:
     """The draft model's first forward for a sequence also computes the KV that it lacks."""
     near, far = (choose_lengths([Candidate(0.9, 16, num_behind=behind)], 0, Costs(FLAT, ROWS)) for behind in (0, 200))
@@ -124,12 +118,6 @@ def test_acceptance_follows_what_happens() -> None:
     for _ in range(100):
         mixed = mixed.after(3, 1)  # one right, one wrong, the third not tried
     assert abs(mixed.rate - 0.5) < 0.06
-
-
-def test_the_cost_curve_between_and_beyond_its_points() -> None:
-    curve = CostCurve(((1, 1.0), (4, 4.0), (8, 6.0)))
-    assert [curve.seconds(rows) for rows in (0, 1, 2, 4, 6, 8, 12)] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
-    assert CostCurve(((1, 0.5),)).seconds(9) == 0.5
 
 
 def test_a_bad_measurement_is_forgotten_and_drafting_tried_again() -> None:
@@ -185,13 +173,6 @@ def test_a_request_that_probes_drafts_again_soon_after_a_noisy_start(has_draft: 
     assert planned_lengths(2 * rounds, probes=False, noise=50.0, has_draft=has_draft)[-1] == 0
     probing = planned_lengths(2 * rounds, probes=True, noise=50.0, has_draft=has_draft)[-1]
     assert abs(probing - quiet) <= 1  # a forward counts as one of the next larger size
-
-
-@given(st.integers(0, 10_000))
-def test_probes_are_rare_and_within_the_request_limit(begin: int) -> None:
-    lengths = [probe_length(step) for step in range(begin, begin + PROBE_STEPS * len(PROBE_LENGTHS))]
-    assert sorted(filter(None, lengths)) == sorted(PROBE_LENGTHS)
-    assert choose_lengths([Candidate(0.0, 3, probe=8), Candidate(0.0, 16)], 0, Costs(STEEP, None)) == [3, 0]
 
 
 @pytest.mark.parametrize(("name", "probes"), [("", False), ("auto", False), ("ngram", True), ("off", True)])

@@ -191,23 +191,6 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
             backend.plan(problem.pool[:1], good)
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
-    problem = Problem([(1, 40), (3, 17), (5, 5)], dtype=dtype)
-    expected = problem.truth(None)
-    num_pages, page_elements = problem.pool.shape[0], problem.pool[0].numel()
-    for backend in backends(problem.shape, dtype):
-        memory = torch.full((num_pages, page_elements + 256), 7.0, dtype=dtype)
-        pool = memory[:, :page_elements].view(problem.pool.shape)
-        pool.copy_(problem.pool)
-        backend.plan(pool, problem.batch)
-        out = backend.attend(1, problem.heads, None)
-        assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
-        check_writes(problem, pool)
-        assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
-
-
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
@@ -255,19 +238,6 @@ def test_choice_on_this_machine() -> None:
     assert half.backend.name == "torch_sdpa" and half.is_fallback and "float16" in half.reason
     meta = choose_attention(shape, [None], torch.device("meta"), torch.float32)
     assert meta.backend.name == "torch_sdpa" and not meta.is_fallback
-
-
-@pytest.mark.parametrize("variables", [{"PATH": ""}, {"CXX": "/nowhere/g++"}], ids=str)
-def test_no_compiler_falls_back_and_says_why(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], CPU, torch.float32)
-    assert choice.backend.name == "torch_sdpa" and choice.is_fallback
-    assert "no C++ compiler" in choice.reason
 
 
 @needs_compiler

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.kv import gpu as gpu_module
-from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes, Span
-from engine.kv.gpu import Gpu, GpuPages, join_pages, plan_spans
+from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
+from engine.kv.gpu import Gpu, GpuPages, plan_spans
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -34,19 +32,6 @@ def test_what_cuda_refuses_is_told_in_its_words_and_not_left_for_torch(gpu: Fake
     assert ctypes.CDLL(fake_cudart()).cudaGetLastError() == 0
     with pytest.raises(CudaError, match=r"^cudaFree: invalid argument \(error 1\)$"):
         gpu.cudart.free(4096)
-
-
-def test_handles_that_open_nothing_are_refused(gpu: FakeGpu) -> None:
-    memory = DeviceBytes(gpu.cudart, 4096)
-    handle = gpu.cudart.export(memory.address)
-    assert len(handle) == IPC_HANDLE_BYTES
-    for wrong in (b"", handle[:-1], handle + b"\0"):
-        with pytest.raises(CudaError, match=f"an IPC handle has 64 bytes, not {len(wrong)}"):
-            gpu.cudart.open(wrong, 4096)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle: invalid resource handle"):
-        gpu.cudart.open(bytes(64), 4096)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle: invalid device context"):
-        gpu.cudart.open(handle, 4096)
 
 
 def test_memory_is_freed_with_the_last_tensor_on_it(gpu: FakeGpu) -> None:
@@ -90,11 +75,6 @@ def test_a_pool_that_peers_cannot_open_says_why(
     pool.generations[0] += 1
 
 
-def test_a_pool_on_the_cpu_opens_no_gpu_memory() -> None:
-    with pytest.raises(RuntimeError, match="not on a GPU"):
-        build_pool(NUM_PAGES).open_peer(bytes(64), 1, 512)
-
-
 @pytest.mark.parametrize(("page_tokens", "by_kernel"), [(16, True), (2048, False)])
 def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     page_tokens: int, by_kernel: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
@@ -120,16 +100,6 @@ def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     assert (store.load([5, 1, 2]) == rows[[3, 0, 1]]).all() and not store.load([3, 4]).any()
     assert (store.load([0], part, 2 * part)[0] == rows[2, 2 * part :]).all()
     landing.close()
-
-
-@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(0, 12))
-def test_pages_in_a_row_are_one_copy_and_all_are_copied_once(pages: list[int], into: list[int], count: int) -> None:
-    joined = join_pages(pages[:count], into[:count])
-    apart = {(page + i, home + i) for page, home, length in joined for i in range(length)}
-    assert apart == set(zip(pages[:count], into[:count], strict=True))
-    assert sum(length for _, _, length in joined) == count
-    ends = {(page + length, home + length) for page, home, length in joined}
-    assert ends.isdisjoint({(page, home) for page, home, _ in joined}), "longer ones would do"
 
 
 KIB = 1 << 10

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engine import one_shot
 from engine.kernels import gpu_ranks
 from engine.kv.cuda_memory import CudaError
-from engine.models.load import load_model
 from engine.one_shot import choose_limit
-from engine.ranks import AddNorm, Ranks, join_group
-from tests.support.checkpoints import write_checkpoint
+from engine.ranks import join_group
 from tests.support.fake_cuda import FakeGpu
-from tests.support.forward import logits_of
 
 CPU = torch.device("cpu")
 RUN_S = 120
@@ -55,31 +51,6 @@ def test_the_limit_is_where_reading_all_parts_costs_what_is_saved() -> None:
 )
 def test_parts_that_fit(part: torch.Tensor, expected: bool) -> None:
     assert gpu_ranks.fits(part) is expected
-
-
-class CountingRanks(Ranks):
-    """Rank 0 of two; the other's parts are zeros. `calls`: what a step asks for."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        self.calls.append("sum")
-        return tensor
-
-    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float, add_norm: AddNorm) -> Tensor:
-        self.calls.append("sum, add and norm")
-        return add_norm(hidden, part, weight, eps)
-
-
-@pytest.mark.parametrize(("family", "expected"), [("llama", "sum, add and norm"), ("gemma3_text", "sum")])
-def test_each_block_asks_once_for_its_sum_and_the_norm_after_it(family: str, expected: str, tmp_path: Path) -> None:
-    ranks = CountingRanks()
-    decoder = load_model(write_checkpoint(tmp_path, family), "float32", CPU, ranks=ranks)
-    logits_of(decoder, [1, 2, 3])
-    assert ranks.calls == ["sum"] + [expected] * 2 * decoder.config.num_layers  # the embedding's, then the layers'
 
 
 @pytest.fixture

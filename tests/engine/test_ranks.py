@@ -18,7 +18,7 @@ from engine.models.table import build_table, shard_config
 from engine.ranks import Ranks
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import ShardReader
-from engine.weights.table import Axis, Product, Shard
+from engine.weights.table import Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
 from tests.support.threads import on_one_thread
@@ -94,15 +94,6 @@ def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -
                 if part.bias is not None:
                     added = [own[index] for own in biases[::every] if own]
                     assert torch.equal(torch.cat(added), whole.biases(product)[index]), part
-
-
-def test_ranks_have_heads_that_belong_together() -> None:
-    base = load_config_like(num_heads=32, num_kv_heads=8)
-    heads = Axis(base.num_kv_heads)
-    assert [list(heads.of(Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [heads.of(Shard(rank, 16)).start for rank in range(16)] == [rank // 2 for rank in range(16)]
-    own = shard_config(base, Shard(1, 16))
-    assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (2, 1, base.intermediate_size // 16)
 
 
 @pytest.mark.parametrize(
