@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
+from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -63,18 +63,6 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
 def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dtype: torch.dtype) -> None:
     lens = [*((1, context) for context in CONTEXTS), (5, 60), (17, 17), (100, 100), (90, 230)]
     check_against_truth(Problem(lens, heads, head_dim, page_tokens, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lens", [[(1, 40), (1, 16)], [(40, 40), (5, 33)]], ids=str)
-def test_keys_and_values_that_are_in_the_pool_are_only_read(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    problem = Problem(lens, dtype=dtype)
-    for backend in backends(problem.shape, dtype):
-        expected, pool = problem.run(backend)
-        before = pool.clone()
-        backend.plan(pool, problem.batch)
-        assert torch.equal(backend.attend(1, QKV(problem.query, problem.value[:, :0]), None), expected)
-        assert torch.equal(pool, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -142,13 +130,6 @@ def test_thread_count_does_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_blocks_cover_every_token_once_longest_first() -> None:
-    blocks = plan_blocks(np.array([1, 130, 0, 1]), np.array([500, 200, 7, 150]), 64)
-    assert blocks.tolist() == [[0, 0], [1, 128], [1, 64], [3, 0], [1, 0]]
-    assert plan_blocks(np.array([1, 1, 1]), np.array([5, 700, 7]), 64).tolist() == [[1, 0], [2, 0], [0, 0]]
-    assert plan_blocks(np.zeros(0, np.int64), np.zeros(0, np.int64), 64).shape == (0, 2)
 
 
 # --- what the kernel refuses

@@ -32,7 +32,6 @@ from engine.runner import Runner
 from tests.support.families import rope
 from tests.support.threads import one_thread
 from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model
-from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 
 __all__ = ["one_thread"]  # a fixture
@@ -151,17 +150,6 @@ def test_models_of_one_process_do_not_meet() -> None:
     assert serve_logits(load("gemma3_text", final_logit_softcapping=0.5)).abs().max() <= 0.5
     plain, scaled = serve_logits(load("cohere", logit_scale=1.0)), serve_logits(load("cohere", logit_scale=0.25))
     torch.testing.assert_close(scaled, plain / 4)
-
-
-def test_geometry() -> None:
-    config = probe_config(tiny_config("gemma4_text"))
-    narrow, wide = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 512, 1.0)
-    assert config.attention_shapes == (narrow, wide, narrow, wide) and config.windows == (WINDOW, None, WINDOW, None)
-    assert config.kv_parts == (KvPart(2, 2, 16), KvPart(2, 2, 512))
-    assert (config.vocab_size, config.context_tokens, config.num_layers, config.has_sinks) == (VOCAB, CONTEXT, 4, False)
-    assert probe_config(tiny_config("gemma2")).attention_shapes[0].softcap == 50.0
-    assert probe_config(tiny_config("gpt_oss")).has_sinks
-    assert probe_config(tiny_config("deepseek_v3")).attention_shapes[0].head_dim == 24  # values of 16 are padded
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

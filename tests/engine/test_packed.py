@@ -207,7 +207,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(matrix: str) -> None:
     together = linear(rows)
     before = torch.get_num_threads()
     try:
-        for num_threads, size in ((1, 1), (2, 4), (3, 17), (2, 64)):
+        for num_threads, size in ((1, 1), (3, 17)):
             torch.set_num_threads(num_threads)
             pieces = [linear(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
             assert torch.equal(torch.cat(pieces), together)

@@ -223,21 +223,6 @@ async def test_a_lease_is_renewed_while_steps_compute_less_than_a_page() -> None
         assert await opened.end_of(1) == ("length", "")
 
 
-async def test_a_connection_that_is_forgotten_after_the_last_offer_does_not_fail_the_call() -> None:
-    async with workers("shm") as (opened, prefill, _decode):
-        ask = prefill.sender._ask
-
-        async def ask_and_forget(ticket: kv_pb2.Ticket, call: Awaitable[Any]) -> Any:
-            answer = await ask(ticket, call)
-            prefill.sender._targets.clear()  # as after a lost connection, by another Run call
-            return answer
-
-        prefill.sender._ask = ask_and_forget  # type: ignore[method-assign]
-        result = await prefill.run(await opened.reserve(1, PROMPT), PROMPT)
-        assert (result.transport, result.transfer_bytes) == ("shm", 6 * prefill.pool.page_bytes)
-        assert await opened.end_of(1) == ("length", "")
-
-
 async def test_a_gateway_that_leaves_takes_its_sessions_along() -> None:
     async with workers() as (opened, _prefill, decode):
         await opened.reserve(1, PROMPT)

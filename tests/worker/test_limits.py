@@ -16,7 +16,7 @@ from cli.bench import load_shape
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
 from engine.engine import _measure_step, build_engine
-from engine.graph_shapes import PIECE_TOKENS, choose_shapes
+from engine.graph_shapes import PIECE_TOKENS
 from engine.largest_step import LargestStep, find_step_bytes, split
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
@@ -29,7 +29,6 @@ from worker.limits import (
     SESSION_TOKENS,
     Limits,
     complete,
-    estimate_graph_bytes,
     estimate_room,
     estimate_step_bytes,
     limits_of,
@@ -115,21 +114,6 @@ def test_set_limits_are_obeyed_and_cpus_have_theirs() -> None:
 )
 def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> None:
     assert find_card(device, gib * GIB) is CARDS[name]
-
-
-def test_memory_for_graphs_is_counted_by_the_sizes_that_are_captured() -> None:
-    shape = replace(SHAPES["8B"], context_tokens=16, vocab_size=8)
-    plain, drafted = Limits(9, 1, 64), Limits(9, 1, 64, 8)
-    for found in (plain, drafted):
-        shapes = choose_shapes(64, found.max_drafts, 1 << 25)
-        least = len(shapes) * limits.GRAPH_BYTES
-        assert 0 <= estimate_graph_bytes(shape, found, 1) - least < limits.GRAPH_BYTES
-    assert estimate_graph_bytes(shape, replace(drafted, num_captured=2), 1) == 2 * estimate_graph_bytes(
-        shape, drafted, 1
-    )
-    pieces = estimate_graph_bytes(shape, Limits(9, 1, piece_tokens=PIECE_TOKENS), 1)
-    assert pieces > len(PIECE_TOKENS) * shape.num_layers * limits.PIECE_BYTES
-    assert estimate_graph_bytes(shape, Limits(9, 1), 1) == 0
 
 
 def test_settings_that_capture() -> None:

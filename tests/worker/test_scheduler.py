@@ -19,7 +19,6 @@ from tests.support.sequence_params import (
 )
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
-from worker.scheduler import num_rows_for
 from worker.sequences import Phase
 
 
@@ -38,7 +37,7 @@ from worker.sequences import Phase
 def test_what_is_missing_behind_cached_pages_decides_who_computes_it(
     length: int, local: int, cached: int, phase: Phase
 ) -> None:
-    scheduler, _ = build_scheduler(num_pages=40, page_tokens=4)
+    scheduler = build_scheduler(num_pages=40, page_tokens=4)
     scheduler.admit(answer(1, 9, 1, first=7), 0.0)
     run(scheduler)
     sequence = scheduler.admit(awaited(2, length, 1, first=7, local_prefill_max_tokens=local), 0.0)
@@ -46,7 +45,7 @@ def test_what_is_missing_behind_cached_pages_decides_who_computes_it(
 
 
 def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
-    scheduler, _ = build_scheduler(num_pages=14, page_tokens=2)
+    scheduler = build_scheduler(num_pages=14, page_tokens=2)
     old = scheduler.admit(answer(1, 3, 20), 0.0)
     new = scheduler.admit(answer(2, 9, 16), 0.0)
     while new.phase is Phase.ACTIVE:
@@ -64,28 +63,8 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
     assert scheduler.num_preemptions == new.num_preemptions == 1
 
 
-def test_rows_are_given_at_the_first_step_and_taken_back_at_the_end() -> None:
-    scheduler, _ = build_scheduler(num_pages=40, page_tokens=4, max_running=2)
-    sequences = [scheduler.admit(answer(handle, 3, 5), 0.0) for handle in (1, 2)]
-    assert [one.row for one in sequences] == [-1, -1]
-    launched = plan(scheduler, 99)
-    rows = {one.row for one in sequences}
-    assert len(rows) == 2 and rows <= set(range(num_rows_for(2)))
-    scheduler.abort("g", [1, 2])
-    others = [scheduler.admit(answer(handle, 3, 5), 0.0) for handle in (3, 4)]
-    more = plan(scheduler, 99)
-    assert {one.row for one in others} | rows == set(range(4)), "ended sequences keep theirs until collected"
-    finish(scheduler, launched)
-    finish(scheduler, more)
-    scheduler._preempt(others[1])
-    row = others[1].row
-    step(scheduler)
-    assert others[1].row == row, "a preempted sequence keeps its row"
-    scheduler.check()
-
-
 def test_a_call_that_takes_its_time_to_end_holds_no_row() -> None:
-    scheduler, _ = build_scheduler(num_pages=40, page_tokens=4, max_running=1)
+    scheduler = build_scheduler(num_pages=40, page_tokens=4, max_running=1)
     calls = []
     for number in range(5):
         calls.append(scheduler.admit(prompt(number, 5, first=number), 0.0, is_kept=True))
@@ -99,7 +78,7 @@ def test_a_call_that_takes_its_time_to_end_holds_no_row() -> None:
 
 
 def test_offers_are_of_so_many_pages_at_most() -> None:
-    scheduler, _ = build_scheduler(num_pages=20, page_tokens=4, max_running=1, max_offer_pages=2)
+    scheduler = build_scheduler(num_pages=20, page_tokens=4, max_running=1, max_offer_pages=2)
     sequence = scheduler.admit(prompt(1, 23), 0.0, is_kept=True)
     finish(scheduler, plan(scheduler, 11))
     assert [scheduler.kv.next_offer(sequence, begin) for begin in (0, 8)] == [range(8), None]
@@ -108,9 +87,10 @@ def test_offers_are_of_so_many_pages_at_most() -> None:
 
 
 def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
-    scheduler, _ = build_scheduler(num_pages=9, page_tokens=2)
+    scheduler = build_scheduler(num_pages=9, page_tokens=2)
     sequence = scheduler.admit(awaited(1, 9, 1), now=0.0)
     begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 4, 2)
+    assert next_deadline(scheduler) is None and not expire(scheduler, LEASE_S + 5), "it is being read"
     finish_read(scheduler, sequence.id, 4, now=7.0)
     assert next_deadline(scheduler) == 7.0 + LEASE_S
     begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 2)
@@ -122,20 +102,8 @@ def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
     assert scheduler.kv.cache.num_held == 0
 
 
-def test_a_lease_does_not_end_while_an_offer_is_read() -> None:
-    scheduler, _ = build_scheduler(num_pages=9, page_tokens=2)
-    sequence = scheduler.admit(awaited(1, 9, 1), now=0.0)
-    begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 4, 2)
-    assert next_deadline(scheduler) is None and not expire(scheduler, LEASE_S + 5)
-    finish_read(scheduler, sequence.id, 4, now=LEASE_S + 6)
-    assert next_deadline(scheduler) == 2 * LEASE_S + 6
-    begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 2)
-    fail_read(scheduler, sequence.id)
-    assert [update.finish_reason for update in expire(scheduler, 2 * LEASE_S + 6)] == ["expired"]
-
-
 def test_refusals_name_numbers_and_settings() -> None:
-    scheduler, _ = build_scheduler(num_pages=4, page_tokens=4, max_running=1)
+    scheduler = build_scheduler(num_pages=4, page_tokens=4, max_running=1)
     with pytest.raises(NeverFitsError, match="17 tokens need 5 pages; this worker has 4: raise --kv-memory-mib"):
         scheduler.admit(answer(1, 9, 8), 0.0)
     sequence = scheduler.admit(awaited(2, 9, 7), 0.0)
@@ -153,7 +121,7 @@ def test_refusals_name_numbers_and_settings() -> None:
 
 
 def test_the_last_to_go_is_noticed() -> None:
-    scheduler, _ = build_scheduler(num_pages=9, page_tokens=2)
+    scheduler = build_scheduler(num_pages=9, page_tokens=2)
     empty: list[bool] = []
     scheduler.on_empty = lambda: empty.append(True)
     for handle in (1, 2):
@@ -165,7 +133,7 @@ def test_the_last_to_go_is_noticed() -> None:
 
 
 def test_drafts_take_no_page_that_another_sequence_may_need() -> None:
-    scheduler, _ = build_scheduler(num_pages=6, page_tokens=2)
+    scheduler = build_scheduler(num_pages=6, page_tokens=2)
     first, _second = (scheduler.admit(answer(handle, 1, 9), 0.0) for handle in (1, 2))
     plan(scheduler, 99)
     assert scheduler.make_room_for_drafts(first, 99) == 2 * 3 - 1, "of four pages two are left for two sequences"
@@ -174,7 +142,7 @@ def test_drafts_take_no_page_that_another_sequence_may_need() -> None:
 
 
 def test_min_tokens_count_what_earlier_attempts_emitted() -> None:
-    scheduler, _ = build_scheduler(num_pages=20, page_tokens=4)
+    scheduler = build_scheduler(num_pages=20, page_tokens=4)
     stops = frozenset({7, 8})
     params = answer(1, 6, 4, stop_token_ids=stops, num_emitted=2, min_tokens=4)
     sequence = scheduler.admit(params, 0.0)
@@ -187,7 +155,7 @@ def test_min_tokens_count_what_earlier_attempts_emitted() -> None:
 
 
 def test_timing_names_where_a_sequence_spent_its_time() -> None:
-    scheduler, _ = build_scheduler(num_pages=20, page_tokens=4)
+    scheduler = build_scheduler(num_pages=20, page_tokens=4)
     sequence = scheduler.admit(awaited(1, 5, 3, first=7), 10.0)
     failed = scheduler.fail(scheduler.admit(awaited(2, 5, 3), 10.0), "no luck", 13.0).timing
     assert failed is not None
@@ -205,7 +173,7 @@ def test_timing_names_where_a_sequence_spent_its_time() -> None:
 
 
 def test_an_answer_keeps_a_page_to_grow_into() -> None:
-    scheduler, _ = build_scheduler(num_pages=3, page_tokens=4)
+    scheduler = build_scheduler(num_pages=3, page_tokens=4)
     scheduler.admit(answer(1, 3, 5), 0.0)
     with pytest.raises(NoRoomError, match="2 pages are needed, 1 are spare"):
         scheduler.admit(answer(2, 5, 1), 0.0)

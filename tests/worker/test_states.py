@@ -14,7 +14,7 @@ PAGE, SPACING = 4, 12
 
 
 def build(num_pages: int = 60, num_slots: int = 60, max_running: int = 8) -> tuple[Scheduler, StateSlots]:
-    scheduler, _ = make.build_scheduler(num_pages, PAGE, max_running)
+    scheduler = make.build_scheduler(num_pages, PAGE, max_running)
     states = scheduler.kv.states = StateSlots(PrefixCache(num_slots, [0] * num_slots), PAGE, SPACING)
     return scheduler, states
 

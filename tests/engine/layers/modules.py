@@ -29,15 +29,10 @@ def build(name: str, routing: Routing, dtype: torch.dtype = torch.float32) -> An
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     built = getattr(module, kind)(
         SimpleNamespace(
-            hidden_size=HIDDEN, intermediate_size=WIDTH, moe_intermediate_size=WIDTH, n_shared_experts=2,
-            shared_expert_intermediate_size=40, hidden_act="silu", hidden_activation="gelu_pytorch_tanh",
-            swiglu_alpha=1.702, swiglu_limit=7.0, router_jitter_noise=0.0, rms_norm_eps=1e-6,
-            _experts_implementation="eager",
+            hidden_size=HIDDEN, rms_norm_eps=1e-6, n_routed_experts=routing.num_experts,
             num_experts=routing.num_experts, num_local_experts=routing.num_experts, num_experts_per_tok=routing.top_k,
             top_k_experts=routing.top_k, norm_topk_prob=routing.renormalise, n_group=routing.num_groups,
-            topk_group=routing.top_groups, topk_method="group_limited_greedy" if routing.num_groups > 1 else "greedy",
-            routed_scaling_factor=routing.scale, router_scaling_factor=routing.scale, moe_norm_min=1e-12,
-            use_expert_bias=True, expert_selection_fn=routing.scoring,
+            topk_group=routing.top_groups, routed_scaling_factor=routing.scale, use_expert_bias=True,
         )
     )  # fmt: skip
     with torch.no_grad():
