@@ -18,7 +18,6 @@ import pytest
 from decode_worker.grammar import matcher, step_thread
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.grammar.errors import GrammarMismatchError
-from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
@@ -150,17 +149,6 @@ def test_a_call_that_takes_too_long_is_left_behind(
     left.join(PATIENCE_S)
     assert not left.is_alive()
     assert (len(ran), len(left.done)) == (2, 1)  # late results are dropped
-
-
-def test_only_so_many_calls_are_left_behind(hang: Callable[[Event], None]) -> None:
-    here, gates = StepThread(), [Event() for _ in range(MAX_STUCK)]
-    for gate in gates:
-        assert isinstance(here.run([partial(hang, gate)], cpu_s=PATIENCE_S)[0].result, StuckError)
-    with pytest.raises(NoThreadError):
-        here.run([lambda: None], cpu_s=PATIENCE_S)
-    gates[0].set()
-    here._abandoned[0].join(PATIENCE_S)
-    assert len(here.run([lambda: None], cpu_s=PATIENCE_S)) == 1
 
 
 def test_a_system_without_a_further_thread_fails_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:

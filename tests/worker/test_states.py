@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import sequence_params as make
-from tests.support.sequence_params import answer, awaited, finish, pack, plan, prompt, receive, run
+from tests.support.sequence_params import answer, awaited, finish, pack, plan, receive, run
 from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.receiving import OfferRefusedError, begin_read
 from worker.scheduler import Scheduler
@@ -67,24 +67,6 @@ def test_pages_without_a_checkpoint_are_computed_again_but_not_received_again() 
     assert not len(scheduler)
 
 
-@pytest.mark.parametrize(("num_prompt", "num_slots"), [(3, 1), (5, 1), (9, 1), (4, 1), (11, 2)])
-def test_a_hand_over_brings_the_state_and_the_last_checkpoint(num_prompt: int, num_slots: int) -> None:
-    (prefill, _), (decode, _) = build(), build()
-    source = prefill.admit(prompt(1, num_prompt, first=7), 0.0, is_kept=True)
-    target = decode.admit(awaited(1, num_prompt, 2, first=7), 0.0)
-    while source.num_missing:
-        assert prefill.kv.states_of(source, range(source.computed)) == []
-        finish(prefill, plan(prefill, 6))
-    slots = prefill.kv.states_of(source, range(source.computed))
-    assert len(slots) == len(set(slots)) == num_slots
-    receive(decode, target, num_slots=num_slots)
-    prefill.end(source)
-    run(decode)
-    for scheduler in (prefill, decode):
-        again = scheduler.admit(answer(2, num_prompt, 1, first=7), 0.0)
-        assert again.num_cached == (num_prompt - 1) // PAGE * PAGE
-
-
 def test_an_offer_without_its_state_is_refused() -> None:
     scheduler, _ = build()
     sequence = scheduler.admit(awaited(1, 11, 2), 0.0)
@@ -92,20 +74,6 @@ def test_an_offer_without_its_state_is_refused() -> None:
         with pytest.raises(OfferRefusedError, match=rf"{num_slots} states offered with \[0, {end}\) of \[0, 10\)"):
             begin_read(scheduler, sequence.id, sequence.params.attempt, 0, end, num_pages_for(end, PAGE), num_slots)
     assert begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 8, 2, 0)[1] == []
-
-
-def test_a_preempted_sequence_continues_at_a_checkpoint_once_there_are_slots() -> None:
-    scheduler, states = build(num_pages=9, num_slots=8)
-    scheduler.admit(answer(1, 3, 30), 0.0)
-    new = scheduler.admit(answer(2, 15, 12), 0.0)
-    while not new.num_preemptions:
-        finish(scheduler, plan(scheduler, 99))
-    assert not new.state.held
-    taken = states.cache.allocate(states.cache.num_spare - 1)
-    scheduler.abort("g", [1])
-    states.cache.release(taken[:-1])
-    finish(scheduler, plan(scheduler, 99))
-    assert new.phase is Phase.ACTIVE and new.launched >= 12
 
 
 def test_spacing_is_in_whole_pages_and_never_short() -> None:
