@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from bench.batches import Part, pack
 from engine.attention.shape import AttentionShape
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
@@ -41,7 +41,6 @@ PAGE_TOKENS, ROW_PAGES, NUM_PAGES, NUM_SLOTS = 16, 4, 9, 4
 PROMPTS = [
     torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (37, 18)
 ]
-CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
 LONGROPE = rope("longrope", 10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 
@@ -69,24 +68,19 @@ def generate(model: Any) -> list[list[int]]:
 
 
 def serve(runner: Runner, rows: InputBatch) -> list[list[int]]:
-    """The prompts in ragged chunks, then decode steps of both."""
+    """Both prompts at once, then decode steps of both. In chunks: see `check`."""
+    answers = [list[int]() for _ in PROMPTS]
     for row, prompt in enumerate(PROMPTS):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
-    ends, answers = [0, 0], [list[int](), list[int]()]
-    slots = [-1, -1]
-    for step in [*CHUNKS, *[(1, 1)] * (ANSWER_TOKENS - 1)]:
+    for step in range(ANSWER_TOKENS):
         requests = []
-        for row, count in enumerate(step):
-            begin, ends[row] = ends[row], ends[row] + count
-            if count:
-                has_token, before = int(ends[row] >= len(PROMPTS[row])), slots[row]
-                slots[row] = (before - 1) % 2 + 2 * row  # two for each, in turn
-                requests.append(ForwardRow(row, begin, count, has_token, state_from=before, state_to=slots[row]))
-        tokens = iter(runner.launch(requests).collect().tokens)
-        for request in requests:
-            if request.num_logits:
-                answers[request.row].append(next(tokens))
+        for row, prompt in enumerate(PROMPTS):
+            begin, count = (len(prompt) + step - 1, 1) if step else (0, len(prompt))
+            source, target = take_turns(row, step)
+            requests.append(ForwardRow(row, begin, count, 1, state_from=source, state_to=target))
+        for told, token in zip(answers, runner.launch(requests).collect().tokens, strict=True):
+            told.append(token)
     return answers
 
 

@@ -134,36 +134,6 @@ async def test_a_prefill_step_that_fails_ends_its_prompts_only() -> None:
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 
 
-async def test_a_sequence_that_cannot_be_computed_fails_alone() -> None:
-    async with workers() as (opened, prefill, decode):
-        for runner in (prefill.runner, decode.runner):
-            runner.may_run.clear()
-        prompts = {
-            1: OTHER[1:10],
-            2: PROMPT[:9],
-            3: OTHER[:9],
-            4: PROMPT[1:10],
-        }  # each runner fails on one of them
-        prefill.runner.poison.add(PROMPT[0])
-        decode.runner.poison.add(OTHER[0])
-        tickets = {handle: await opened.reserve(handle, prompt) for handle, prompt in prompts.items()}
-        calls = {handle: asyncio.ensure_future(prefill.run(tickets[handle], prompts[handle])) for handle in prompts}
-        while len(prefill.scheduler) < len(prompts):  # noqa: ASYNC110, no event for it
-            await asyncio.sleep(0.005)
-        prefill.runner.may_run.set()
-        code, detail = await refusal(calls.pop(2))
-        assert code is grpc.StatusCode.INTERNAL and "poison" in detail
-        await asyncio.gather(*calls.values())
-        decode.runner.may_run.set()
-        finish, error = await opened.end_of(3)
-        assert finish == "error" and "poison" in error
-        for handle in (1, 4):
-            assert await opened.end_of(handle) == ("length", "")
-            assert opened.tokens[handle] == expected_answer(prompts[handle], 4)
-        assert not opened.tokens.get(3)
-        await opened.abort(2)
-
-
 async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
     async with workers() as (opened, prefill, decode):
         decode.runner.failures.append(RuntimeError("out of memory"))
