@@ -1,6 +1,7 @@
-"""Speculation changes no token: all samplings, in float32, in mixed batches, with every drafter."""
+"""Speculation changes no token: all samplings, in mixed batches, with every drafter, or one whose model gives NaN."""
 
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
+from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
+from tests.support.grammars import compile_here, vocabulary
+from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
 from worker.models import locate_draft, locate_model
 from worker.sequences import SequenceParams
@@ -58,9 +65,9 @@ class LyingDrafter(Drafter):
         return [token if self._random.random() < 0.8 else self._random.randrange(1024) for token in right]
 
 
-def build(draft_model: str, num_pages: int, dtype: str = "float32") -> Engine:
+def build(draft_model: str, num_pages: int, model: str = "demo") -> Engine:
     return build_engine(
-        locate_model("demo"), draft_model, dtype, "cpu", 1, 16, 128,
+        locate_model(model), draft_model, "float32", "cpu", 1, 16, 128,
         lambda *_: (num_pages, 0), lambda _done, _total: None,
     )  # fmt: skip
 
@@ -142,3 +149,54 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
         if end.finish_reason == "length":  # drafts after a stop token are dropped
             assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
     assert any(one.preemptions for one in timings) == is_tight
+
+
+PROMPT = [1, 50, 60, 50, 60, 50, 60, 50]
+
+
+# -- models that compute NaN -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with NaN in its last norm."""
+    folder = tmp_path_factory.mktemp("nan") / "model"
+    shutil.copytree(TARGET_DIR, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def requests() -> list[SequenceParams]:
+    grammar = compile_here("regex", "[a-z]{3,20}", vocabulary())
+    asked: list[dict[str, Any]] = [
+        {}, {"grammar": grammar}, {"num_logprobs": 3}, {"sampling": SamplingParams(seed=3, top_p=0.9)},
+        {"min_tokens": 5, "stop_token_ids": frozenset({2})}, {"drafter": "ngram", "max_draft_tokens": 4},
+        {"grammar": grammar, "sampling": SamplingParams(repetition_penalty=1.5)},
+    ]  # fmt: skip
+    greedy: dict[str, Any] = {"sampling": SamplingParams(temperature=0.0)}
+    return [
+        SequenceParams(str(handle), packed(PROMPT), len(PROMPT) - 1, 20, handle=handle, **{**greedy, **fields})
+        for handle, fields in enumerate(asked, start=1)
+    ]
+
+
+def test_every_request_of_a_broken_model_fails_with_the_reason(broken: Path) -> None:
+    wanted = requests()
+    answers = decode(build("", 60, str(broken)), build_eager_speculator({"ngram": NgramDrafter()}), wanted)
+    assert not any(answers.tokens.values()) and not any(answers.logprobs.values())
+    assert {end.finish_reason for end in answers.ends.values()} == {"error"}
+    assert all("the model's logits are NaN" in end.error for end in answers.ends.values())
+
+
+def test_a_broken_draft_model_changes_no_token(broken: Path) -> None:
+    engine = build(str(broken), 60)
+    assert engine.draft_runner is not None
+    wanted = [replace(one, drafter="draft", max_draft_tokens=3) for one in requests()]
+    drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
+    with capture_logs() as logs:
+        drafted = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+    assert [event["event"] for event in logs].count("speculation failed") == 1
+    assert drafted.tokens == decode(engine, NO_SPECULATION, wanted).tokens
+    assert {end.finish_reason for end in drafted.ends.values()} <= {"stop", "length"}
