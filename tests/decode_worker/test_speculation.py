@@ -3,11 +3,8 @@
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,11 +25,9 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
-from engine.engine import Engine
-from engine.graph_shapes import CHUNK_VALUES, Shape, choose_shapes
+from engine.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.runner import ModelOutput
 from protos import decode_pb2
-from runtime.config import DecodeConfig
 from tests.support.real_workers import PLAIN
 from tests.support.sequence_params import answer, build_scheduler
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -216,22 +211,3 @@ def test_no_step_is_planned_with_drafts_for_which_no_graph_fits(
     if most := here.most_drafts(num_sequences, has_prompts=False):
         assert num_sequences * (1 + most) <= max_rows, "logits are computed in one part"
         assert any(shape.num_sequences >= num_sequences and shape.num_tokens > most for shape in shapes)
-
-
-def test_only_captured_steps_limit_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without graphs launches the kernels of every step."""
-    monkeypatch.setattr(speculator, "_measure_aside", lambda *_: CostMeter())
-
-    def most_drafts(shapes: list[Shape], num_sequences: int, has_prompts: bool) -> int:
-        runner = SimpleNamespace(graph_shapes=shapes)
-        device = torch.device("cuda")
-        engine = SimpleNamespace(
-            steps_ahead=1, draft_runner=None, states=None, runner=runner, rows=None, device=device
-        )  # fmt: skip
-        here = speculator.build_speculator(cast(Engine, engine), DecodeConfig())
-        return here.most_drafts(num_sequences, has_prompts)
-
-    assert most_drafts([], 100, True) == MAX_DRAFT_TOKENS
-    captured = [Shape(8), Shape(4, 3)]
-    steps = ((4, False), (5, False), (4, True))
-    assert [most_drafts(captured, *step) for step in steps] == [2, 0, 0]

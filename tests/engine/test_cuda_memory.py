@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.kernels.gpu_pages import copy_pages
 from engine.kv import gpu as gpu_module
 from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
-from engine.kv.gpu import Gpu, GpuPages, plan_spans
+from engine.kv.gpu import Gpu, GpuPages
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -103,25 +103,6 @@ def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     assert (store.load([5, 1, 2]) == rows[[3, 0, 1]]).all() and not store.load([3, 4]).any()
     assert (store.load([0], part, 2 * part)[0] == rows[2, 2 * part :]).all()
     landing.close()
-
-
-KIB = 1 << 10
-PLANS: list[tuple[list[int], int, int, int, list[tuple[int, int, int]] | None]] = [
-    # pages into the same + 1; bytes of a page there, here, copied |-> spans behind addresses 0 and 0
-    ([0, 1, 3], 64 * KIB, 64 * KIB, 64 * KIB, [(0, 64, 128), (192, 256, 64)]),
-    ([0, 2], 64 * KIB, 64 * KIB, 63 * KIB, None),
-    ([0, 1, 2, 3], 16 * KIB, 16 * KIB, 16 * KIB, [(0, 16, 64)]),
-    ([0, 1, 2], 16 * KIB, 16 * KIB, 16 * KIB, None),
-    ([0, 1], 128 * KIB, 256 * KIB, 64 * KIB, [(0, 256, 64), (128, 512, 64)]),
-]
-
-
-@pytest.mark.parametrize(("pages", "there", "here", "num_bytes", "spans"), PLANS)
-def test_copy_engines_get_what_is_worth_a_copy(
-    pages: list[int], there: int, here: int, num_bytes: int, spans: list[tuple[int, int, int]] | None
-) -> None:
-    found = plan_spans(pages, [page + 1 for page in pages], (0, there), (0, here), num_bytes)
-    assert found == (None if spans is None else [tuple(KIB * value for value in span) for span in spans])
 
 
 def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,23 +201,6 @@ def watched(on_store: Callable[[Sequence[int]], None]) -> Pool:
     return pool
 
 
-async def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped() -> None:
-    local = build_filled()
-    ours = build_local(local, "reader")
-    with Exporter(POOL_PROCESS, NUM_REMOTE) as owner:
-        owner.recycle(3)
-        reader = ShmReader(ours, owner.peer)
-        assert not reader.is_gone()
-        owner.kill()
-        assert reader.is_gone()
-        await reader.read([PageRef(3, 1)], [0])
-        assert np.array_equal(local.load([0])[0], page_content(3, 1, local.page_bytes))
-        await reader.close()
-        with pytest.raises(ReadError, match="cannot open the peer's pool /proc/") as error:
-            ShmReader(ours, owner.peer)
-        assert error.value.reason == "transport"
-
-
 async def test_generations_are_read_after_the_copy_and_on_another_thread() -> None:
     seen, pool = list[tuple[str, int]](), build_remote_pool()
 

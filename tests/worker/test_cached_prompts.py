@@ -42,18 +42,6 @@ def count(worker: PrefillWorker | DecodeWorker, name: str) -> float:
     return found
 
 
-async def test_the_same_prompt_again_needs_no_prefill_worker() -> None:
-    async with workers() as (opened, prefill, decode):
-        assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
-        again = await opened.ask(2, PROMPT)
-        assert (again.ticket.begin, again.ticket.end, again.needs_prefill) == (CACHED, END, False)
-        assert await opened.end_of(2) == ("length", "")
-        assert opened.tokens[2] == expected_answer(PROMPT, 4)
-        assert [opened.told[handle].timing.cached_tokens for handle in (1, 2)] == [0, CACHED]
-        assert count(decode, "prompt_tokens") == END - CACHED, "decode computes the rest of a page itself"
-        assert count(prefill, "prompt_tokens") == END
-
-
 async def test_only_what_decode_lacks_is_offered_and_only_what_prefill_lacks_is_computed() -> None:
     async with workers() as (opened, prefill, decode):
         await opened.reserve(1, PROMPT, local=99)  # decode computes it; prefill has never seen it
