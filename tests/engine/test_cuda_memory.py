@@ -78,6 +78,14 @@ def test_a_pool_that_peers_cannot_open_says_why(
     pool.generations[0] += 1
 
 
+def test_a_pool_without_shared_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    pool = build_pool(NUM_PAGES)
+    row = np.random.default_rng(1).integers(0, 256, pool.page_bytes, np.uint8)
+    pool.store([4], [row])
+    assert pool.fd is None and np.array_equal(pool.load([0, 4]), [0 * row, row])
+
+
 @pytest.mark.parametrize(("page_tokens", "by_kernel"), [(16, True), (2048, False)])
 def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     page_tokens: int, by_kernel: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
