@@ -26,7 +26,7 @@ from engine.kv.gpu import GpuPages
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.memory_file import PeerFile
-from kvtransfer.reader import PageRef, PeerPages, ReadError
+from kvtransfer.reader import Local, PageRef, PeerPages, ReadError
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
@@ -108,12 +108,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-async def open_reader(peer: kv_pb2.Peer) -> CudaIpcReader:
-    return await CudaIpcReader.open(build_local(build_pool(5, FakeGpu()), "reader"), peer)
+@pytest.fixture
+def local() -> Iterator[Local]:
+    """Its thread, which remembers what it did last, ends with the test."""
+    local = build_local(build_pool(5, FakeGpu()), "reader")
+    yield local
+    local.close()
 
 
-async def test_generations_are_read_after_the_copy_of_another_thread(watched: Watched, lasting: Exporter) -> None:
-    opened = await open_reader(lasting.peer)
+async def test_generations_are_read_after_the_copy_of_another_thread(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
     await opened.read(REFS, INTO)
     assert watched.events == ["alive?", "copied", "alive?"] and threading.get_ident() not in watched.threads
     watched.after_copy = lambda: lasting.recycle(7)
@@ -123,8 +129,10 @@ async def test_generations_are_read_after_the_copy_of_another_thread(watched: Wa
     await opened.close()
 
 
-async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(watched: Watched, lasting: Exporter) -> None:
-    opened = await open_reader(lasting.peer)
+async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
     reading = await watched.begin_read(opened)
     watched.is_alive = False
     watched.may_end.set()
@@ -138,8 +146,10 @@ async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(watched: Wat
     await opened.close()
 
 
-async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(watched: Watched, lasting: Exporter) -> None:
-    opened = await open_reader(lasting.peer)
+async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
     reading = await watched.begin_read(opened)
     reading.cancel()
     closing = asyncio.create_task(opened.close())
@@ -150,8 +160,8 @@ async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(watched
     assert reading.cancelled() and watched.events == ["alive?", "copied"] and closing.exception() is None
 
 
-async def test_what_cuda_says_is_the_refusal(watched: Watched, lasting: Exporter) -> None:
-    opened = await open_reader(lasting.peer)
+async def test_what_cuda_says_is_the_refusal(watched: Watched, lasting: Exporter, local: Local) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
     watched.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(ReadError, match="illegal memory access") as error:
         await opened.read(REFS, INTO)
@@ -212,12 +222,11 @@ def gpu_of(peer: kv_pb2.Peer) -> GpuMemory:
     ],
 )
 async def test_peers_that_lie_are_refused_and_nothing_stays_open(
-    lie: dict[str, object], reason: str, words: str, lasting: Exporter
+    lie: dict[str, object], reason: str, words: str, lasting: Exporter, local: Local
 ) -> None:
-    store = build_pool(3, FakeGpu())
     before = count_opened()
     with pytest.raises(ReadError, match=words) as error:
-        await CudaIpcReader.open(build_local(store, "reader"), changed(lasting.peer, **lie))
+        await CudaIpcReader.open(local, changed(lasting.peer, **lie))
     assert error.value.reason == reason and count_opened() == before
 
 
@@ -233,9 +242,11 @@ def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: Exporter) -> Non
         pages.copy([0], [0])
 
 
-async def test_an_opening_that_is_cancelled_is_closed(lasting: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_opening_that_is_cancelled_is_closed(
+    lasting: Exporter, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
-    pool = build_pool(3, FakeGpu())
+    pool = local.store
     open_peer = pool.open_peer
 
     def open_slowly(handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
@@ -245,7 +256,7 @@ async def test_an_opening_that_is_cancelled_is_closed(lasting: Exporter, monkeyp
 
     monkeypatch.setattr(pool, "open_peer", open_slowly)
     before = count_opened()
-    opening = asyncio.create_task(CudaIpcReader.open(build_local(pool, "reader"), lasting.peer))
+    opening = asyncio.create_task(CudaIpcReader.open(local, lasting.peer))
     await asyncio.to_thread(has_begun.wait, PATIENCE_S)
     opening.cancel()
     may_end.set()
@@ -259,7 +270,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer) -> st
 
 
 async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_dies(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, local: Local
 ) -> None:
     monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
@@ -281,7 +292,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
             assert moved == answer.bytes and decode.peers.transports() == {peer.address: "cuda_ipc"}
-            ours = await CudaIpcReader.open(build_local(build_pool(3, FakeGpu()), "reader"), peer)
+            ours = await CudaIpcReader.open(local, peer)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitid, os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
