@@ -104,26 +104,29 @@ def reasons(answers: Answers) -> dict[int, str]:
     return {handle: end.finish_reason for handle, end in answers.ends.items()}
 
 
-@pytest.fixture(params=[False, True], ids=["", "no time"])
-def no_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn per step, which accepts one token and no draft."""
-    if request.param:
-        monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
-        monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
+    monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
+    monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
 
 
-@pytest.mark.usefixtures("no_time")
-@pytest.mark.parametrize("name", ["ngram", "draft"])
+@pytest.mark.parametrize("has_time", [True, False])
 def test_neither_drafts_nor_waiting_change_a_token(
-    engine: Engine, requests: Sequence[SequenceParams], answers: Answers, name: str
+    engine: Engine,
+    requests: Sequence[SequenceParams],
+    answers: Answers,
+    has_time: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     assert engine.draft_runner is not None
-    drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(),
-        "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # ignores the grammar: often refused
-    }
-    drafting = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in requests]
-    drafted = decode(engine, drafting, build_eager_speculator({name: drafters[name]}))
+    drafter: Drafter = NgramDrafter()
+    if has_time:
+        drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)  # ignores the grammar: often refused
+    else:
+        request.getfixturevalue("no_time")
+    drafting = [replace(one, drafter="d", max_draft_tokens=1 + one.handle % 8) for one in requests]
+    drafted = decode(engine, drafting, build_eager_speculator({"d": drafter}))
     assert drafted.tokens == answers.tokens
     assert reasons(drafted) == reasons(answers)
 
@@ -223,8 +226,10 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     assert grammar.is_too_slow
 
 
-@pytest.mark.parametrize("method", ["fill", "accept"])
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("/src/earley_parser.cc:12 Check failed")])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("fill", MemoryError()), ("accept", RuntimeError("/src/earley_parser.cc:12 Check failed"))],
+)
 def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
     requests: Sequence[SequenceParams],

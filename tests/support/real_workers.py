@@ -103,7 +103,6 @@ class KvRunner:
         self._pool = pool
         self._rows = rows
         self.failures: deque[Exception] = deque()  # one per step to come
-        self.poison: set[int] = set()  # steps with a prompt that begins with one of these tokens fail
         self.may_run = threading.Event()
         self.may_run.set()
         self.pauses_after_token = False  # a step that chooses a token clears `may_run`
@@ -112,8 +111,6 @@ class KvRunner:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
-        if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in requests):
-            raise RuntimeError(f"poison {bad}")
         answers = ModelOutput([], [])
         for index, part in enumerate(requests):
             end = part.begin + part.count
