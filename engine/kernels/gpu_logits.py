@@ -20,8 +20,9 @@ GROUP = tl.constexpr(256)  # tokens per maximum: the k-th largest maximum is a l
 
 @triton.jit
 def has_penalties(fields, row):
-    is_changed = (tl.load(fields.repetition + row) != 1) | (tl.load(fields.frequency + row) != 0)
-    return is_changed | (tl.load(fields.presence + row) != 0)
+    is_repetition = tl.load(fields.params.repetition_penalty + row) != 1
+    is_frequency = tl.load(fields.params.frequency_penalty + row) != 0
+    return is_repetition | is_frequency | (tl.load(fields.params.presence_penalty + row) != 0)
 
 
 @triton.jit
@@ -55,10 +56,11 @@ def _penalise(values, fields, row, ids, vocabulary):
     for at in range(tl.load(fields.extra_starts + row), tl.load(fields.extra_starts + row + 1)):
         counts += (ids == tl.load(fields.extra_ids + at)).to(tl.int32)
     num_answer = counts & _NUM_MASK
-    penalty = tl.minimum(tl.maximum(tl.load(fields.repetition + row), _LEAST), _MOST)
+    penalty = tl.minimum(tl.maximum(tl.load(fields.params.repetition_penalty + row), _LEAST), _MOST)
     penalised = tl.where(values > 0, tl.div_rn(values, penalty), values * penalty)
     values = tl.where(counts > 0, penalised, values)
-    loss = tl.load(fields.frequency + row).to(tl.float64) * num_answer + tl.load(fields.presence + row)
+    frequency = tl.load(fields.params.frequency_penalty + row).to(tl.float64)
+    loss = frequency * num_answer + tl.load(fields.params.presence_penalty + row)
     return tl.where(num_answer > 0, (values.to(tl.float64) - loss).to(tl.float32), values)
 
 

@@ -141,7 +141,7 @@ def _survey(
         if is_weighed:
             masses += tl.where(is_before, tl.exp(scaled.to(tl.float64)), 0.0)
         if highest >= lowest:
-            noise = gumbel_noise(ids, tl.load(fields.seeds + row), tl.load(fields.positions + row))
+            noise = gumbel_noise(ids, tl.load(fields.params.seed + row), tl.load(fields.positions + row))
             is_better = is_before & (scaled >= lowest) & (scaled + noise > scores)
             scores = tl.where(is_better, scaled + noise, scores)
             best_ids = tl.where(is_better, ids, best_ids)
@@ -195,7 +195,7 @@ def _survey_blocks(
     row, block = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.num_programs(1)
     top = tl.load(scratch.tops + row)
-    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.top_p + row)
+    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.params.top_p + row)
     is_over = top == -INFINITY
     if plane > 0:
         is_over |= (top_k == 0) & (top_p >= 1)
@@ -242,7 +242,7 @@ def _choose_rows(
     if top == -INFINITY:
         return
     token = _load_best(scratch, 0, row, num_blocks, padded_blocks)
-    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.top_p + row)
+    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.params.top_p + row)
     if (top_k > 0) | (top_p < 1):
         values, least = open_row(logits, scratch.adjusted, fields, row, vocabulary)
         temperature = load_temperature(fields, row)

@@ -17,19 +17,19 @@ _MOST = tl.constexpr(MOST)
 @triton.jit
 def load_top_k(fields, row, vocabulary):
     """0 if it excludes nothing."""
-    top_k = tl.load(fields.top_k + row)
+    top_k = tl.load(fields.params.top_k + row)
     return tl.where(top_k < vocabulary, top_k, 0)
 
 
 @triton.jit
 def load_temperature(fields, row):
-    return tl.minimum(tl.load(fields.temperature + row), _MOST)
+    return tl.minimum(tl.load(fields.params.temperature + row), _MOST)
 
 
 @triton.jit
 def load_min_p(fields, row):
     """The scaled value below which min_p excludes all."""
-    return tl.log(tl.load(fields.min_p + row)).to(tl.float32)
+    return tl.log(tl.load(fields.params.min_p + row)).to(tl.float32)
 
 
 @triton.jit

@@ -105,9 +105,8 @@ def test_logits_are_adjusted_to_the_same_values(data: st.DataObject, vocabulary:
     padded = torch.full((len(asked), grid[1] * BLOCK.value), -math.inf)
     padded[:, :vocabulary] = logits
     assert torch.equal(maxima, padded.view(len(asked), -1, GROUP.value).amax(-1))
-    is_penalised = (batch.repetition != 1) | (batch.frequency != 0) | (batch.presence != 0)
     for row, one in enumerate(asked):
-        is_own = is_penalised[row] or one.sampling.logit_bias or one.words is not None
+        is_own = one.sampling.has_penalties or one.sampling.logit_bias or one.words is not None
         assert torch.equal(found[row], logits[row] if is_own else torch.full((vocabulary,), 7.0))
 
 
