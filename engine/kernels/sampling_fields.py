@@ -1,10 +1,11 @@
 """What the sampling kernels read: a batch on the device at fixed addresses, and constants shared with the host."""
 
 from collections import namedtuple
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from wire.sampling import SCALARS, SamplingParams
@@ -16,9 +17,10 @@ MOST = 1e30
 """Bounds for temperature and repetition penalty, as is 1 / MOST for the latter: float32 holds both."""
 
 PARAMS = np.dtype([(name, scalar.dtype) for name, scalar in SCALARS.items()], align=True)
-"""A row's parameters on the host: `struct Params` of cpu_sampling.cpp."""
+"""A row's parameters: `struct Params` of cpu_sampling.cpp."""
 
-ROW_FIELDS = ("positions", "counts_line", "mask_line")  # with one value for each row, as the parameters
+ROW_FIELDS = ("params", "positions", "counts_line", "mask_line")
+_TORCH_TYPES = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u8": torch.int64}
 
 
 def _limits(dtype: DTypeLike) -> tuple[float, float]:
@@ -35,12 +37,18 @@ def to_row(params: SamplingParams) -> tuple[float, ...]:
     return tuple([min(max(getattr(params, name), least), most) for name, least, most in _LIMITS])
 
 
+def to_bytes(params: NDArray[np.void]) -> NDArray[np.int8]:
+    """[S] PARAMS -> [S, bytes of one], the same memory."""
+    return params.view(np.int8).reshape(len(params), PARAMS.itemsize)
+
+
 def _build_type() -> type[tuple[Tensor, ...]]:
-    return namedtuple("ParamTensors", SCALARS)
+    return namedtuple("ParamColumns", SCALARS)
 
 
-ParamTensors = _build_type()
-"""The parameters on the device: a field of `SCALARS` |-> [S] of its type, but int64 with the bits of a uint64."""
+_COLUMNS = [(_TORCH_TYPES[field[0].str[1:]], field[1] // field[0].itemsize) for field in (PARAMS.fields or {}).values()]
+ParamColumns = _build_type()
+"""A parameter |-> [S] of its type, strided; the bits of unsigned integers as signed ones."""
 
 
 class SamplingTensors(NamedTuple):
@@ -49,7 +57,7 @@ class SamplingTensors(NamedTuple):
     Lines, ragged values and masks may be longer than needed, so that a CUDA graph can replay with other contents.
     """
 
-    params: tuple[Tensor, ...]  # ParamTensors
+    params: Tensor  # [S, bytes of PARAMS] int8
     positions: Tensor  # [S] int64
     counts: Tensor  # [k, V] int32
     counts_line: Tensor  # [S] int32
@@ -65,7 +73,10 @@ class SamplingTensors(NamedTuple):
         """A contiguous range of the rows, as views: its ragged parts keep their offsets."""
         starts = slice(rows.start, rows.stop + 1)
         cut = {name: getattr(self, name)[rows] for name in ROW_FIELDS}
-        params = ParamTensors(*[values[rows] for values in self.params])
-        return self._replace(
-            params=params, **cut, extra_starts=self.extra_starts[starts], bias_starts=self.bias_starts[starts]
-        )
+        return self._replace(**cut, extra_starts=self.extra_starts[starts], bias_starts=self.bias_starts[starts])
+
+    def split(self) -> "SamplingTensors":
+        """The same as kernels read it: `params` are ParamColumns, views of its bytes."""
+        views = {dtype: self.params.view(dtype) for dtype in set(_TORCH_TYPES.values())}
+        columns: Any = ParamColumns(*[views[dtype].select(1, at) for dtype, at in _COLUMNS])
+        return self._replace(params=columns)

@@ -27,8 +27,7 @@ class SamplingBatch(NamedTuple):
 
     def take(self, rows: slice) -> "SamplingBatch":
         """A contiguous range of the rows."""
-        names = ("params", *ROW_FIELDS)
-        per_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
+        per_row = {name: getattr(self, name)[rows] for name in ROW_FIELDS if getattr(self, name) is not None}
         ragged = {}
         for starts, *values in RAGGED_FIELDS:
             if (all_starts := getattr(self, starts)) is not None:

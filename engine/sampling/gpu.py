@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.gpu_sampling import choose_tokens
-from engine.kernels.sampling_fields import ParamTensors, SamplingTensors
+from engine.kernels.sampling_fields import SamplingTensors, to_bytes
 from engine.sampling.batch import SamplingBatch
 from engine.staging import upload
-from wire.sampling import SCALARS
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -26,22 +25,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def upload_batch(batch: SamplingBatch, device: torch.device) -> SamplingTensors:
     """Upload in one copy. `counts`, and extra ids that are a tensor, are not copied."""
-    params = [_column(batch.params, name) for name in SCALARS]
-    fields: dict[str, Any] = batch._asdict()
-    del fields["params"]
+    rows = len(batch.params)
+    fields = batch._asdict() | {"params": to_bytes(batch.params)}
     for name, field in fields.items():
         if field is None:
-            fields[name] = _build_none(name, len(batch.params))
-    names = [name for name, field in fields.items() if not isinstance(field, Tensor)]
-    uploaded = upload([*params, *(fields[name] for name in names)], device)
-    fields |= zip(names, uploaded[len(params) :], strict=True)
-    return SamplingTensors(ParamTensors(*uploaded[: len(params)]), **fields)
-
-
-def _column(params: NDArray[np.void], name: str) -> NDArray[Any]:
-    """[S] of one parameter; unsigned integers as signed ones."""
-    column: NDArray[Any] = np.ascontiguousarray(params[name])
-    return column.view(column.dtype.str.replace("u", "i"))
+            fields[name] = _build_none(name, rows)
+    arrays: dict[str, NDArray[Any]] = {name: field for name, field in fields.items() if not isinstance(field, Tensor)}
+    fields |= dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+    return SamplingTensors(**fields)
 
 
 def _build_none(name: str, rows: int) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
-from wire.sampling import LEAST_TEMPERATURE, SCALARS
+from wire.sampling import LEAST_TEMPERATURE
 
 CHUNK_VALUES = 1 << 21  # logits sampled at once: bounds memory
 
@@ -35,12 +35,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def read_fields(fields: SamplingTensors) -> SamplingBatch:
-    """On the CPU: a batch that shares the fields' memory, but for the parameters."""
-    arrays = {name: getattr(fields, name).numpy() for name in fields._fields if name != "params"}
-    arrays["params"] = np.empty(len(fields.positions), PARAMS)
-    for name, values in zip(SCALARS, fields.params, strict=True):
-        arrays["params"][name] = values.numpy().view(PARAMS[name])
+    """On the CPU: a batch that shares the fields' memory."""
+    arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
     begin, end = arrays["bias_starts"][[0, -1]]
+    arrays["params"] = arrays["params"].view(PARAMS)[:, 0]
     arrays |= {name: arrays[name][begin:end] for name in ("bias_ids", "bias_values")}
     arrays["bias_starts"] = arrays["bias_starts"] - begin
     return SamplingBatch(**arrays | {"counts": fields.counts, "extra_starts": None, "extra_ids": None})

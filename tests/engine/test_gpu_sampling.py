@@ -100,7 +100,7 @@ def test_logits_are_adjusted_to_the_same_values(data: st.DataObject, vocabulary:
     batch = build_batch(asked, vocabulary)
     grid = len(asked), triton.cdiv(vocabulary, BLOCK.value)
     found, maxima = torch.full_like(logits, 7.0), torch.zeros(len(asked), grid[1] * BLOCK.value // GROUP.value)
-    adjust[grid](logits, found, upload_batch(batch, CPU), maxima, vocabulary)
+    adjust[grid](logits, found, upload_batch(batch, CPU).split(), maxima, vocabulary)
     adjust_logits_(logits, batch)
     padded = torch.full((len(asked), grid[1] * BLOCK.value), -math.inf)
     padded[:, :vocabulary] = logits

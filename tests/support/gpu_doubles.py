@@ -12,12 +12,10 @@ from engine.kernels import gpu_sampling
 from engine.kernels.sampling_fields import SamplingTensors
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 from tests.support.shape_gpu import CUDA
-from wire.sampling import SCALARS
 
 launch_choice = gpu_sampling.choose_tokens
-DTYPES = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u8": torch.int64}
-ROW_FIELDS = {name: DTYPES[scalar.dtype] for name, scalar in SCALARS.items()} | {
-    "positions": torch.int64, "counts_line": torch.int32, "mask_line": torch.int32,
+ROW_FIELDS = {
+    "params": torch.int8, "positions": torch.int64, "counts_line": torch.int32, "mask_line": torch.int32,
 }  # one value per row  # fmt: skip
 OTHER_FIELDS = {
     "counts": torch.int32, "extra_starts": torch.int32, "extra_ids": torch.int32, "bias_starts": torch.int32,
@@ -58,7 +56,6 @@ class Choices:
         num_rows, vocab_size = logits.shape
         dtypes = ROW_FIELDS | OTHER_FIELDS | {"logits": torch.float32, "out": torch.int64}
         given = fields._asdict()
-        given |= given.pop("params")._asdict()
         for name, field in (given | {"logits": logits, "out": out}).items():
             assert field.is_cuda and field.is_contiguous() and field.dtype is dtypes[name], (name, field)
         lengths = {name: len(given[name]) for name in ROW_FIELDS}
