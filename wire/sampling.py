@@ -4,16 +4,16 @@
 follow from it; what a parameter does is in engine/sampling and its kernels.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import Annotated, NamedTuple, get_args, get_origin
 
 MAX_DRAFT_TOKENS = 16  # drafts per step and answer
 LEAST_TEMPERATURE = 1e-6  # greedy below it: noise would move no logit by 2.3e-5, and float32 would round 1e-46 to 0
 
 
-class ClientRange(NamedTuple):
+class Range(NamedTuple):
     """The values that clients may give; the engine supports more."""
 
     lowest: float
@@ -24,51 +24,30 @@ class ClientRange(NamedTuple):
 class Scalar(NamedTuple):
     """A parameter that is one number."""
 
-    dtype: str  # of the engine's array, as numpy names it
+    dtype: str  # of the engine's values, as numpy names it
     is_valid: Callable[[float], bool]
-    expected: str  # the valid values, for errors
-    clients: ClientRange | None  # None: the gateway has a rule of its own
-
-
-def _scalar(
-    dtype: str, is_valid: Callable[[float], bool], expected: str, clients: ClientRange | None = None
-) -> Mapping[str, Scalar]:
-    return {"scalar": Scalar(dtype, is_valid, expected, clients)}
+    expected: str  # what is valid, for errors
+    clients: Range | None = None  # None: the gateway has a rule of its own
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Complete, with defaults filled in. ValueError at creation names a value out of range."""
 
-    temperature: float = field(  # 0 or close to it: the likeliest token, whatever the filters and the seed
-        default=1.0,
-        metadata=_scalar("f4", lambda value: 0 <= value < math.inf, "a finite number >= 0", ClientRange(0.0, 2.0)),
-    )
-    top_p: float = field(  # 1: off
-        default=1.0,
-        metadata=_scalar(
-            "f8", lambda value: 0 < value <= 1, "more than 0 and at most 1", ClientRange(0.0, 1.0, excludes_lowest=True)
-        ),
-    )
-    top_k: int = field(default=0, metadata=_scalar("i8", lambda value: value >= 0, ">= 0"))  # 0: off
-    min_p: float = field(  # 0: off
-        default=0.0, metadata=_scalar("f8", lambda value: 0 <= value <= 1, "0 to 1", ClientRange(0.0, 1.0))
-    )
-    seed: int = field(
-        default=0, metadata=_scalar("u8", lambda value: 0 <= value < 1 << 64, "an unsigned 64-bit integer")
-    )
-    frequency_penalty: float = field(  # 0: off; this and the parameters below also apply to greedy sampling
-        default=0.0, metadata=_scalar("f4", math.isfinite, "a finite number", ClientRange(-2.0, 2.0))
-    )
-    presence_penalty: float = field(  # 0: off
-        default=0.0, metadata=_scalar("f4", math.isfinite, "a finite number", ClientRange(-2.0, 2.0))
-    )
-    repetition_penalty: float = field(  # 1: off
-        default=1.0,
-        metadata=_scalar(
-            "f4", lambda value: 0 < value < math.inf, "a finite number > 0", ClientRange(0.0, 2.0, excludes_lowest=True)
-        ),
-    )
+    # 0 or close to it: the likeliest token, whatever the filters and the seed
+    temperature: Annotated[float, Scalar("f4", lambda x: 0 <= x < inf, "a finite number >= 0", Range(0.0, 2.0))] = 1.0
+    top_p: Annotated[  # 1: off
+        float, Scalar("f8", lambda x: 0 < x <= 1, "more than 0 and at most 1", Range(0.0, 1.0, excludes_lowest=True))
+    ] = 1.0
+    top_k: Annotated[int, Scalar("i8", lambda x: x >= 0, ">= 0")] = 0  # 0: off
+    min_p: Annotated[float, Scalar("f8", lambda x: 0 <= x <= 1, "0 to 1", Range(0.0, 1.0))] = 0.0  # 0: off
+    seed: Annotated[int, Scalar("u8", lambda x: 0 <= x < 1 << 64, "an unsigned 64-bit integer")] = 0
+    # The parameters below also apply to greedy sampling. 0: off
+    frequency_penalty: Annotated[float, Scalar("f4", isfinite, "a finite number", Range(-2.0, 2.0))] = 0.0
+    presence_penalty: Annotated[float, Scalar("f4", isfinite, "a finite number", Range(-2.0, 2.0))] = 0.0
+    repetition_penalty: Annotated[  # 1: off
+        float, Scalar("f4", lambda x: 0 < x < inf, "a finite number > 0", Range(0.0, 2.0, excludes_lowest=True))
+    ] = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
 
     def __post_init__(self) -> None:
@@ -77,7 +56,7 @@ class SamplingParams:
             if not scalar.is_valid(value):
                 raise ValueError(f"{name} is {value}, expected {scalar.expected}")
         for token, bias in self.logit_bias:
-            if token < 0 or not math.isfinite(bias):
+            if token < 0 or not isfinite(bias):
                 raise ValueError(f"logit_bias adds {bias} to token {token}, expected an id >= 0 and a finite number")
 
     @property
@@ -91,5 +70,5 @@ class SamplingParams:
 
 
 SCALARS: Mapping[str, Scalar] = {
-    parameter.name: parameter.metadata["scalar"] for parameter in fields(SamplingParams) if parameter.metadata
+    one.name: get_args(one.type)[1] for one in fields(SamplingParams) if get_origin(one.type) is Annotated
 }
