@@ -99,14 +99,13 @@ def test_logits_are_adjusted_to_the_same_values(data: st.DataObject, vocabulary:
     batch = build_batch(asked, vocabulary)
     grid = len(asked), triton.cdiv(vocabulary, BLOCK.value)
     found, maxima = torch.full_like(logits, 7.0), torch.zeros(len(asked), grid[1] * BLOCK.value // GROUP.value)
-    adjust[grid](logits, found, upload_batch(batch, CPU), maxima, vocabulary)
+    adjust[grid](logits, found, upload_batch(batch, CPU).split(), maxima, vocabulary)
     adjust_logits_(logits, batch)
     padded = torch.full((len(asked), grid[1] * BLOCK.value), -math.inf)
     padded[:, :vocabulary] = logits
     assert torch.equal(maxima, padded.view(len(asked), -1, GROUP.value).amax(-1))
-    is_penalised = (batch.repetition != 1) | (batch.frequency != 0) | (batch.presence != 0)
     for row, one in enumerate(asked):
-        is_own = is_penalised[row] or one.sampling.logit_bias or one.words is not None
+        is_own = one.sampling.has_penalties or one.sampling.logit_bias or one.words is not None
         assert torch.equal(found[row], logits[row] if is_own else torch.full((vocabulary,), 7.0))
 
 

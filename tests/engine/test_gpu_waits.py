@@ -134,9 +134,9 @@ def test_prompts_and_decode(built: Built, choices: Choices) -> None:
     num_replays = built.launch(PROMPTS, plain(20), plain(21), plain(31), plain(32), plain(33, [3, 4, 5]))
     assert num_replays == 5 * built.has_graphs
     *others, last = choices.fields[-6:]
-    assert len(last.seeds) == (4 if built.has_graphs else 3)
+    assert len(last.positions) == (4 if built.has_graphs else 3)
     for fields in others:
-        assert len(fields.seeds) == len(SAMPLINGS) and len(fields.counts) > 1 and len(fields.bias_ids) > 2
+        assert len(fields.positions) == len(SAMPLINGS) and len(fields.counts) > 1 and len(fields.bias_ids) > 2
 
 
 def test_masks(built: Built, choices: Choices) -> None:
@@ -184,7 +184,7 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "CHUNK_VALUES", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
-    assert [len(fields.seeds) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
+    assert [len(fields.positions) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
 
 
 MISTAKES: dict[str, Callable[[Tensor], object]] = {
