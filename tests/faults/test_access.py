@@ -10,11 +10,10 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.live import Live, serve
-from bench.plain_http import HTTP
 from gateway.api import access
 from gateway.errors import ApiError
 from protos import inference_pb2, inference_pb2_grpc
+from tests.support.live import HTTP, Live, serve
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.fleet import HOST, ProcessFleet
 from kvtransfer.grpc_bytes import METHOD, encode_data
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import new_incarnation
 from tests.support.fault_answers import Truth, prompt_of
+from tests.support.fleet import HOST, ProcessFleet
 from tests.support.real_workers import packed
 
 GATEWAY, HANDLE, NUM_PAGES, GENERATION = "played", 1, 4, 7

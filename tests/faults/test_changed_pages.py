@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from bench.fleet import run_fleet
 from tests.support.fault_answers import Truth, ask, failed_attempts, read_events
+from tests.support.fleet import run_fleet
 
 
 def test_row_28_pages_that_changed_on_their_way_are_not_used(truth: Truth, tmp_path: Path) -> None:

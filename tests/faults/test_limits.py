@@ -2,8 +2,9 @@
 
 import grpc
 
-from bench.fleet import ProcessFleet, wait_until
 from tests.support.fault_answers import Truth, ask, read_events
+from tests.support.fleet import ProcessFleet
+from tests.support.live import wait_until
 
 QUEUE = 4
 ROOM = 2 + QUEUE

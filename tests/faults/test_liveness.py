@@ -6,13 +6,13 @@ import time
 import grpc
 import pytest
 
-from bench.fleet import Process, ProcessFleet, wait_until
-from bench.plain_http import HTTP
 from tests.faults.conftest import Held
 from tests.faults.load import Load
 from tests.faults.soak import roll
 from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask, failed_attempts, find, find_busy, is_alive, read_events
+from tests.support.fleet import Process, ProcessFleet
+from tests.support.live import HTTP, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -5,9 +5,9 @@ import re
 import socket
 from contextlib import ExitStack
 
-from bench.fleet import HOST, WAIT_S, ProcessFleet, wait_until
-from bench.plain_http import HTTP
 from tests.support.fault_answers import Truth, ask, find_busy, is_alive
+from tests.support.fleet import HOST, ProcessFleet
+from tests.support.live import HTTP, WAIT_S, wait_until
 
 NUM_IDLE = 1000
 

@@ -2,10 +2,10 @@
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from bench.fleet import ProcessFleet
-from bench.plain_http import HTTP
 from tests.support.asking import CLIENT_S
 from tests.support.fault_answers import Truth, ask, find_busy, prompt_of
+from tests.support.fleet import ProcessFleet
+from tests.support.live import HTTP
 from tests.support.traces import PARTS, Collector, said
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
