@@ -1,6 +1,7 @@
 """The slots for adapters (LoRA) that a model has on a device, and which rows of a step have which."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,9 +83,14 @@ class Adapters:
                 rest.zero_()
             ranks[slot] = rank
 
-    def begin(self, tiles: AdapterTiles | None, outputs: AdapterTiles | None) -> None:
-        """A step begins. tiles: of its tokens; outputs: of its rows with logits; None: it has no adapters."""
+    @contextmanager
+    def during(self, tiles: AdapterTiles, outputs: AdapterTiles) -> Iterator[None]:
+        """Around a step with adapters. tiles: of its tokens; outputs: of its rows with logits."""
         self.step.tiles, self.step.outputs = tiles, outputs
+        try:
+            yield
+        finally:
+            self.step.tiles = self.step.outputs = None
 
     def keep_outputs(self) -> None:
         """From here on products get the rows with logits alone."""
