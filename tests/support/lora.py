@@ -34,7 +34,7 @@ def write_adapter(
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
             weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return adapted.merge_and_unload().eval()
 
 
