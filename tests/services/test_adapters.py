@@ -224,9 +224,11 @@ def test_ranks_have_the_same_adapters(adapters: Adapters) -> None:
                     digest = adapters.digest(number)
                     if number >= 0:
                         assert await load(stub, adapters.folders[number]) == digest
+                        assert fleet["decode-0"].metric("adapters_loaded") == 1
                     await opened.ask(handle, PROMPT, COUNT, local=100, adapter=digest)
                     await unload(stub, digest)
                     assert await opened.end_of(handle) == ("length", "")
                     assert opened.tokens[handle] == adapters.expected(number), handle
 
         asyncio.run(asyncio.wait_for(scenario(), 4 * PATIENCE_S))
+        assert fleet["decode-0"].metric("adapters_loaded") == fleet["decode-0"].metric("adapter_slots_used") == 0
