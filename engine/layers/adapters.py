@@ -83,6 +83,10 @@ class Adapters:
                 rest.zero_()
             ranks[slot] = rank
 
+    def forget(self, digest: str) -> None:
+        """No slot gets it any more; slots that have it keep it. Idempotent."""
+        self.hosted.pop(digest, None)
+
     @contextmanager
     def during(self, tiles: AdapterTiles, outputs: AdapterTiles) -> Iterator[None]:
         """Around a step with adapters. tiles: of its tokens; outputs: of its rows with logits."""
