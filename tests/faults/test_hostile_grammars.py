@@ -125,29 +125,3 @@ def decode_memory_mib(live: Live) -> int:
     pid = next(worker["pid"] for worker in live.workers() if worker["role"] == "decode")
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) >> 10
-
-
-@pytest.mark.parametrize("drafter", ["auto", "off"])
-def test_an_answer_fits_its_schema_whatever_was_asked(live: Live, drafter: str) -> None:
-    response = ask(live, **as_schema(PERSON), max_tokens=200, speculation=drafter)
-    choice = response.json()["choices"][0]
-    assert choice["finish_reason"] == "stop", response.text
-    jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
-
-
-def test_timing_has_the_wait_for_a_new_grammar(live: Live) -> None:
-    schema = as_schema({**PERSON, "description": "in no other test"})
-    fields: list[dict[str, Any]] = [schema, schema, {}]
-    answers = [ask(live, **each, max_tokens=5, include_timing=True) for each in fields]
-    new, known, none = [answer.json()["choices"][0]["timing"]["grammar_seconds"] for answer in answers]
-    assert new > known > none == 0.0
-
-
-def test_required_and_named_tools_are_called_whatever_was_asked(live: Live) -> None:
-    tool = {"type": "function", "function": {"name": "save", "description": "Saves.", "parameters": PERSON}}
-    for choice in ("required", {"type": "function", "function": {"name": "save"}}):
-        response = ask(live, tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
-        assert response.status_code == 200, response.text
-        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
-        assert call["function"]["name"] == "save"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), PERSON)

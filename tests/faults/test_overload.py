@@ -1,4 +1,4 @@
-"""Ten times the requests and KV that fit. Row 14 of the fault list.
+"""Ten times the requests and KV that fit. Rows 1 (queue) and 14 of the fault list.
 
 Times are compared within one run, with generous factors: other programs may take the machine's cores at any time.
 """
@@ -16,10 +16,10 @@ import grpc
 import httpx
 import pytest
 
-from bench.fleet import ProcessFleet, run_fleet, wait_until
+from bench.fleet import Process, ProcessFleet, run_fleet, wait_until
 from protos import inference_pb2, inference_pb2_grpc
 from tests.faults.soak import look_at
-from tests.support.fault_answers import Truth, ask, prompt_of
+from tests.support.fault_answers import Truth, ask, prompt_of, read_events
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
@@ -166,21 +166,36 @@ def test_row_14_ten_times_the_requests(narrow: ProcessFleet, truth: Truth) -> No
     assert all(size < FLAT_BYTES for size in growth.values()), growth
 
 
-def test_row_14_refusals_over_grpc_say_when_to_try_again(narrow: ProcessFleet, truth: Truth) -> None:
-    running = [ask(narrow, num_tokens=3000, seed=seed) for seed in range(RUNNING)]
+def test_row_01_and_14_what_waits_may_leave_and_what_is_refused_is_told_when_to_try_again(
+    narrow: ProcessFleet, truth: Truth
+) -> None:
+    """A client that leaves while all places are taken never reaches a worker."""
+    gateway, decode = narrow.gateway, narrow["decode-0"]
+    running = [ask(narrow, num_tokens=3800, seed=seed) for seed in range(RUNNING)]
     for stream in running:
         stream.wait_for_tokens(1)
+    left, reserved = gateway.metric("cancelled_total", {"phase": "waiting"}), _num_reserved(decode)
     waiting = [ask(narrow, num_tokens=100) for _ in range(QUEUE)]
-    wait_until(lambda: narrow.gateway.metric("num_requests_waiting") == QUEUE)
+    wait_until(lambda: gateway.metric("num_requests_waiting") == QUEUE)
     for _ in range(10):
         refused = ask(narrow, num_tokens=10).finish()
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED and refused.retry_after_s >= 1, refused.detail
         assert "--max-queue" in refused.detail
-    for one in (*running, *waiting):
+    for one in waiting:
         one.cancel()
-        one.finish()
+    seconds = wait_until(lambda: gateway.metric("num_requests_waiting") == 0)
+    print(f"row 1, queue: left after {seconds * 1e3:.0f} ms")
+    assert gateway.metric("cancelled_total", {"phase": "waiting"}) == left + QUEUE
+    assert decode.metric("num_requests_running") == RUNNING and not any(stream.is_over for stream in running)
+    for stream in running:
+        stream.cancel()
     narrow.wait_until_unused()
+    assert _num_reserved(decode) == reserved
     truth.check_canary(narrow)
+
+
+def _num_reserved(decode: Process) -> int:
+    return len(read_events(decode.read_log(), "session reserved"))
 
 
 def test_row_14_ten_times_the_kv(truth: Truth) -> None:

@@ -106,7 +106,13 @@ def test_every_call_has_a_request_id(served: Served, method: str) -> None:
     assert not served.engine.generations or method.endswith("Generate")
 
 
-@pytest.mark.parametrize("method", [*METHODS, "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"])
+LOCKED = (
+    *METHODS, "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "grpc.health.v1.Health/Watch",
+    f"/{CHECK}", f"{CHECK}/../Watch", "grpc.health.v1.Health/check", "baton.v1.Decode/Status", "nobody/knows",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", LOCKED)
 def test_a_key_is_needed(served: Served, method: str) -> None:
     for wrong in ((), (("authorization", "Bearer wrong"),), (("authorization-bin", b"\xff"),)):
         outcome = refused(ask(served, method, b"", *wrong))
