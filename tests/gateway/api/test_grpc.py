@@ -120,15 +120,6 @@ def test_a_key_is_needed(served: Served, method: str) -> None:
     assert not served.engine.generations
 
 
-@pytest.mark.parametrize("bug", [RuntimeError("secret"), TimeoutError("secret")])
-@pytest.mark.parametrize("num_tokens", [0, 2])
-def test_a_bug_is_told_by_its_call_alone(served: Served, num_tokens: int, bug: Exception) -> None:
-    served.engine.reset(served.script("hello world"[: 5 * num_tokens], ends=False, bug=bug))
-    outcome = refused(ask(served, METHODS[0], b"\x12\x01x", KEY, (ID, "call-1")))
-    assert (outcome.status, outcome.code) == (500, "bug")
-    assert outcome.message == "call call-1 failed inside the service; its log says why"
-
-
 def test_a_bug_of_a_call_that_is_not_streamed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.tokenizer, "decode", lambda *_, **__: 1 / 0)
     outcome = refused(ask(served, f"{INFERENCE}/Detokenize", b"\x12\x01\x05", KEY))
