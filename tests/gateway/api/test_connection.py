@@ -218,9 +218,8 @@ def test_a_stop_of_the_server_is_not_a_clients_fault(server: uvicorn.Server, app
 
 
 @pytest.mark.parametrize(
-    "early", [b"\r\n", request("/5"), request("/5") * 100 + b"GET /5 HT"], ids=["newline", "request", "requests"]
+    ("early", "is_reset"), [(b"\r\n", False), (request("/5"), True), (request("/5") * 100 + b"GET /5 HT", False)]
 )
-@pytest.mark.parametrize("is_reset", [False, True])
 def test_a_departure_is_seen_behind_early_bytes(server: uvicorn.Server, app: App, early: bytes, is_reset: bool) -> None:
     with ask(server, request("/work")) as client:
         assert app.begun.get(timeout=PATIENCE_S) == "/work"

@@ -27,7 +27,7 @@ from tests.support.fake_engine_client import FakeEngineClient, Script
 MOST_SHARE = 0.125  # twice that
 LONG_PROMPT = [7 + index % 200 for index in range(2000)]
 MESSAGES = [{"role": "user", "content": "x"}]
-ANSWER = [30 + index % 200 for index in range(250)]
+ANSWER = [30 + index % 200 for index in range(120)]
 
 
 @pytest.fixture
