@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
 from decode_worker.speculation.drafters import ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
+from tests.support.decoding import build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
@@ -56,7 +56,7 @@ def requests() -> list[SequenceParams]:
 
 def test_every_request_fails_with_the_reason(broken: Path) -> None:
     wanted = requests()
-    answers = decode(build(broken, ""), build_eager_speculator({"ngram": NgramDrafter()}), wanted)
+    answers = decode(build(broken, ""), wanted, build_eager_speculator({"ngram": NgramDrafter()}))
     assert not any(answers.tokens.values()) and not any(answers.logprobs.values())
     assert {end.finish_reason for end in answers.ends.values()} == {"error"}
     assert all("the model's logits are NaN" in end.error for end in answers.ends.values())
@@ -68,7 +68,7 @@ def test_a_broken_draft_model_changes_no_token(broken: Path) -> None:
     wanted = [replace(one, drafter="draft", max_draft_tokens=3) for one in requests()]
     drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
     with capture_logs() as logs:
-        drafted = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+        drafted = decode(engine, wanted, build_eager_speculator({"draft": drafter}))
     assert [event["event"] for event in logs].count("speculation failed") == 1
-    assert drafted.tokens == decode(engine, NO_SPECULATION, wanted).tokens
+    assert drafted.tokens == decode(engine, wanted).tokens
     assert {end.finish_reason for end in drafted.ends.values()} <= {"stop", "length"}

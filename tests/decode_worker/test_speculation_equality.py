@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.decoding import NO_SPECULATION, build_eager_speculator, build_scheduler, decode
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from prefill_worker.main import BothRunners, DraftKv
 from prefill_worker.metrics import PrefillMetrics
+from tests.support.decoding import build_eager_speculator, build_scheduler, decode
 from wire.sampling import SamplingParams
 from worker.loop import WorkerLoop
 from worker.models import locate_draft, locate_model
@@ -102,14 +102,14 @@ def build_requests(tokenizer: Tokenizer, drafter: str) -> list[SequenceParams]:
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "lying"])
 def test_answers_with_drafts_are_those_without(engine: Engine, tokenizer: Tokenizer, name: str) -> None:
-    plain = decode(engine, NO_SPECULATION, build_requests(tokenizer, "off"))
+    plain = decode(engine, build_requests(tokenizer, "off"))
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
         "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),
         "lying": LyingDrafter(plain.tokens),
     }
-    drafted = decode(engine, build_eager_speculator({name: drafters[name]}), build_requests(tokenizer, name))
+    drafted = decode(engine, build_requests(tokenizer, name), build_eager_speculator({name: drafters[name]}))
     assert drafted.tokens == plain.tokens
     for handle, end in plain.ends.items():
         assert drafted.ends[handle].finish_reason == end.finish_reason
@@ -131,13 +131,13 @@ def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenize
     plain, drafted = (
         decode(
             engine,
-            build_eager_speculator({"draft": ModelDrafter(engine.draft_runner, CostMeter(), 64)}),
             [
                 build_params(
                     tokenizer, text, handle, 32, sampling=GREEDY, num_logprobs=2, drafter=drafter, max_draft_tokens=most
                 )
                 for handle, text in enumerate(texts, start=1)
             ],
+            build_eager_speculator({"draft": ModelDrafter(engine.draft_runner, CostMeter(), 64)}),
         )
         for drafter, most in (("off", 0), ("draft", 4))
     )
@@ -167,8 +167,8 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
             for i in range(3)
         ]
     drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
-    answers = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
-    assert answers.tokens == decode(engine, NO_SPECULATION, [replace(one, drafter="off") for one in wanted]).tokens
+    answers = decode(engine, wanted, build_eager_speculator({"draft": drafter}))
+    assert answers.tokens == decode(engine, [replace(one, drafter="off") for one in wanted]).tokens
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]
     assert sum(one.draft_tokens for one in timings) > 100
     for handle, end in answers.ends.items():

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
 from engine.batch import count_right
 from engine.sampling.sample import sample
+from tests.support.batches import build_sampling_batch
 from tests.support.sampling_twins import chi_square_sigmas
 from wire.sampling import SamplingParams
 

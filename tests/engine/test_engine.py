@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bench.gpu_checks.engine import PROMPT, open_row
 from demo.paths import TARGET_DIR
 from engine.batch import ForwardRow
 from engine.engine import Engine, KvDType, build_engine
@@ -16,6 +16,8 @@ from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
 from wire.sampling import SamplingParams
 from worker.process import build_worker
+
+PROMPT = np.arange(20, 120, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,8 @@ def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
         str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: (8, 0), lambda _done, _total: None,
         128, kv_dtype=kv_dtype,
     )  # fmt: skip
-    open_row(engine.rows, 0, PROMPT, SamplingParams())
+    engine.rows.open(0, PROMPT, SamplingParams(), len(PROMPT))
+    engine.rows.write_pages(0, 0, range(8))
     told = []
     for begin, count in ((0, 50), (50, 49)):
         step = engine.runner.launch([ForwardRow(0, begin, count, num_logits=count, num_given=count)]).collect()

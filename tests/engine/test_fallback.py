@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from bench.batches import Part, pack
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
 from engine.engine import build_engine
@@ -29,6 +28,7 @@ from engine.models.fallback_probe import probe_config
 from engine.models.load import load_any_config, load_model
 from engine.ranks import Ranks
 from engine.runner import Runner
+from tests.support.batches import Part, pack
 from tests.support.families import rope
 from tests.support.threads import one_thread
 from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model

@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
-from bench.gpu_checks.sampling import Sampler, check_sampling
 from engine.kernels import gpu_noise
 from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.kernels.gpu_sampling import choose_tokens
@@ -27,6 +25,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.gpu import sample, upload_batch
 from engine.sampling.logits import adjust_logits_
 from engine.sampling.sample import sample_slowly
+from tests.support.batches import build_sampling_batch
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 
@@ -238,15 +237,3 @@ def test_the_host_reads_no_value_of_the_device() -> None:
             there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
     drafts = torch.tensor([2, 3], dtype=torch.int32)
     assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts
-
-
-# --- the check for a card
-
-
-def test_the_check_notices_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_wrong(device: torch.device) -> Sampler:
-        return lambda logits, batch: sample_slowly(logits, batch) ^ 1
-
-    monkeypatch.setattr("bench.gpu_checks.sampling._find_sampler", find_wrong)
-    with pytest.raises(AssertionError, match="11 of 11"):
-        check_sampling(CPU)

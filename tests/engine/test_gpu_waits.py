@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.batches import SAMPLINGS
-from bench.gpu_checks.models import PAGE_TOKENS, SHAPES, RandomCheckpoint
 from engine import runner
 from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
@@ -31,13 +29,18 @@ from engine.runner import Runner
 from engine.sampling import gpu as gpu_sampling
 from engine.weights.formats import choose_format
 from engine.weights.reader import ShardReader
+from tests.support.batches import SAMPLINGS
+from tests.support.checkpoints import tiny_config
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
+from tests.support.random_models import RandomCheckpoint
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
 from wire.kv_layout import pool_sizes
 
-CONFIG = build_config(SHAPES["tiny"])
+CONFIG = build_config(
+    tiny_config("llama", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024, tied=True).to_dict()
+)
 BF16 = torch.bfloat16
-EVERYONE, PROMPT, ROW_PAGES = range(len(SAMPLINGS)), 20, 4
+EVERYONE, PROMPT, ROW_PAGES, PAGE_TOKENS = range(len(SAMPLINGS)), 20, 4, 16
 PADDING_PAGE = len(SAMPLINGS) * ROW_PAGES
 WORDS = -(-CONFIG.vocab_size // 32)
 

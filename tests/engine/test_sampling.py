@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
 from engine.kernels.build import BuildError, find_compiler
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.noise import build_keys, gumbel_noise, hash_ids
 from engine.sampling.sample import sample
+from tests.support.batches import build_sampling_batch
 from tests.support.instruction_sets import WIDTHS, built_for
 from tests.support.sampling_twins import build_mask, chi_square_sigmas, sample_both
 from tests.support.threads import one_thread

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from demo.paths import TARGET_DIR
 from tests.faults.proxy import FaultProxy
 from tests.support.fault_answers import Truth
+from tests.support.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from tests.support.oracle import Oracle
 from tests.support.traces import Collector, run_collector
 

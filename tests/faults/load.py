@@ -3,9 +3,9 @@
 import threading
 from types import TracebackType
 
-from bench.fleet import ProcessFleet
 from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import ProcessFleet
 
 SHAPES = ((20, 40), (400, 60), (1500, 30), (100, 120))  # prompt and answer tokens
 

@@ -17,13 +17,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet, wait_until
-from bench.plain_http import HTTP
 from gateway.router.drain_gate import DRAINING
 from protos import decode_pb2
 from runtime.trust import SECRET_KEY, TlsFiles
 from tests.faults.strangers import CALL_S, ask_status, issue, knock, open_channel, write_tls_dir
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
+from tests.support.live import HTTP, wait_until
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

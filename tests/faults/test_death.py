@@ -5,9 +5,9 @@ import json
 import grpc
 import pytest
 
-from bench.fleet import WAIT_S, ProcessFleet
-from bench.plain_http import HTTP
 from tests.support.fault_answers import Truth, ask, find_busy, prompt_of
+from tests.support.fleet import ProcessFleet
+from tests.support.live import HTTP, WAIT_S
 
 ORPHAN_TOKENS = 3000  # 9 s of work
 

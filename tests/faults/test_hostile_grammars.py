@@ -11,9 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
-from bench.fleet import wait_until
-from bench.live import Live, serve
-from bench.plain_http import HTTP
+from tests.support.live import HTTP, Live, serve, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 NUM_DISTINCT = int(os.environ.get("TEST_DISTINCT_SCHEMAS", "150"))  # the fault list's 5000 take minutes
@@ -122,6 +120,6 @@ def test_many_distinct_schemas_leave_memory_bounded(live: Live) -> None:
 
 def decode_memory_mib(live: Live) -> int:
     """The decode worker's private memory."""
-    pid = next(worker["pid"] for worker in live.workers() if worker["role"] == "decode")
+    pid = next(worker["pid"] for worker in live.status() if worker["role"] == "decode")
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) >> 10

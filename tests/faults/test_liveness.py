@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from bench.fleet import Process, ProcessFleet, wait_until
-from bench.plain_http import HTTP
 from tests.faults.conftest import Held
 from tests.faults.load import Load
 from tests.faults.soak import roll
 from tests.support.fault_answers import Truth, ask, find, find_busy, is_alive, read_events
+from tests.support.fleet import Process, ProcessFleet
+from tests.support.live import HTTP, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

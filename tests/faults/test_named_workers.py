@@ -10,11 +10,11 @@ from itertools import cycle, islice
 
 import pytest
 
-from bench.fleet import Process, ProcessFleet, free_ports, run_fleet, wait_until
-from bench.plain_http import read_workers
 from tests.faults.chaos import Case, Tally, build_cases
 from tests.support.asking import Asking
 from tests.support.dns_server import DnsServer, dns_server
+from tests.support.fleet import Process, ProcessFleet, free_ports, run_fleet
+from tests.support.live import read_workers, wait_until
 
 NAMES = {role: f"_grpc._tcp.{role}.test" for role in ("prefill", "decode")}
 NUM_GATEWAYS = 3

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.fleet import ProcessFleet, run_fleet, wait_until
 from tests.faults.load import Load
 from tests.support.fault_answers import Truth, mend
+from tests.support.fleet import ProcessFleet, run_fleet
+from tests.support.live import wait_until
 
 FLAGS = ["--transport=nixl", "--require-transport", "--nixl-allow-tcp"]
 STOP_S = 6.0  # longer than a lease

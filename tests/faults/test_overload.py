@@ -16,10 +16,11 @@ import grpc
 import httpx
 import pytest
 
-from bench.fleet import Process, ProcessFleet, run_fleet, wait_until
 from protos import inference_pb2, inference_pb2_grpc
 from tests.faults.soak import look_at
 from tests.support.fault_answers import Truth, ask, prompt_of, read_events
+from tests.support.fleet import Process, ProcessFleet, run_fleet
+from tests.support.live import wait_until
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

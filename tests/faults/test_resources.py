@@ -17,9 +17,9 @@ import grpc
 import httpx
 import pytest
 
-from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
-from bench.plain_http import HTTP
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import HOST, ProcessFleet, run_fleet
+from tests.support.live import HTTP, wait_until
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

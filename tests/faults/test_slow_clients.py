@@ -9,11 +9,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
-from bench.plain_http import HTTP
 from tests.faults.load import Load
 from tests.faults.soak import look_at
 from tests.support.fault_answers import Truth
+from tests.support.fleet import HOST, ProcessFleet, run_fleet
+from tests.support.live import HTTP, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -2,8 +2,8 @@
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from bench.fleet import ProcessFleet
 from tests.support.fault_answers import Truth, ask, find_busy
+from tests.support.fleet import ProcessFleet
 from tests.support.traces import PARTS, Collector, said
 
 

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import os
 import signal
-import sys
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,8 +19,6 @@ import pytest
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
-from bench.gpu_checks import ipc
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
 from decode_worker import kv_peers
 from engine.kv import pool as pool_module
 from engine.kv.pool import Pool
@@ -32,7 +29,7 @@ from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import COMMAND, Exporter, build_local, build_pool, page_content
 from tests.support.real_workers import (
     CHUNK_TOKENS,
     NUM_PAGES,
@@ -44,7 +41,7 @@ from tests.support.real_workers import (
 )
 from wire.kv_layout import TEST_BYTES, PagePart
 
-GPU_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "fake-gpu")
+GPU_PROCESS = (*COMMAND, "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 
 
@@ -380,24 +377,3 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
             assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
         else:
             assert not warnings and why == "the peer's GPU memory can be opened on this host"
-
-
-def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:
-    pool = build_pool(8, FakeGpu())
-    before = count_opened()
-    assert "8 pages of 512 bytes equal, a recycled one refused" in ipc.read_pages(pool, GPU_PROCESS, "cuda_ipc")
-    report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=5)
-    assert report.startswith("1 owners killed, ") and report.endswith("context works, no call failed")
-    assert ipc.time_copies(pool, GPU_PROCESS).startswith("4 pages: ")
-    assert count_opened() == before
-
-
-def test_what_a_killed_owner_does_to_its_reader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = build_pool(2, FakeGpu())
-
-    def load(pages: Sequence[int]) -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr(pool, "load", load)
-    report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=1)
-    assert report.startswith("FINDING: the reader's context is lost after kill 0: CUDA error: unspecified launch")

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, describe, page_content, recycle
 from engine.kv.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
@@ -31,18 +29,23 @@ from runtime.rpc import bind, build_server, open_channel
 from tests.support.fake_cuda import FakeGpu
 from tests.support.fake_workers import PATIENCE_S
 from tests.support.pool_process import (
+    COMMAND,
     PARTS,
     WHOLE_BYTES,
+    Exporter,
+    build_local,
     build_pool,
     build_ranks,
+    describe,
     find_share,
     find_share_of_page,
+    page_content,
+    recycle,
     recycle_ranks,
 )
 
 NUM_REMOTE, NUM_LOCAL = 9, 7
-POOL_PROCESS = (sys.executable, "-m", "tests.support.pool_process")
-OWNER_WORDS = {"cuda_ipc": ("fake-gpu",), "shm": (), "nixl:cma": ("nixl",)}  # arguments of that process
+OWNER_WORDS = {"cuda_ipc": ("fake-gpu",), "shm": (), "nixl:cma": ("transport=nixl",)}  # arguments of that process
 
 
 class Owner:
@@ -116,7 +119,7 @@ async def open_owner(transport: str, num_ranks: int) -> AsyncIterator[Owner]:
             )
             yield Owner(message, partial(recycle_ranks, pools))
         else:
-            words = [*POOL_PROCESS, *OWNER_WORDS[transport], f"ranks={num_ranks}"]
+            words = [*COMMAND, *OWNER_WORDS[transport], f"ranks={num_ranks}"]
             exporter = stack.enter_context(Exporter(words, NUM_REMOTE))
             yield Owner(exporter.peer, exporter.recycle)
 
@@ -204,7 +207,7 @@ def watched(on_store: Callable[[Sequence[int]], None]) -> Pool:
 async def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped() -> None:
     local = build_filled()
     ours = build_local(local, "reader")
-    with Exporter(POOL_PROCESS, NUM_REMOTE) as owner:
+    with Exporter(COMMAND, NUM_REMOTE) as owner:
         owner.recycle(3)
         reader = ShmReader(ours, owner.peer)
         assert not reader.is_gone()

@@ -7,7 +7,6 @@ fetches them). For what all readers promise see test_kvtransfer.py.
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -19,7 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
 from engine.kv.gpu import GpuPages
 from engine.kv.pool import HostPages
 from kvtransfer import nixl, nixl_agent
@@ -29,10 +27,10 @@ from kvtransfer.reader import PageRef, ReadError
 from protos import decode_pb2, kv_pb2
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import COMMAND, Exporter, build_local, build_pool, page_content
 from tests.support.real_workers import decode_worker, gateway
 
-NIXL_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "nixl")
+NIXL_PROCESS = (*COMMAND, "transport=nixl")
 NUM_PAGES, NUM_LOCAL = 64, 24
 NUMBERS = count()
 LOOPBACK = "0100007F"

@@ -10,13 +10,12 @@ from typing import cast
 import grpc
 import pytest
 
-from bench.gpu_checks.ipc_exporter import build_local
 from kvtransfer.reader import ReadError
 from kvtransfer.shm import ShmReader
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.rpc import open_channel
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import build_local, build_pool
 from tests.support.real_workers import (
     NUM_PAGES,
     PAGE_TOKENS,

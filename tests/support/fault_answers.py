@@ -7,10 +7,11 @@ from typing import Any
 
 import grpc
 
-from bench.fleet import Process, ProcessFleet, wait_until
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.rpc import new_incarnation
 from tests.support.asking import CLIENT_S, Asking
+from tests.support.fleet import Process, ProcessFleet
+from tests.support.live import WAIT_S, Service, wait_until
 from tests.support.oracle import Oracle, random_prompt
 
 VOCAB = 300
@@ -27,9 +28,8 @@ class Truth:
 
     def check(self, asking: Asking) -> None:
         """The request succeeded with exactly the undisturbed tokens."""
-        asking.finish()
-        assert asking.code is None, f"{asking.code}: {asking.detail}"
-        assert asking.tokens == self.oracle.answer(asking.prompt, asking.num_tokens, guess=asking.tokens)
+        tokens = asking.answer()
+        assert tokens == self.oracle.answer(asking.prompt, asking.num_tokens, guess=tokens)
 
     def check_clean(self, asking: Asking) -> None:
         """It succeeded, or failed cleanly after a prefix of the undisturbed answer."""
@@ -65,11 +65,23 @@ def mend(fleet: ProcessFleet, truth: Truth) -> None:
 
 
 def ask(
-    fleet: ProcessFleet, num_prompt: int = 200, num_tokens: int = 250, seed: int = 1, timeout_s: float = CLIENT_S
+    service: Service, num_prompt: int = 200, num_tokens: int = 250, seed: int = 1, timeout_s: float = CLIENT_S
 ) -> Asking:
     """Sent with its own salt, so the whole prompt is computed even if it was cached."""
     prompt = prompt_of(num_prompt, seed)
-    return Asking(fleet.grpc_address, prompt, num_tokens, timeout_s, cache_salt=new_incarnation())
+    return Asking(service.grpc_address, prompt, num_tokens, timeout_s, cache_salt=new_incarnation())
+
+
+def ask_several(service: Service, count: int, num_tokens: int, num_prompt: int = 60) -> list[Asking]:
+    """Different requests; returns when all have their first token."""
+    asking = [ask(service, num_prompt, num_tokens, seed, 2 * WAIT_S) for seed in range(count)]
+    for one in asking:
+        one.wait_for_tokens(1)
+    return asking
+
+
+def answers(asking: Sequence[Asking]) -> list[list[int]]:
+    return [one.answer() for one in asking]
 
 
 def prompt_of(num_tokens: int, seed: int = 1) -> Sequence[int]:

@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 import torch
 
-from bench.gpu_checks.ipc_exporter import build_local, describe
 from decode_worker.kv_peers import KVPeers
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
@@ -42,7 +41,8 @@ from runtime.config_parts import Transport
 from runtime.rpc import bind, new_incarnation, open_channel
 from runtime.trust import load_trust
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.fleet import Process
+from tests.support.pool_process import build_local, build_pool, describe
 from wire.kv_layout import KvPart
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
@@ -246,6 +246,10 @@ class DecodeWorker:
     states: Pool | None
 
     @property
+    def address(self) -> str:
+        return self.peer.address
+
+    @property
     def peers(self) -> KVPeers:
         return self.receiver.peers
 
@@ -360,8 +364,8 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(worker: DecodeWorker, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
-    channel = open_channel(worker.peer.address)
+async def gateway(worker: DecodeWorker | Process, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
+    channel = open_channel(worker.address)
     opened = Gateway(decode_pb2_grpc.DecodeStub(channel), name, signal)
     listening = asyncio.create_task(opened.listen())
     try:

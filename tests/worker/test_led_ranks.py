@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import worker.ranks
-from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine, Place
 from engine.kv.pool import create_file
 from engine.prepared import Prepared
 from engine.ranks import join_group
 from engine.runner import Launched, Runner
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, capture, speculators
+from tests.support.decode_bench import NUM_PAGES, build, build_requests, capture, run, speculators
+from tests.support.decoding import Answers
 from tests.support.grammars import DEMO_SIZE
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
@@ -75,7 +75,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def expected(alone: Engine) -> Answers:
-    return Bench(alone, NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
+    return run(alone, build_requests("off"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_answers_are_those_of_one_process(
     led: Engine, expected: Answers, drafter: str, num_pages: int, steps_ahead: int
 ) -> None:
     speculator = speculators(led, is_ahead=steps_ahead > 0)[drafter]
-    answers = Bench(led, speculator, steps_ahead, num_pages, {}).run(build_requests(drafter))
+    answers = run(led, build_requests(drafter), speculator, steps_ahead, num_pages)
     assert answers.tokens == expected.tokens
     for handle, known in expected.logprobs.items():
         told = answers.logprobs[handle]

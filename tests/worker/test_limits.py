@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.roofline import kv_tokens_that_fit
 from cli.bench import load_shape
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
@@ -90,7 +89,6 @@ def test_what_limits_take_fits_every_card_that_holds_the_weights(name: CardName,
             num_tokens = room.left_bytes(0.9) // shape.kv_token_bytes_of(tp)
             if isinstance(config, DecodeConfig) and config.max_running > LEAST_SESSIONS:
                 assert num_tokens >= config.max_running * SESSION_TOKENS
-            assert num_tokens == kv_tokens_that_fit(shape, card, tp, found)
 
 
 def test_set_limits_are_obeyed_and_cpus_have_theirs() -> None:
@@ -179,7 +177,7 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
     page_bytes = shape.kv_token_bytes * config.page_tokens
     size = partial(size_pool_here, config, shape.context_tokens, page_bytes, 1)
     pages, _ = size((room.total_bytes, room.taken_bytes, step_bytes), 0)
-    assert pages == kv_tokens_that_fit(shape, card, 1, found) // config.page_tokens
+    assert pages == room.left_bytes(0.9) // page_bytes
     fewer, _ = size((room.total_bytes, room.taken_bytes, step_bytes + GIB), 0)
     assert (pages - fewer) * page_bytes == pytest.approx(GIB * (1 + limits.STEP_MARGIN), abs=page_bytes)
 

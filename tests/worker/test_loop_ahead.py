@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from bench.batches import SAMPLINGS
-from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine
+from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, make_late, speculators
+from tests.support.decode_bench import NUM_PAGES, build, build_requests, make_late, run, speculators
+from tests.support.decoding import Answers
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from worker.sequences import SequenceParams
 
@@ -31,7 +31,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
 @pytest.fixture(scope="module")
 def expected(engines: tuple[Engine, Engine]) -> Answers:
     """Step by step, without drafts, with enough pages."""
-    return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
+    return run(engines[0], build_requests("off"))
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
@@ -40,13 +40,12 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
 def test_answers_are_those_of_step_by_step(
     engines: tuple[Engine, Engine], expected: Answers, drafter: str, num_pages: int, aborted: dict[int, int]
 ) -> None:
-    late = Bench(engines[1], speculators(engines[1], is_ahead=True)[drafter], 1, num_pages, aborted)
     requests = build_requests(drafter)
-    answers = late.run(requests)
+    answers = run(engines[1], requests, speculators(engines[1], is_ahead=True)[drafter], 1, num_pages, aborted)
     if num_pages == NUM_PAGES:
-        assert late.scheduler.kv.num_hit and not late.scheduler.num_preemptions
+        assert answers.scheduler.kv.num_hit and not answers.scheduler.num_preemptions
     else:
-        assert late.scheduler.num_preemptions
+        assert answers.scheduler.num_preemptions
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]
     assert any(one.accepted_tokens for one in timings) == (drafter != "off")
     assert {params.handle for params in requests} - aborted.keys() <= answers.ends.keys()
@@ -84,10 +83,10 @@ def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
 @pytest.mark.parametrize("drafter", ["ngram", "draft"])
 def test_the_device_seldom_waits_for_the_host(engines: tuple[Engine, Engine], drafter: str, has_json: bool) -> None:
     """Neither for drafts nor for masks, whatever the tokens are."""
-    plain = Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_streams("off", has_json))
-    late = Bench(engines[1], speculators(engines[1], is_ahead=True, step_s=H100_STEP_S)[drafter], 1, NUM_PAGES, {})
-    answers = late.run(build_streams(drafter, has_json))
+    plain = run(engines[0], build_streams("off", has_json))
+    speculator = speculators(engines[1], is_ahead=True, step_s=H100_STEP_S)[drafter]
+    answers = run(engines[1], build_streams(drafter, has_json), speculator, 1)
     assert answers.tokens == plain.tokens
     assert sum(end.timing.draft_tokens for end in answers.ends.values() if end.timing is not None) > 50
-    drained = late.num_drained, late.num_launches
-    assert late.num_launches > 50 and late.num_drained <= 0.05 * late.num_launches, drained
+    drained = answers.num_drained, answers.num_launched
+    assert answers.num_launched > 50 and answers.num_drained <= 0.05 * answers.num_launched, drained

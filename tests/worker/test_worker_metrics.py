@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.decoding import build_eager_speculator
-from decode_worker.loop import DraftsAndMasks
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Draft, Drafter, Wanted
+from tests.support.decoding import build_eager_speculator, decode
 from tests.support.handover import PROMPT, used, workers
 from tests.support.real_workers import (
     CHUNK_TOKENS,
@@ -20,12 +18,7 @@ from tests.support.real_workers import (
     expected_answer,
     packed,
 )
-from worker.kv_cache import KVCacheManager
-from worker.loop import WorkerLoop
-from worker.plan import TokenBudget
-from worker.prefix_cache import PrefixCache
-from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams, Update
+from worker.sequences import SequenceParams
 
 
 def value(worker: PrefillWorker | DecodeWorker, name: str) -> float:
@@ -88,23 +81,16 @@ def test_drafts_are_counted_and_those_that_were_right() -> None:
     prompt, num_tokens = PROMPT[:5], 30
     liar = Liar(expected_answer(prompt, num_tokens))
     engine, _runner = build_kv_engine(max_running=1)
-    scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS), 1, lease_s=60)
-    metrics, news = DecodeMetrics(scheduler), list[Update]()
-    loop = WorkerLoop(
-        DraftsAndMasks(build_eager_speculator({"liar": liar}), scheduler), scheduler, engine.runner, engine.rows,
-        engine.pool, TokenBudget(CHUNK_TOKENS, "--local-prefill-chunk-tokens"),
-        lambda _step, updates: news.extend(updates), metrics,
-    )  # fmt: skip
-    scheduler.admit(
-        SequenceParams("r", packed(prompt), len(prompt) - 1, num_tokens, drafter="liar", max_draft_tokens=4), 0.0
+    request = SequenceParams(
+        "r", packed(prompt), len(prompt) - 1, num_tokens, handle=1, drafter="liar", max_draft_tokens=4
     )
-    while loop.step():
-        pass
-    assert [token for update in news for token in update.token_ids] == expected_answer(prompt, num_tokens)
+    answers = decode(engine, [request], build_eager_speculator({"liar": liar}), chunk_tokens=CHUNK_TOKENS)
+    assert answers.tokens[1] == expected_answer(prompt, num_tokens)
+    registry = answers.metrics.registry
     drafted, right = sum(map(len, liar.drafts)), sum(len(draft) - 1 for draft in liar.drafts)
     assert drafted > right > 0
-    assert metrics.registry.get_sample_value("baton:spec_draft_tokens_total") == drafted
-    assert metrics.registry.get_sample_value("baton:spec_accepted_tokens_total") == right
-    timing = news[-1].timing
+    assert registry.get_sample_value("baton:spec_draft_tokens_total") == drafted
+    assert registry.get_sample_value("baton:spec_accepted_tokens_total") == right
+    timing = answers.ends[1].timing
     assert timing is not None and (timing.draft_tokens, timing.accepted_tokens) == (drafted, right)
-    assert metrics.registry.get_sample_value("baton:generation_tokens_total") == num_tokens
+    assert registry.get_sample_value("baton:generation_tokens_total") == num_tokens

@@ -13,8 +13,7 @@ import grpc
 import httpx
 import pytest
 
-from bench.live import Live
-from bench.plain_http import HTTP
+from tests.support.live import HTTP, Live
 from tests.support.surface import MODEL, Surface
 
 CONTEXT = 4096

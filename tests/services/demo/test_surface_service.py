@@ -15,10 +15,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from bench.live import Live
-from bench.plain_http import HTTP
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
+from tests.support.live import HTTP, Live
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import CHUNK, MODEL, PAGE_TOKENS, VOCAB, Surface, Told, transferred_bytes
 
@@ -163,7 +162,7 @@ def test_ends_come_when_they_may(surface: Surface, oracle: Oracle, question: lis
 
 
 def test_a_worker_that_is_ready_has_its_grammar_compiler(demo: Live) -> None:
-    pid = next(worker["pid"] for worker in demo.workers() if worker["role"] == "decode")
+    pid = next(worker["pid"] for worker in demo.status() if worker["role"] == "decode")
     children = [pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()]
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
     assert any("compiler_process" in command for command in commands), commands
