@@ -101,13 +101,9 @@ class Load:
 
 
 @contextmanager
-def load(named: Named, num_clients: int, num_tokens: int | None = None) -> Iterator[Load]:
-    """All answers are right in the end, and no attempt failed on the way: no stream was cut.
-
-    `num_tokens`: of each answer; None: 40 to 400.
-    """
-    cases = build_cases(named.fleet, 8, seed=27)
-    asking = Load(cycle(Case(case.prompt, case.answer[:num_tokens]) for case in cases))
+def load(named: Named, num_clients: int) -> Iterator[Load]:
+    """All answers are right in the end, and no attempt failed on the way: no stream was cut."""
+    asking = Load(cycle(build_cases(named.fleet, 8, seed=27)))
     failed = {gateway.name: gateway.metric("attempts_failed_total") for gateway in named.gateways.values()}
     gateways = islice(cycle(named.gateways), num_clients)
     clients = [threading.Thread(target=asking.keep_asking, args=(gateway,), daemon=True) for gateway in gateways]
