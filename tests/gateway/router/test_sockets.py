@@ -12,31 +12,9 @@ from decode_worker import service
 from gateway.router.fleet import Fleet
 from protos import decode_pb2, kv_pb2
 from runtime import rpc
-from tests.gateway.router.test_requests import BAD_SCHEMA, NO_ROOM, answer, bound
-from tests.support.dispatching import bounded, failure, pair
+from tests.support.dispatching import bounded
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.real_workers import MAX_RUNNING, decode_worker, gateway, prefill_worker
-from tests.support.virtual_fleet import wanted
-
-WHOLE = (answer(4), "length")
-
-
-@bounded
-async def test_a_request_is_answered_refused_and_cancelled() -> None:
-    async with pair(is_manual=True) as (built, decode, prefill):
-        decode.refusals.append(NO_ROOM)
-        task = built.start(wanted())
-        await built.signal.until(lambda: prefill.num_done == 1)
-        decode.sessions[0].emit(4, "length")
-        assert await task == WHOLE
-        decode.refusals.append(BAD_SCHEMA)
-        error = await failure(built.start(bound()))
-        assert (error.status, error.param) == (400, "tools[1].function.parameters")
-        prefill.may_finish.clear()
-        task = built.start(wanted())
-        await built.signal.until(lambda: len(prefill.runs) == 2)
-        task.cancel()
-        await built.signal.until(lambda: bool(decode.aborted) and prefill.num_cancelled == 1)
 
 
 async def refused_for(call: Awaitable[object]) -> str:
