@@ -92,8 +92,7 @@ def test_row_15_stream_that_is_not_read_is_cancelled_in_time(
         assert fleet.gateway.read_log().count("client stopped reading") >= 2
         is_over.set()
         assert all(is_cut(client) for client in stalled)
-        num_before = len(load.ended)
-        wait_until(lambda: len(load.ended) >= num_before + 3, SLACK_S)
+        load.wait_for(3, SLACK_S)
     load.check(truth)
     fleet.wait_until_unused()
     wait_until_closed(fleet, clients)

@@ -54,7 +54,7 @@ arguments = st.builds(
 calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=4)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(format=formats, calls=calls_strategy, lead=st.sampled_from(["", "Let me look.\n", "a < b ["]), cuts=cut_lists)
 def test_what_a_model_writes_is_read_however_it_is_split(
     format: Format, calls: list[Call], lead: str, cuts: list[int]
