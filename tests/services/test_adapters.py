@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import grpc
 import pytest
 
-from bench.fleet import run_fleet
 from engine.engine import Engine, build_engine
 from engine.layers.adapters import AdapterLimits
 from engine.models.peft import find_digest
@@ -19,6 +18,7 @@ from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.rpc import open_channel
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
+from tests.support.fleet import run_fleet
 from tests.support.handover import refusal
 from tests.support.lora import greedy, write_adapter
 from tests.support.oracle import random_prompt
