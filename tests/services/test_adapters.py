@@ -217,7 +217,7 @@ def test_ranks_have_the_same_adapters(adapters: Adapters) -> None:
         address = fleet["decode-0"].address
 
         async def scenario() -> None:
-            signal, worker = Signal(), cast(Any, SimpleNamespace(peer=SimpleNamespace(address=address)))
+            signal, worker = Signal(), cast(Any, SimpleNamespace(address=address))
             async with gateway(worker, signal) as opened, open_channel(address) as channel:
                 stub: Any = decode_pb2_grpc.DecodeStub(channel)
                 for handle, number in enumerate((0, 1, -1, 0, 1), 1):
