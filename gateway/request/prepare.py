@@ -73,7 +73,7 @@ class ServedModel(Prompts):
         if self.tracing is None:
             return None
         served = self.names.listed[0]
-        operation = "chat" if any(isinstance(prompt.content, Chat) for prompt in raw.prompts) else "text_completion"
+        operation = "chat" if raw.is_chat else "text_completion"
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "baton",
@@ -109,7 +109,7 @@ class ServedModel(Prompts):
         )
         check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)
-        reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
+        reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):

@@ -81,6 +81,11 @@ class GenerateRequest:
     tools: RawTools = field(default_factory=RawTools)
     warnings: Sequence[str] = ()  # what was left out of it
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether it has a conversation, and not prompts."""
+        return any(isinstance(prompt.content, Chat) for prompt in self.prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
