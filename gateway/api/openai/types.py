@@ -44,6 +44,8 @@ _IGNORED: Ignored = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
+# fields that GenerateRequest has under the same name
+_SAME = ("model", "n", "min_tokens", "stop_token_ids", "ignore_eos", "speculation", "max_draft_tokens", "cache_salt")
 
 
 def _few_biases(value: object) -> object:
@@ -117,21 +119,14 @@ class _GenerationBody(Body):
             raise bad_request("stream_options needs stream to be true", "stream_options")
         stop = self.stop if self.stop is not None else []
         return {
-            "model": self.model,
-            "n": self.n,
-            "min_tokens": self.min_tokens,
+            **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
             "sampling": given_sampling(self),
             "stop": [stop] if isinstance(stop, str) else stop,
-            "stop_token_ids": self.stop_token_ids or [],
-            "ignore_eos": bool(self.ignore_eos),
             "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
             "form": pick_form(self.response_format, self.structured_outputs),
-            "speculation": self.speculation,
-            "max_draft_tokens": self.max_draft_tokens,
             "with_timing": bool(self.include_timing),
             "with_token_ids": bool(self.return_token_ids),
             "num_prompt_logprobs": self.prompt_logprobs,
-            "cache_salt": self.cache_salt or "",
             "warnings": tuple(self.warnings()),
         }
 
