@@ -41,28 +41,38 @@ def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
 
 def fit_ids(message: Message, format: Format) -> Message:
     """Replaces ids that the format's template refuses, in calls and results: another model may have made them."""
+    size = format.num_id_chars
+
+    def fit(call_id: str) -> str:
+        if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:size]
+
     fitted = dict(message)
     if "tool_call_id" in fitted:
-        fitted["tool_call_id"] = _fit(fitted["tool_call_id"], format)
+        fitted["tool_call_id"] = fit(fitted["tool_call_id"])
     if "tool_calls" in fitted:
-        fitted["tool_calls"] = [{**call, "id": _fit(call["id"], format)} for call in fitted["tool_calls"]]
+        fitted["tool_calls"] = [{**call, "id": fit(call["id"])} for call in fitted["tool_calls"]]
     return fitted
 
 
 def fit_reasoning(message: Message, template: str) -> Message:
     """Removes the reasoning if the template does not read it: such models are trained to continue without it."""
     is_read = message["role"] == "assistant" and message.get("reasoning_content") and "reasoning_content" in template
-    return message if is_read else {name: value for name, value in message.items() if name != "reasoning_content"}
+    return message if is_read else _without_reasoning(message)
 
 
 def keep_reasoning(messages: Sequence[Message], num_kept: int) -> list[Message]:
     """Removes the reasoning of all but the last `num_kept` messages that have any."""
-    reasoned = [index for index, message in enumerate(messages) if "reasoning_content" in message]
-    cleared = set(reasoned[: max(len(reasoned) - num_kept, 0)])
-    return [
-        {name: message[name] for name in message if index not in cleared or name != "reasoning_content"}
-        for index, message in enumerate(messages)
-    ]
+    kept: list[Message] = []
+    for message in reversed(messages):
+        num_kept -= "reasoning_content" in message
+        kept.append(message if num_kept >= 0 else _without_reasoning(message))
+    return kept[::-1]
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
 def put_before(header: str, messages: Sequence[Message]) -> Sequence[Message]:
@@ -107,10 +117,3 @@ def check_open(messages: Sequence[Message]) -> None:
         raise ValueError(f"an answer goes on with a last message of the assistant's, not {last['role']}")
     if last.get("tool_calls"):
         raise ValueError("the last message has tool_calls, with which an answer cannot go on")
-
-
-def _fit(call_id: str, format: Format) -> str:
-    size = format.num_id_chars
-    if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:size]

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.message import Message
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id
@@ -41,21 +40,15 @@ async def send_call_id(context: Context, request_id: str) -> None:
 async def abort_with(context: Context, error: ApiError) -> NoReturn:
     """Ends the call with the error's message, code, field and retry delay."""
     code, message = _CODES.get(error.status, grpc.StatusCode.INTERNAL), shorten(error.message)
-    details: list[Message] = []
+    status = status_pb2.Status(code=code.value[0], message=message)
     if error.code is not None:
-        details.append(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=message)
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.seconds = error.retry_after_s
-        details.append(retry)
-    status = status_pb2.Status(code=code.value[0], message=message)
-    for detail in details:
-        packed = AnyMessage()
-        packed.Pack(detail)
-        status.details.append(packed)
+        delay = Duration(seconds=error.retry_after_s)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
 
 
@@ -86,17 +79,14 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             try:
                 check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
             except ApiError as error:
-                return _refusal(error)
+                refusal = error
+
+                async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+                    await refuse(context, refusal)
+
+                # refuses before it reads; streams in both directions, so that it can replace any kind of method
+                return grpc.stream_stream_rpc_method_handler(handle)
         return await continuation(handler_call_details)
-
-
-def _refusal(error: ApiError) -> Handler:
-    """A handler that refuses before it reads. It streams in both directions, so it can replace any kind of method."""
-
-    async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-        await refuse(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(handle)
 
 
 def _find(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str | bytes | None:

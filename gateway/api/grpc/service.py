@@ -3,7 +3,7 @@
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ from gateway.tools.parse import CallEnd
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
-from wire.logprobs import TokenLogprobs
 
 _log = structlog.get_logger()
 
@@ -59,11 +58,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), _AnswerMessages.generate)
+        await self._stream(context, lambda: generate_request(request), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), _AnswerMessages.chat)
+        await self._stream(context, lambda: chat_request(request), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
@@ -91,7 +90,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         context: Context,
         read: Callable[[], GenerateRequest],
-        write: "Callable[[_AnswerMessages, int, OutputDelta], Message]",
+        write: Callable[[OutputDelta, Mapping[str, Any]], Message],
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
@@ -102,10 +101,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raw = read()
             totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
             context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
-            messages = _AnswerMessages(totals, with_timing=raw.with_timing)
             async with aclosing(stream_choices(self._served, totals)) as pieces:
                 async for index, piece in pieces:
-                    message = write(messages, index, piece)
+                    message = write(piece, _shared_fields(index, piece, totals, raw.with_timing))
                     try:
                         async with waking_timeout(self._served.options.stalled_client_s):
                             await context.write(message)
@@ -113,53 +111,48 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         raise _StalledClientError from error
 
 
-class _AnswerMessages:
-    """Writes the choices of one request."""
+def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:
+    return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **shared)
 
-    def __init__(self, totals: Totals, *, with_timing: bool) -> None:
-        """`totals` must count a piece before it is written here."""
-        self._totals = totals
-        self._with_timing = with_timing
 
-    def generate(self, index: int, piece: OutputDelta) -> pb.GenerateResponse:
-        """A piece of a choice."""
-        return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
+def _chat_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.ChatResponse:
+    """With the tool calls that the piece completes."""
+    calls = [event for event in piece.calls if isinstance(event, CallEnd)]
+    return pb.ChatResponse(
+        finish_reason=piece.ending or "",
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
+        reasoning=piece.reasoning,
+        **shared,
+    )
 
-    def chat(self, index: int, piece: OutputDelta) -> pb.ChatResponse:
-        """A piece of a choice, with the tool calls that it completes."""
-        calls = [event for event in piece.calls if isinstance(event, CallEnd)]
-        return pb.ChatResponse(
-            finish_reason=piece.ending or "",
-            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
-            reasoning=piece.reasoning,
-            **self._shared(index, piece),
-        )
 
-    def _shared(self, index: int, piece: OutputDelta) -> dict[str, Any]:
-        """Fields of both messages. The request's last one has the token counts."""
-        fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
-        if piece.logprobs:
-            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
-            fields["logprobs"] = [_logprob(token_id, given) for token_id, given in pairs]
-        if not self._totals.num_open:
-            fields["usage"] = pb.Usage(
-                prompt_tokens=self._totals.num_prompt,
-                completion_tokens=self._totals.num_completion,
-                cached_tokens=self._totals.num_cached,
-                reasoning_tokens=self._totals.num_reasoning,
+def _shared_fields(index: int, piece: OutputDelta, totals: Totals, with_timing: bool) -> dict[str, Any]:
+    """Of both messages. The request's last one has the token counts."""
+    fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
+    if piece.logprobs:
+        fields["logprobs"] = [
+            pb.TokenLogprob(
+                token_id=token_id,
+                logprob=given.logprob,
+                top=[
+                    pb.TokenLogprob(token_id=other, logprob=logprob)
+                    for other, logprob in zip(given.top_ids, given.top_logprobs, strict=True)
+                ],
             )
-        if self._with_timing and piece.timing:
-            names = pb.Timing.DESCRIPTOR.fields_by_name
-            fields["timing"] = pb.Timing(**timing_fields(piece.timing, names))
-        if piece.stop is not None:
-            fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
-        return fields
-
-
-def _logprob(token_id: int, given: TokenLogprobs) -> pb.TokenLogprob:
-    pairs = zip(given.top_ids, given.top_logprobs, strict=True)
-    top = [pb.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
-    return pb.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
+            for token_id, given in zip(piece.token_ids, piece.logprobs, strict=True)
+        ]
+    if not totals.num_open:
+        fields["usage"] = pb.Usage(
+            prompt_tokens=totals.num_prompt,
+            completion_tokens=totals.num_completion,
+            cached_tokens=totals.num_cached,
+            reasoning_tokens=totals.num_reasoning,
+        )
+    if with_timing and piece.timing:
+        fields["timing"] = pb.Timing(**timing_fields(piece.timing, pb.Timing.DESCRIPTOR.fields_by_name))
+    if piece.stop is not None:
+        fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
+    return fields
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
