@@ -36,7 +36,9 @@ class MergedStreams(Generic[T]):
         if len(self._streams) == 1:
             return 0, await anext(self._streams[0], None)
         if not self._tasks:
-            await self._start()
+            for index in range(len(self._streams)):
+                self._tasks.append(asyncio.create_task(self._pump(index)))
+                await asyncio.sleep(0)  # lets other requests run while many streams start
         elif not self._ready.empty():
             await asyncio.sleep(0)  # lets other requests run while many items are ready
         while True:
@@ -56,11 +58,6 @@ class MergedStreams(Generic[T]):
             self._tasks[index].cancel()
             await asyncio.wait([self._tasks[index]])
         await self._streams[index].aclose()
-
-    async def _start(self) -> None:
-        for index in range(len(self._streams)):
-            self._tasks.append(asyncio.create_task(self._pump(index)))
-            await asyncio.sleep(0)  # lets other requests run while many streams start
 
     async def _pump(self, index: int) -> None:
         try:

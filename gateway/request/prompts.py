@@ -84,11 +84,12 @@ class Prompts:
         if not self.tokenizer.chat_templates:
             raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
         history.check_results(chat.messages, chat.result_params)
-        if chat.is_open:
-            try:
-                history.check_open(chat.messages)
-            except ValueError as error:
-                raise bad_request(str(error), param) from error
+        last = chat.messages[-1]
+        if chat.is_open and last["role"] != "assistant":
+            message = f"an answer goes on with a last message of the assistant's, not {last['role']}"
+            raise bad_request(message, param)
+        if chat.is_open and last.get("tool_calls"):
+            raise bad_request("the last message has tool_calls, with which an answer cannot go on", param)
         if chat.reasoning_param is not None and self.reasoning is None:
             message = f"{chat.reasoning_param} asks for reasoning, which this model has not been taught; leave it out"
             raise bad_request(message, chat.reasoning_param, "unsupported_field")

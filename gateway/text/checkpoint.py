@@ -45,16 +45,13 @@ def read_model_facts(folder: Path) -> ModelFacts:
         raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
     context = max(context, _yarn_context(text_config))
     eos = generation.get("eos_token_id", text_config.get("eos_token_id"))
-    defaults = _sampling_defaults(generation)
-    return ModelFacts(text_config.get("vocab_size"), context, _id_set(eos), defaults, _read_examples(folder))
-
-
-def _read_examples(folder: Path) -> tuple[str, ...]:
+    eos_ids = frozenset[int]() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+    defaults = SamplingParams(**{name: generation[name] for name in _DEFAULTED if generation.get(name) is not None})
     path = folder / "examples.json"
     examples = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _EXAMPLES
     if not all(isinstance(one, str) for one in examples):
         raise ValueError(f"{path} must hold a list of texts")
-    return tuple(examples)
+    return ModelFacts(text_config.get("vocab_size"), context, eos_ids, defaults, tuple(examples))
 
 
 def _yarn_context(config: Mapping[str, Any]) -> int:
@@ -75,13 +72,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
-
-
-def _id_set(eos: int | list[int] | None) -> frozenset[int]:
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(**{name: generation[name] for name in _DEFAULTED if generation.get(name) is not None})

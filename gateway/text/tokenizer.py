@@ -92,9 +92,13 @@ class Tokenizer:
         """
         if is_open and not messages[-1]["content"].strip():  # no text to continue
             messages, add_generation_prompt, is_open = messages[:-1], True, False
+        known = [dict(message) for message in messages]
+        for message in known:
+            if message["role"] == "developer" and "developer" not in self.chat_templates:
+                message["role"] = "system"
         try:
             rendered = self._hf.apply_chat_template(
-                [self._known_role(message) for message in messages],
+                known,
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not is_open,
@@ -138,12 +142,6 @@ class Tokenizer:
             return b""
         raw = self.raw_bytes(token_id)
         return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
-
-    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Renames the role developer to system, unless the template knows it."""
-        if message["role"] == "developer" and "developer" not in self.chat_templates:
-            return {**message, "role": "system"}
-        return dict(message)
 
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:

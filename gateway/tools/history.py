@@ -108,12 +108,3 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
             found.append(message)
         is_joined = is_system
     return found
-
-
-def check_open(messages: Sequence[Message]) -> None:
-    """Raises ValueError saying why, if an answer cannot continue the last message."""
-    last = messages[-1] if messages else {"role": "none"}
-    if last["role"] != "assistant":
-        raise ValueError(f"an answer goes on with a last message of the assistant's, not {last['role']}")
-    if last.get("tool_calls"):
-        raise ValueError("the last message has tool_calls, with which an answer cannot go on")

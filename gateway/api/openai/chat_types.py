@@ -10,7 +10,7 @@ from gateway.errors import bad_request
 from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
-from gateway.tools.template_options import Option, check_options, effort_options
+from gateway.tools.template_options import check_options, effort_options
 
 STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
 
@@ -139,19 +139,14 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = Field(None, description="End with where the answer begins; true by default.")
     continue_final_message: bool | None = Field(None, description="The answer goes on with the last message's text.")
 
-    def _options(self) -> dict[str, Option]:
-        """Variables for the template; the client's own override those of the effort. Raises ApiError."""
-        given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
-        return {**effort, **given}
-
     def chat_prompt(self, messages: Sequence[Message]) -> Prompt:
         """The conversation, without its wire format. Raises ApiError."""
-        plain = [message.plain() for message in messages]
+        given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
         chat = Chat(
-            plain,
+            [message.plain() for message in messages],
             [f"messages[{index}].tool_call_id" for index, one in enumerate(messages) if one.role == "tool"],
-            options=self._options(),
+            options={**effort, **given},  # the client's own override those of the effort
             wishes={"reasoning_effort": ""} if self.reasoning_effort not in (None, "none") else {},
             add_generation_prompt=self.add_generation_prompt is not False,
             is_open=bool(self.continue_final_message),
