@@ -9,7 +9,6 @@ from typing import Any
 from gateway.errors import ApiError, bad_request
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
-from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools import history
@@ -110,10 +109,10 @@ class Prompts:
             ids = tuple(model.encode(text, add_special_tokens=bool(add_special_tokens)))
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
-            return EncodedPrompt(ids, last_with_text(model, ids) if content.is_open else (), start)
+            return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)
         if isinstance(content, str):
             content = model.encode(content, add_special_tokens=add_special_tokens is not False)
-        return EncodedPrompt(tuple(content), last_with_text(model, content))
+        return EncodedPrompt(tuple(content), model.last_with_text(content))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
         given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages

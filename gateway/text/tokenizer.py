@@ -1,11 +1,13 @@
-"""The model's tokenizer and chat template: text to token ids and back.
+"""The model's tokenizer and chat template: text to token ids and back, as tokens arrive.
 
 The only file of the gateway that imports transformers.
 """
 
+import codecs
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gateway.text.checkpoint import read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
@@ -112,10 +113,15 @@ class Tokenizer:
             raise TemplateRefusalError(reason) from error
         return str(rendered)
 
-    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
+    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> "IncrementalDetokenizer":
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
         ids = {self._backend.token_to_id(text): text.encode() for text in shown}
         return IncrementalDetokenizer(self, before, {id: text for id, text in ids.items() if id in self._silent_ids})
+
+    def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The last two tokens with text, the context of the next token. Two, as the last one alone may have no text."""
+        backwards = (token_id for token_id in reversed(token_ids) if not self.is_silent(token_id))
+        return tuple(islice(backwards, 2))[::-1]
 
     def control_tokens_in(self, text: str) -> frozenset[str]:
         """Names of control tokens that occur in the text."""
@@ -142,6 +148,59 @@ class Tokenizer:
             return b""
         raw = self.raw_bytes(token_id)
         return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of an answer into text, in whole characters.
+
+    A token has fixed bytes (all of a byte-level vocabulary, sentencepiece's `<0xE2>`), or its text depends on its
+    context. All results of `push` and of a last `flush` form the full text; each has whole characters only.
+
+    Fixed bytes go through an incremental UTF-8 decoder, which holds back at most 3. Other tokens are decoded after
+    their context, the last one or two tokens with text, whose text is then removed: O(1) per token. Each maximal
+    subpart of ill-formed bytes becomes one U+FFFD. (A sentencepiece decoder also replaces the well-formed bytes around
+    them; these may already be sent.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = (), shown: Mapping[int, bytes] = {}) -> None:
+        """`before`: `Tokenizer.last_with_text` of the tokens before the pushed ones; empty at the start of a text.
+
+        If `before` ends with an incomplete character, its bytes are dropped. `shown`: control tokens |-> their text.
+        """
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []  # decodes to text that is not empty, or holds all tokens so far
+        self.push(before)
+        self._utf8.reset()
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Returns the text that these tokens complete."""
+        return "".join([text for token_id in token_ids for text in self.push_token(token_id)])
+
+    def push_token(self, token_id: int) -> tuple[str, str]:
+        """Returns (U+FFFD if this token breaks off a character before it, the text that this token completes)."""
+        raw = self._shown.get(token_id)
+        if raw is None and self._tokenizer.is_silent(token_id):
+            return "", ""
+        raw = raw or self._tokenizer.raw_bytes(token_id)
+        if raw is None:
+            return self.flush(), self._text_after_context(token_id)
+        self._context = [token_id]
+        held, _flags = self._utf8.getstate()
+        is_cut_off = held and len((held + raw[:1]).decode(errors="replace")) > 1
+        return self.flush() if is_cut_off else "", self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        """Returns U+FFFD for an incomplete last character, else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+    def _text_after_context(self, token_id: int) -> str:
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode([*self._context, token_id])
+        can_stand_alone = bool(self._tokenizer.decode([token_id]))
+        self._context = [token_id] if can_stand_alone else [*self._context[-1:], token_id]
+        return text[len(before) :]
 
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:

@@ -3,30 +3,45 @@
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
-from gateway.api.access import unique_id, waking_timeout, warning_headers
-from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
+from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
-from gateway.errors import ApiError
+from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from runtime.malformed import MalformedInterceptor
+from runtime.malformed import MALFORMED, MalformedInterceptor
+from runtime.peer_input import shorten
 
 _log = structlog.get_logger()
+
+_OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
+_CODES = {  # HTTP status |-> gRPC code
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class _StalledClientError(Exception):
@@ -35,7 +50,8 @@ class _StalledClientError(Exception):
 
 def build_interceptors(served: ServedModel) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
-    return [KeyInterceptor(served.options.api_keys), MalformedInterceptor(refuse_malformed)]
+    malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
+    return [_KeyInterceptor(served.options.api_keys), malformed]
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None:
@@ -174,13 +190,14 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 @asynccontextmanager
 async def _serving(context: Context) -> AsyncIterator[str]:
     """Yields the call's request id, which logs and answer have. An ApiError becomes a gRPC status, a bug INTERNAL."""
-    request_id = pick_call_id(context)
+    given = _find(context.invocation_metadata(), REQUEST_ID_HEADER)
+    request_id = pick_request_id(given if isinstance(given, str) else None)
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         try:
-            await send_call_id(context, request_id)
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
             yield request_id
         except ApiError as error:
-            await abort_with(context, error)
+            await _abort_with(context, error)
         except grpc.aio.BaseError:  # the call is over
             raise
         except _StalledClientError:
@@ -189,4 +206,56 @@ async def _serving(context: Context) -> AsyncIterator[str]:
         except Exception:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"
-            await abort_with(context, ApiError(500, message, None, "bug"))
+            await _abort_with(context, ApiError(500, message, None, "bug"))
+
+
+async def _abort_with(context: Context, error: ApiError) -> NoReturn:
+    """Ends the call with the error's message, code, field and retry delay."""
+    code, message = _CODES.get(error.status, grpc.StatusCode.INTERNAL), shorten(error.message)
+    status = status_pb2.Status(code=code.value[0], message=message)
+    if error.code is not None:
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
+    if error.param is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration(seconds=error.retry_after_s)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+
+
+async def _refuse(context: Context, error: ApiError) -> NoReturn:
+    """Ends a call that has no request id yet."""
+    async with _serving(context):
+        raise error
+    raise AssertionError("the error has ended the call")
+
+
+class _KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid API key, except the health check."""
+
+    def __init__(self, api_keys: Sequence[str]) -> None:
+        self._api_keys = tuple(api_keys)
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        if handler_call_details.method != _OPEN_METHOD:
+            given = _find(handler_call_details.invocation_metadata, "authorization") or b""
+            try:
+                check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
+            except ApiError as error:
+                refusal = error
+
+                async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+                    await _refuse(context, refusal)
+
+                # refuses before it reads; streams in both directions, so that it can replace any kind of method
+                return grpc.stream_stream_rpc_method_handler(handle)
+        return await continuation(handler_call_details)
+
+
+def _find(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str | bytes | None:
+    return next((value for key, value in metadata or () if key == name), None)
