@@ -58,13 +58,8 @@ class Totals:
             self.trace.endings[index] = piece.ending
 
     def log(self, event: str, **fields: object) -> None:
-        _log.info(
-            event,
-            choices=len(self.job.generations),
-            prompt_tokens=self.num_prompt,
-            tokens=self.num_completion,
-            **fields,
-        )
+        counts = {"choices": len(self.job.generations), "prompt_tokens": self.num_prompt}
+        _log.info(event, **counts, tokens=self.num_completion, **fields)
 
 
 def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
@@ -75,10 +70,7 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 async def begin(
     served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
 ) -> Totals:
-    """Checks a request, for `stream_choices`. Raises ApiError.
-
-    `arrived_s`: as in Totals; `headers`: returns the request's.
-    """
+    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals. Raises ApiError."""
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
         return Totals(await served.prepare(raw, request_id), arrived_s, trace)

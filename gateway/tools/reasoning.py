@@ -140,7 +140,10 @@ class ReasoningReader:
         if end:
             self._place, self._held = "layout", after
             return before.rstrip("\n")
-        certain = self._held[: len(self._held) - _num_begun(self._held, end=self._format.end)].rstrip("\n")
+        marker = self._format.end
+        sizes = range(len(marker) - 1, 0, -1)
+        num_begun = next((size for size in sizes if self._held.endswith(marker[:size])), 0)
+        certain = self._held[: len(self._held) - num_begun].rstrip("\n")
         self._held = self._held[len(certain) :]
         self._has_reasoned = self._has_reasoned or bool(certain)
         return certain
@@ -148,9 +151,3 @@ class ReasoningReader:
     def _take_held(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def _num_begun(text: str, end: str) -> int:
-    """Length of the longest suffix of `text` that begins the marker `end`."""
-    lengths = range(min(len(text), len(end) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(end[:length])), 0)
