@@ -69,7 +69,7 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
-	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m tests.faults.chaos --minutes $(or $(MINUTES),5) $(ARGS)

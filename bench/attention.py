@@ -8,23 +8,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
-from engine.batch import Batch
+from engine.batch import Batch, ForwardRow, build_batch, lay_out
+from engine.input_batch import InputBatch
 from engine.kernels.build import load_kernel
 from engine.kernels.cpu_math import Math
+from engine.staging import Stager
 from wire.kv_layout import LAYERS, pool_sizes
+from wire.sampling import SamplingParams
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=64, scale=64**-0.5)
+CPU = torch.device("cpu")
 PAGE_TOKENS = 16
 CACHE_BYTES = 1 << 30  # KV that a row cycles through, as a model's layers would
 
@@ -49,15 +53,12 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
     pages_each = -(-case.context_len // PAGE_TOKENS)
     num_pages = pages_each * case.num_sequences
     order = torch.randperm(num_pages).tolist()
-    parts = [
-        Part(
-            token_ids=[0] * case.query_len,
-            begin=case.context_len - case.query_len,
-            pages=order[index * pages_each : (index + 1) * pages_each],
-            num_logits=1,
-        )
-        for index in range(case.num_sequences)
-    ]
+    rows = InputBatch(case.num_sequences, case.context_len, PAGE_TOKENS, 1, CPU)
+    for row in range(case.num_sequences):
+        rows.open(row, np.zeros(case.context_len, np.int32), SamplingParams(), 0)
+        rows.write_pages(row, 0, order[row * pages_each : (row + 1) * pages_each])
+    begin = case.context_len - case.query_len
+    requests = [ForwardRow(row, begin, case.query_len, 1) for row in range(case.num_sequences)]
     layer_elements = num_pages * 2 * SHAPE.num_kv_heads * PAGE_TOKENS * SHAPE.head_dim
     num_layers = max(4, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
     sizes = pool_sizes(
@@ -71,7 +72,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
-    return pack(parts, PAGE_TOKENS, torch.device("cpu")), QKV(query_key, value), pool
+    return build_batch(lay_out(rows, requests), rows, Stager(CPU)), QKV(query_key, value), pool
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
@@ -117,7 +118,7 @@ def bench_case(case: Case, dtype: torch.dtype, seconds: float, quantile: float) 
         backend.plan(pool, batch)
         return lambda layer: backend.attend(layer, heads, None)
 
-    chosen = choose_attention(SHAPE, [None], torch.device("cpu"), dtype)
+    chosen = choose_attention(SHAPE, [None], CPU, dtype)
     contenders = {
         "contiguous": contiguous_sdpa(case, heads.ready()[0], num_layers),
         chosen.backend.name: over_pages(chosen.backend),
@@ -146,7 +147,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dtype: torch.dtype = getattr(torch, options.dtype)
     print(f"{options.dtype}, {options.threads} threads; speed relative to SDPA on contiguous KV (higher is faster)")
-    print(choose_attention(SHAPE, [None], torch.device("cpu"), dtype).reason)
+    print(choose_attention(SHAPE, [None], CPU, dtype).reason)
     for case in CASES:
         print(bench_case(case, dtype, options.seconds, options.quantile), flush=True)
 

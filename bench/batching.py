@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from bench.live import serve
 from protos import inference_pb2, inference_pb2_grpc
+from tests.support.live import serve
 
 app = App(help=__doc__)
 

@@ -10,123 +10,99 @@ the client's socket, at the paces of both columns: a step every 20 ms, and a ste
 import argparse
 import asyncio
 import json
-import os
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 from tokenizers import Tokenizer
 
+from bench.peers.processes import read_cpu_s
 from demo.paths import TARGET_DIR
-from protos import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_pb2
-from runtime.rpc import bind, build_server
+from protos import decode_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
+from tests.support.fake_workers import Context, FakeDecode, Signal, serving
+from tests.support.fleet import HOST, Process, free_ports
 
 QUIET_STEP_S = 0.02
 BUSY_STEP_S = 0.004  # 16,000 tokens/s at 64 streams
 SECONDS = 4.0  # per measurement
+LARGE = 1 << 20  # tokens of a context, pages
 WORDS = "The quick brown fox jumps over the lazy dog. " * 3
 
 
-class NoopDecode(decode_pb2_grpc.DecodeServicer):
+class NoopDecode(FakeDecode):
     """A decode worker that sends each session a token every `step_s`, and records the times."""
 
     def __init__(self, token_ids: list[int]) -> None:
+        super().__init__("noop", Signal(), max_running=1024)
+        self.peer.num_pages = LARGE
+        self.status = {"context_tokens": LARGE, "free_pages": LARGE}
         self.step_s = QUIET_STEP_S
         self._token_ids = token_ids
-        self._sessions: dict[int, tuple[decode_pb2.ReserveRequest, list[float]]] = {}  # by handle; times of its tokens
+        self._open: dict[int, tuple[decode_pb2.ReserveRequest, list[float]]] = {}  # by handle; times of its tokens
         self.sent_at: dict[str, list[float]] = {}  # request id |-> when each token was sent
-        layout = kv_pb2.KvLayout(weights="noop", page_tokens=16)
-        self._peer = kv_pb2.Peer(role="decode", incarnation="noop", layout=layout, num_pages=1 << 20)
 
-    async def Status(self, request: decode_pb2.StatusRequest, context: Any) -> decode_pb2.WorkerStatus:  # noqa: N802
-        return decode_pb2.WorkerStatus(peer=self._peer, context_tokens=1 << 20, max_running=1024, free_pages=1 << 20)
-
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:  # noqa: N802
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:  # noqa: N802
         times = self.sent_at[request.request_id.rpartition(".")[0]] = []
-        self._sessions[request.handle] = (request, times)
+        self._open[request.handle] = (request, times)
         end = len(request.prompt) // 4 - 1
         ticket = kv_pb2.Ticket(incarnation="noop", session=request.handle, attempt=request.attempt, begin=end, end=end)
         return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=False)
 
-    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:  # noqa: N802
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:  # noqa: N802
         for handle in request.handles:
-            self._sessions.pop(handle, None)
+            self._open.pop(handle, None)
         return decode_pb2.AbortResponse()
 
     async def Steps(  # noqa: N802
-        self, request: decode_pb2.StepsRequest, context: Any
+        self, request: decode_pb2.StepsRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StepEvents]:
         yield decode_pb2.StepEvents(incarnation="noop")
         due = time.monotonic()
         while True:
             due = max(due + self.step_s, time.monotonic() - self.step_s)
             await asyncio.sleep(due - time.monotonic())
-            if self._sessions:
-                yield decode_pb2.StepEvents(deltas=[self._delta(handle) for handle in list(self._sessions)])
+            if self._open:
+                yield decode_pb2.StepEvents(deltas=[self._delta(handle) for handle in list(self._open)])
 
     def _delta(self, handle: int) -> decode_pb2.SessionDelta:
-        request, times = self._sessions[handle]
+        request, times = self._open[handle]
         token_id = self._token_ids[len(times) % len(self._token_ids)]
         times.append(time.monotonic())
         is_last = len(times) == request.max_tokens
         if is_last:
-            del self._sessions[handle]
+            del self._open[handle]
         return decode_pb2.SessionDelta(
             handle=handle, attempt=request.attempt, token_ids=[token_id], finish_reason="length" if is_last else ""
         )
 
 
-@dataclass
-class Gateway:
-    """A gateway process in front of the worker."""
-
-    process: asyncio.subprocess.Process
-    host: str
-    port: int
-    grpc_address: str
-
-    def cpu_s(self) -> float:
-        """CPU seconds used by the process."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 @asynccontextmanager
-async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[Gateway]:
-    """`baton gateway` of a checkout, ready; stopped at the end."""
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "cli.main", "gateway", "--model", str(TARGET_DIR), "--served-name", "demo"]
-    command += ["--decode", decode_address, "--port", "0", "--grpc-port", "0", "--ready-fd", str(write_fd)]
-    command += ["--log-level", "error"]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        pass_fds=[write_fd],
-        stdout=subprocess.DEVNULL,
-    )
-    os.close(write_fd)
-    with os.fdopen(read_fd) as events:
-        facts = json.loads(await asyncio.to_thread(events.readline))
-    host, _, port = facts["address"].rpartition(":")
-    try:
-        yield Gateway(process, host, int(port), facts["detail"]["grpc"])
-    finally:
-        process.terminate()
-        await process.wait()
+async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[tuple[Process, str]]:
+    """`baton gateway` of a checkout, ready, and its address for gRPC; stopped at the end."""
+    port, ops_port, grpc_port = free_ports(3)
+    flags = (
+        f"--model={TARGET_DIR}", "--served-name=demo", f"--decode={decode_address}", f"--port={port}",
+        f"--ops-port={ops_port}", f"--grpc-port={grpc_port}", "--log-level=error",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        gateway = Process("gateway", "gateway", port, ops_port, flags, Path(folder) / "log", checkout=tree)
+        gateway.start()
+        try:
+            await asyncio.to_thread(gateway.wait_ready)
+            yield gateway, f"{HOST}:{grpc_port}"
+        finally:
+            gateway.kill()
 
 
-async def stream_rest(gateway: Gateway, name: str, num_tokens: int) -> list[float]:
+async def stream_rest(address: str, name: str, num_tokens: int) -> list[float]:
     """The arrival times of a streamed completion's tokens."""
-    reader, writer = await asyncio.open_connection(gateway.host, gateway.port)
+    reader, writer = await asyncio.open_connection(*address.split(":"))
     body = json.dumps({"model": "demo", "prompt": WORDS, "max_tokens": num_tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
     writer.write(head.encode() + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
@@ -137,10 +113,10 @@ async def stream_rest(gateway: Gateway, name: str, num_tokens: int) -> list[floa
     return times[:num_tokens]
 
 
-async def stream_grpc(gateway: Gateway, name: str, num_tokens: int) -> list[float]:
+async def stream_grpc(address: str, name: str, num_tokens: int) -> list[float]:
     """The same over gRPC, on a channel of its own."""
     times: list[float] = []
-    async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
+    async with grpc.aio.insecure_channel(address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
             inference_pb2.GenerateRequest(text=WORDS, max_tokens=num_tokens), metadata=(("x-request-id", name),)
         )
@@ -159,15 +135,17 @@ class Measured:
     p99_ms: float
 
 
-async def measure(gateway: Gateway, engine: NoopDecode, api: str, streams: int, step_s: float) -> Measured:
+async def measure(
+    gateway: Process, grpc_address: str, engine: NoopDecode, api: str, streams: int, step_s: float
+) -> Measured:
     """Run streams in parallel for about SECONDS."""
     engine.step_s = step_s
     num_tokens = int(SECONDS / step_s)
-    stream = stream_rest if api == "rest" else stream_grpc
+    stream, address = (stream_rest, gateway.address) if api == "rest" else (stream_grpc, grpc_address)
     names = [f"{api}-{step_s}-{time.monotonic_ns()}-{index}" for index in range(streams)]
-    started, cpu_s = time.monotonic(), gateway.cpu_s()
-    arrived = await asyncio.gather(*(stream(gateway, name, num_tokens) for name in names))
-    took, used = time.monotonic() - started, gateway.cpu_s() - cpu_s
+    cpu_s, started = read_cpu_s(gateway.pid), time.monotonic()
+    arrived = await asyncio.gather(*(stream(address, name, num_tokens) for name in names))
+    took, used = time.monotonic() - started, read_cpu_s(gateway.pid) - cpu_s
     if any(len(times) != num_tokens for times in arrived):
         raise RuntimeError(f"streams ended with {sorted({len(times) for times in arrived})} tokens, not {num_tokens}")
     late = sorted(
@@ -179,29 +157,17 @@ async def measure(gateway: Gateway, engine: NoopDecode, api: str, streams: int, 
     return Measured(total / took, total / used, late[len(late) // 2] * 1e3, late[len(late) * 99 // 100] * 1e3)
 
 
-@asynccontextmanager
-async def running_engine(token_ids: list[int]) -> AsyncIterator[tuple[NoopDecode, str]]:
-    """The worker on a port of this process."""
-    engine, server = NoopDecode(token_ids), build_server()
-    decode_pb2_grpc.add_DecodeServicer_to_server(engine, server)
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield engine, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
 async def run(trees: list[Path], streams: int, rounds: int, apis: list[str]) -> None:
     token_ids = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json")).encode(WORDS, add_special_tokens=False).ids
     found: dict[tuple[str, str, Path], list[Measured]] = defaultdict(list)
-    async with running_engine(token_ids) as (engine, address):
+    engine = NoopDecode(token_ids)
+    async with serving(engine) as address:
         for _ in range(rounds):
             for tree in trees:
-                async with running_gateway(tree, address) as gateway:
+                async with running_gateway(tree, address) as (gateway, grpc_address):
                     for api in apis:
                         for pace, step_s in (("quiet", QUIET_STEP_S), ("busy", BUSY_STEP_S)):
-                            one = await measure(gateway, engine, api, streams, step_s)
+                            one = await measure(gateway, grpc_address, engine, api, streams, step_s)
                             found[api, pace, tree].append(one)
     print(f"{'api':5}{'pace':7}{'tokens/s':>10}{'tokens/core-s':>15}{'p50 ms':>8}{'p99 ms':>8}  tree")
     for (api, pace, tree), all_ in sorted(found.items(), key=lambda item: item[0][:2]):

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import torch
 from cyclopts import App, Parameter
 
-from bench.interpreter import interpret_kernels
+from tests.support.interpreter import interpret_kernels
 
 LAST_WORDS_S = 3
 MISSED = "MissedError"  # of bench.gpu_checks.card: correct, but slower than its goal
@@ -52,7 +52,7 @@ class Part:
 
 CHURN_S = 60 * float(os.environ.get("MINUTES") or 1)
 PARTS = (
-    Part("machine", 60, ("machine:check_doctor", "card:describe_card")),
+    Part("machine", 60, ("card:check_doctor", "card:describe_card")),
     Part("defaults", 90, ("service:check_defaults",)),
     Part("engine", 60, ("engine:check_greedy", "engine:check_logits", "engine:check_ahead", "engine:check_graphs")),
     Part("drains", 60, ("speed:time_drains",)),

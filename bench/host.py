@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.decoding import build_eager_speculator
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
@@ -34,6 +33,7 @@ from engine.ops.base import Ops
 from engine.ranks import ONE_RANK
 from engine.runner import Runner
 from engine.sampling.batch import SamplingBatch
+from tests.support.decoding import build_eager_speculator
 from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 from worker.kv_cache import KVCacheManager
@@ -78,7 +78,8 @@ class StubModel:
     ranks = ONE_RANK
     ops = StubOps()
 
-    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: Batch, pages: Tensor, attention: AttentionBackend) -> Tensor:
+        attention.plan(pages, batch)
         return torch.empty(len(batch.logits_rows), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

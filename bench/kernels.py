@@ -17,14 +17,16 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import attention, sampling
-from bench.gpu_checks.ipc_exporter import build_local, build_pool, describe
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
 from engine.attention.choose import choose_attention
+from engine.kv.pool import Pool, PoolShape
 from engine.sampling.sample import sample
 from engine.weights.packed import can_pack
-from kvtransfer.reader import PageRef
+from kvtransfer.reader import Local, PageRef
 from kvtransfer.shm import ShmReader
-from wire.kv_layout import LAYERS
+from protos import kv_pb2
+from runtime.rpc import open_channel
+from wire.kv_layout import LAYERS, KvPart
 
 BF16 = torch.bfloat16
 GROUPS = ("int4", "4-bit groups", "8-bit groups")
@@ -116,11 +118,17 @@ def build_sampling(rounds: int) -> Table:
 
 def build_hand_off(rounds: int) -> Table:
     table = Table("", "GB/s", "x copy", title=f"hand-off, {HANDED_PAGES} pages")
-    theirs, ours = (build_pool(8, 2 * HANDED_PAGES, torch.device("cpu")) for _ in range(2))  # 512 KiB a page
+    shape = PoolShape(2 * HANDED_PAGES, (KvPart(num_layers=8, num_heads=8, head_dim=128),), 16, BF16)  # 512 KiB a page
+    theirs, ours = (Pool(shape, torch.device("cpu")) for _ in range(2))
     num_bytes = HANDED_PAGES * ours.page_bytes
     source, target = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     with asyncio.Runner() as runner:
-        reader = ShmReader(build_local(ours, "reader"), describe(build_local(theirs)))
+        local = Local(ours, "bench", False, ShmReader.name, open_channel, True, False, timeout_s=60)
+        peer = kv_pb2.Peer(
+            num_pages=theirs.num_pages, pool_fd=theirs.fd, pages_offset=theirs.pages_offset,
+            ranks=[kv_pb2.Rank(pid=os.getpid())],
+        )  # fmt: skip
+        reader = ShmReader(local, peer)
         pages = list(range(HANDED_PAGES))
         calls: Calls = {
             "plain copy": lambda _number: target.copy_(source),
@@ -128,6 +136,7 @@ def build_hand_off(rounds: int) -> Table:
         }
         seconds = take_turns(calls, rounds)
         runner.run(reader.close())
+    local.close()
     for name, values in seconds.items():
         table.add_row(name, f"{num_bytes / median(values) / 1e9:.2f}", relate(seconds, name, "plain copy"))
     return table

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from bench.batches import Part, pack
 from demo.evaluate import held_out_cases
 from demo.tokens import render
 from engine.attention.choose import choose_for_layers
@@ -28,6 +27,7 @@ from engine.llm import LLM
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from runtime.config_parts import DEMO_MODEL
+from tests.support.batches import Part, pack
 from worker.models import locate_model
 
 CPU = torch.device("cpu")

@@ -9,20 +9,17 @@ import argparse
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-import grpc
-import numpy as np
-
-from bench.fleet import ProcessFleet, run_fleet
 from demo.paths import TARGET_DIR
 from demo.shapes import llama_config, new_model
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import new_incarnation, open_channel
-from wire.messages import pack_tokens
+from tests.support.fake_workers import Signal
+from tests.support.fleet import ProcessFleet, run_fleet
+from tests.support.real_workers import Gateway, gateway, packed
 
 VOCAB = 1024
 READERS: Mapping[str, Sequence[str]] = {
@@ -37,37 +34,13 @@ PREFILL = {1: "prefill-0", 2: "prefill-1"}  # ranks |-> worker
 DECODE = {(name, size): f"decode-{2 * i + size - 1}" for i, name in enumerate(READERS) for size in (1, 2)}
 
 
-@asynccontextmanager
-async def listen(address: str) -> AsyncIterator[decode_pb2_grpc.DecodeStub]:
-    """Open a gateway's stream at a decode worker."""
-    async with open_channel(address) as channel:
-        stub = decode_pb2_grpc.DecodeStub(channel)
-        steps = stub.Steps(decode_pb2.StepsRequest(gateway="bench"))
-
-        async def drop_news() -> None:
-            with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                async for _news in steps:
-                    pass
-
-        listening = asyncio.create_task(drop_news())
-        await steps.wait_for_connection()
-        yield stub
-        steps.cancel()
-        await listening
-
-
 async def hand_over(
-    decode: decode_pb2_grpc.DecodeStub, prefill: prefill_pb2_grpc.PrefillStub, handle: int, num_tokens: int
+    decode: Gateway, prefill: prefill_pb2_grpc.PrefillStub, handle: int, num_tokens: int
 ) -> prefill_pb2.RunResponse:
     """Transfer a prompt that is not cached."""
-    prompt = pack_tokens(np.arange(num_tokens, dtype=np.int32) % (VOCAB - 10) + 5)
-    salt = new_incarnation()
-    request = decode_pb2.ReserveRequest(
-        request_id=str(handle), gateway="bench", handle=handle, attempt=1, prompt=prompt, max_tokens=1, cache_salt=salt,
-        sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
-    )  # fmt: skip
-    ticket = (await decode.Reserve(request, timeout=CALL_S)).ticket
-    run = prefill_pb2.RunRequest(request_id=str(handle), prompt=prompt, ticket=ticket, cache_salt=salt)
+    prompt, salt = [number % (VOCAB - 10) + 5 for number in range(num_tokens)], new_incarnation()
+    ticket = await decode.reserve(handle, prompt, 1, cache_salt=salt)
+    run = prefill_pb2.RunRequest(request_id=str(handle), prompt=packed(prompt), ticket=ticket, cache_salt=salt)
     response: prefill_pb2.RunResponse = await prefill.Run(run, timeout=CALL_S)
     return response
 
@@ -79,9 +52,9 @@ async def measure(fleet: ProcessFleet, num_rounds: int, num_tokens: int) -> None
     for number in range(num_rounds + NUM_WARM):
         for index, (way, name) in enumerate((way, name) for way in WAYS for name in READERS):
             prefill, decode = fleet[PREFILL[way[0]]], fleet[DECODE[name, way[1]]]
-            async with listen(decode.address) as stub, open_channel(prefill.address) as channel:
+            async with gateway(decode, Signal()) as opened, open_channel(prefill.address) as channel:
                 handle = number * 100 + index
-                done = await hand_over(stub, prefill_pb2_grpc.PrefillStub(channel), handle, num_tokens)
+                done = await hand_over(opened, prefill_pb2_grpc.PrefillStub(channel), handle, num_tokens)
             if number >= NUM_WARM:
                 rates.setdefault((way, name), []).append(done.transfer_bytes / done.transfer_seconds / 1e9)
             transports[name] = done.transport

@@ -3,6 +3,9 @@
 Data sheets give peaks. The shares below are assumptions, to be replaced by measured steps.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from bench.simulate.costs import Costs
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card
@@ -19,6 +22,33 @@ from worker.limits import (
 
 STEP_S = 0.0005  # per step: launches, sampling, the copy of its tokens
 ALL_REDUCE_S = 20e-6  # each, however small
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> Mapping[str, Any]:
+    """A config.json."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+
+
+SHAPES = {
+    "1B": llama(2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
+    "3B": llama(3072, 8192, 28, 24, 8, 128_256, True),  # Llama-3.2-3B
+    "8B": llama(4096, 14336, 32, 32, 8, 128_256, False),  # Llama-3-8B
+    "70B": llama(8192, 28672, 80, 64, 8, 128_256, False),  # Llama-3-70B
+    "tiny": llama(256, 512, 2, 4, 2, 1024, True),
+}
 
 
 def build_costs(model: ModelShape, gpu: Card, tp: int) -> Costs:

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
-from engine.kernels.sampling_fields import SEEN_BIT
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
+from engine.prepared import prepare
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
 
 NUM_ROWS, VOCABULARY = 16, 128_256
-NUM_SEEN = 1000  # tokens that a row with penalties has seen
+NUM_SEEN, PAGE_TOKENS = 1000, 16
 
 CASES = {
     "greedy": SamplingParams(temperature=0.0),
@@ -31,12 +31,14 @@ CASES = {
 SPREADS = {"flat": 0.0, "N(0, 0.3)": 0.3, "N(0, 3)": 3.0}
 
 
-def build_batch(params: SamplingParams) -> SamplingBatch:
-    rows = [replace(params, seed=seed) for seed in range(NUM_ROWS)]
-    counts = torch.zeros(NUM_ROWS, VOCABULARY, dtype=torch.int32)
-    counts[:, torch.randperm(VOCABULARY)[:NUM_SEEN]] = SEEN_BIT | 2
-    lines = np.arange(NUM_ROWS, dtype=np.int32)
-    return build_sampling_batch(rows, range(NUM_ROWS), counts=counts, counts_line=lines)
+def build_batch(params: SamplingParams, num_rows: int = NUM_ROWS, vocabulary: int = VOCABULARY) -> SamplingBatch:
+    """A step's: each row has seen NUM_SEEN tokens and chooses the next."""
+    rows = InputBatch(num_rows, NUM_SEEN, PAGE_TOKENS, vocabulary, torch.device("cpu"))
+    for row in range(num_rows):
+        seen = torch.randint(vocabulary, (NUM_SEEN,), dtype=torch.int32)
+        rows.open(row, seen.numpy(), replace(params, seed=row), 0)
+    (chunk,) = prepare(rows, [ForwardRow(row, NUM_SEEN - 1, 1, 1) for row in range(num_rows)], num_rows).chunks
+    return chunk.sampling._replace(counts=rows.counts if chunk.has_penalties else None)
 
 
 def time_ms(run: Callable[[Tensor, SamplingBatch], Tensor], logits: Tensor, batch: SamplingBatch, rounds: int) -> float:
@@ -61,7 +63,7 @@ def main() -> None:
             batch = build_batch(params)
             slow = f"{time_ms(sample_slowly, logits, batch, 1):10.1f}" if options.slow else ""
             print(f"{spread:>10} {name:>14} {time_ms(sample, logits, batch, options.rounds):8.2f}{slow}")
-    batch = build_sampling_batch([SamplingParams(temperature=0.0)] * 64, range(64))
+    batch = build_batch(CASES["greedy"], 64, 8)
     host_us = 1000 * time_ms(sample, torch.zeros(64, 8), batch, 1000)
     print(f"{host_us:.1f} us of the host for 64 greedy rows")
 

@@ -25,13 +25,13 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from bench.decoding import NO_SPECULATION, Answers, decode
-from bench.random_models import write_pair
 from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator, measure
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
+from tests.support.decoding import NO_SPECULATION, Answers, decode
+from tests.support.random_models import write_pair
 from wire.sampling import SamplingParams
 from worker.models import locate_draft, locate_model
 from worker.scheduler import num_rows_for
@@ -97,7 +97,7 @@ class Figures:
 def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[SequenceParams]) -> tuple[Figures, Answers]:
     """Decode all `wanted` together."""
     gc.collect()
-    answers = decode(engine, speculator, wanted, CHUNK_TOKENS)
+    answers = decode(engine, wanted, speculator, chunk_tokens=CHUNK_TOKENS)
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]
     counts = [len(tokens) for tokens in answers.tokens.values()]
     drafted = sum(one.draft_tokens for one in timings)
@@ -159,7 +159,8 @@ def main(
         drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
-        truth = decode(engine, NO_SPECULATION, build_requests(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
+        plain = build_requests(prompts, streams, tokens, "off")
+        truth = decode(engine, plain, chunk_tokens=CHUNK_TOKENS).tokens
         contenders = dict(drafters)
         if acceptance is not None and "draft" in drafters:
             contenders["draft"] = SyntheticDrafter(drafters["draft"], truth, acceptance, engine.config.vocab_size)
@@ -167,9 +168,7 @@ def main(
         off: dict[str, list[Figures]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, drafter in contenders.items():
-                off[name].append(
-                    measure_round(engine, NO_SPECULATION, build_requests(prompts, streams, tokens, "off"))[0]
-                )
+                off[name].append(measure_round(engine, NO_SPECULATION, plain)[0])
                 speculator = Speculator({name: drafter}, meter, "off", 0)
                 figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, name))
                 on[name].append(figures)

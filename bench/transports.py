@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import random
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,17 +19,17 @@ from statistics import median
 
 import torch
 
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, build_pool
 from engine.kv.pool import Pool
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.reader import PageRef, Reader
 from kvtransfer.transports import open_reader
 from protos import kv_pb2
+from tests.support.pool_process import COMMAND, Exporter, build_large_pool, build_local
 
 NUM_PAGES, NUM_LAYERS = 256, 8  # 512 KiB a page
 OFFERS = (1, 8, 32, 128)  # pages
 NUM_WARM = 4  # large reads first: TCP grows its window
-OWNER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", "nixl", "cpu", str(NUM_LAYERS))
+OWNER = (*COMMAND, "transport=nixl", f"layers={NUM_LAYERS}")
 
 
 @asynccontextmanager
@@ -50,7 +49,7 @@ async def open_readers(peer: kv_pb2.Peer, pool: Pool) -> AsyncIterator[list[Read
 
 async def measure(owner: Exporter, num_rounds: int, is_verified: bool) -> None:
     """Prints a row per size of offer; with the ratios of verified to plain reads if `is_verified`."""
-    pool, dice = build_pool(NUM_LAYERS, NUM_PAGES, torch.device("cpu")), random.Random(0)
+    pool, dice = build_large_pool(NUM_LAYERS, NUM_PAGES, torch.device("cpu")), random.Random(0)
     pool.tensor.normal_()
 
     async def time_read(reader: Reader, num_pages: int, is_verified: bool) -> float:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter, Token, convert
 
 from bench.load.command import interference, plot, serve
+from bench.roofline import SHAPES
 from bench.simulate.settings import FleetSettings, Workload
 from cli.service import CommandError
 from engine.models.read_config import build_config, load_config
@@ -27,8 +28,6 @@ def take_lower_case(hint: Any, tokens: Sequence[Token]) -> Any:
 
 def load_shape(model: str) -> ModelShape:
     """A folder, a hub id, "demo" or a key of SHAPES. ConfigError or ValueError says what is wrong with it."""
-    from bench.gpu_checks.models import SHAPES
-
     return shape_of(build_config(SHAPES[model]) if model in SHAPES else load_config(Path(fetch_tokenizer(model))))
 
 

@@ -18,15 +18,16 @@ from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
-from engine.kernels.sampling_fields import DENSE_FIELDS, SamplingTensors
+from engine.kernels.sampling_fields import PARAMS, SamplingTensors, to_bytes, to_row
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.staging import StaticBlock, upload
-from wire.sampling import MAX_DRAFT_TOKENS
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
+RAW = np.dtype((np.void, PARAMS.itemsize))  # numpy copies it three times as fast as PARAMS
 NUM_WARM_UPS = 2  # before a capture: compiles and loads kernels, allocates library workspaces
 
 Compute = Callable[[], None]
@@ -129,8 +130,10 @@ class DecodeGraph:
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
         take, nothing = self._block.tensor, torch.zeros(1, dtype=torch.int32, device=self._rows.device)
         return SamplingTensors(
-            **{name: take(name) for name in (*DENSE_FIELDS, "counts_line", "bias_starts")},
+            params=take("params"),
             positions=take("answer_positions").clone(),  # less the lag
+            counts_line=take("counts_line"),
+            bias_starts=take("bias_starts"),
             mask_line=self._mask_lines.tensor("mask_line"),
             counts=self._rows.counts,
             extra_starts=nothing.expand(num_rows + 1).contiguous(),
@@ -165,8 +168,7 @@ class DecodeGraph:
                 arrays[name][rows] = getattr(layout, name)
             arrays["seq_lens"][:num_sequences] = layout.seq_lens
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
-            for name in DENSE_FIELDS:
-                arrays[name][outs] = getattr(sampling, name)
+            arrays["params"].view(RAW)[:, 0][outs] = sampling.params.view(RAW)
             if sampling.counts_line is not None:
                 arrays["counts_line"][outs] = sampling.counts_line
             arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
@@ -286,14 +288,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "state_to": np.full(shape.num_sequences, len(rows.states[0]) - 1 if rows.states else 0, np.int64),
         "answer_places": repeat(place + 1, np.int64),
         "answer_positions": repeat(1, np.int64),
-        "temperature": repeat(0, np.float32),
-        "top_k": repeat(0, np.int64),
-        "top_p": repeat(1, np.float64),
-        "min_p": repeat(0, np.float64),
-        "seeds": repeat(0, np.uint64),
-        "repetition": repeat(1, np.float32),
-        "frequency": repeat(0, np.float32),
-        "presence": repeat(0, np.float32),
+        "params": to_bytes(np.full(size, np.array(to_row(SamplingParams(temperature=0.0)), PARAMS))),
         "counts_line": repeat(-1, np.int32),
         "bias_starts": np.zeros(size + 1, np.int32),
     }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.sampling_fields import SEEN_BIT
+from engine.kernels.sampling_fields import PARAMS, SEEN_BIT, to_row
 from engine.ranges import Ints, join_ranges
 from engine.staging import upload
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -44,14 +44,7 @@ class InputBatch:
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
         self.pages_version = 0  # incremented by each change of `page_table`
         self.version = 0  # incremented by each change of a field below, except `counts` and `num_counted`
-        self.temperature = np.zeros(num_rows, np.float32)
-        self.top_k = np.zeros(num_rows, np.int64)
-        self.top_p = np.zeros(num_rows, np.float64)
-        self.min_p = np.zeros(num_rows, np.float64)
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.repetition = np.zeros(num_rows, np.float32)
-        self.frequency = np.zeros(num_rows, np.float32)
-        self.presence = np.zeros(num_rows, np.float32)
+        self.params = np.zeros(num_rows, PARAMS)
         self.has_bias = np.zeros(num_rows, np.bool_)
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # row |-> token ids, biases
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [k, V], see SEEN_BIT
@@ -66,11 +59,7 @@ class InputBatch:
         A bias beyond the vocabulary fails the steps that sample a token for it.
         """
         self.version += 1
-        self.temperature[row], self.repetition[row] = to_float32([sampling.temperature, sampling.repetition_penalty])
-        self.frequency[row], self.presence[row] = to_float32([sampling.frequency_penalty, sampling.presence_penalty])
-        self.top_k[row] = min(sampling.top_k, self.vocab_size)
-        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
-        self.seeds[row] = sampling.seed
+        self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)

@@ -12,8 +12,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from bench.interpreter import interpret_kernels
 from runtime.hardware import wait_without_spinning
+from tests.support.interpreter import interpret_kernels
 
 wait_without_spinning()
 interpret_kernels()

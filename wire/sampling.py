@@ -1,45 +1,62 @@
-"""How to sample the next token: one value for clients' requests, messages and the engine. Pure."""
+"""How to sample the next token: one value for clients' requests, messages and the engine. Pure.
 
-import math
-from collections.abc import Mapping
+`SamplingParams` is the table of parameters. Messages, the fields of requests and their ranges, and the engine's arrays
+follow from it; what a parameter does is in engine/sampling and its kernels.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import Annotated, NamedTuple, get_args, get_origin
 
 MAX_DRAFT_TOKENS = 16  # drafts per step and answer
 LEAST_TEMPERATURE = 1e-6  # greedy below it: noise would move no logit by 2.3e-5, and float32 would round 1e-46 to 0
+
+
+class Range(NamedTuple):
+    """The values that clients may give; the engine supports more."""
+
+    lowest: float
+    highest: float
+    excludes_lowest: bool = False
+
+
+class Scalar(NamedTuple):
+    """A parameter that is one number."""
+
+    dtype: str  # of the engine's values, as numpy names it
+    is_valid: Callable[[float], bool]
+    expected: str  # what is valid, for errors
+    clients: Range | None = None  # None: the gateway has a rule of its own
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Complete, with defaults filled in. ValueError at creation names a value out of range."""
 
-    temperature: float = 1.0  # 0 or close to it: the likeliest token, whatever the filters and the seed
-    top_p: float = 1.0  # (0, 1]; 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # [0, 1]; 0: off
-    seed: int = 0  # unsigned, 64 bits
-    frequency_penalty: float = 0.0  # 0: off; this and the fields below also apply to greedy sampling
-    presence_penalty: float = 0.0  # 0: off
-    repetition_penalty: float = 1.0  # more than 0; 1: off
+    # 0 or close to it: the likeliest token, whatever the filters and the seed
+    temperature: Annotated[float, Scalar("f4", lambda x: 0 <= x < inf, "a finite number >= 0", Range(0.0, 2.0))] = 1.0
+    top_p: Annotated[  # 1: off
+        float, Scalar("f8", lambda x: 0 < x <= 1, "more than 0 and at most 1", Range(0.0, 1.0, excludes_lowest=True))
+    ] = 1.0
+    top_k: Annotated[int, Scalar("i8", lambda x: x >= 0, ">= 0")] = 0  # 0: off
+    min_p: Annotated[float, Scalar("f8", lambda x: 0 <= x <= 1, "0 to 1", Range(0.0, 1.0))] = 0.0  # 0: off
+    seed: Annotated[int, Scalar("u8", lambda x: 0 <= x < 1 << 64, "an unsigned 64-bit integer")] = 0
+    # The parameters below also apply to greedy sampling. 0: off
+    frequency_penalty: Annotated[float, Scalar("f4", isfinite, "a finite number", Range(-2.0, 2.0))] = 0.0
+    presence_penalty: Annotated[float, Scalar("f4", isfinite, "a finite number", Range(-2.0, 2.0))] = 0.0
+    repetition_penalty: Annotated[  # 1: off
+        float, Scalar("f4", lambda x: 0 < x < inf, "a finite number > 0", Range(0.0, 2.0, excludes_lowest=True))
+    ] = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), each id once
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature is {self.temperature}, expected a finite number >= 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}, expected >= 0")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}, expected 0 to 1")
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed is {self.seed}, expected an unsigned 64-bit integer")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a finite number")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}, expected a finite number > 0")
+        for name, scalar in SCALARS.items():
+            value = getattr(self, name)
+            if not scalar.is_valid(value):
+                raise ValueError(f"{name} is {value}, expected {scalar.expected}")
         for token, bias in self.logit_bias:
-            if token < 0 or not math.isfinite(bias):
+            if token < 0 or not isfinite(bias):
                 raise ValueError(f"logit_bias adds {bias} to token {token}, expected an id >= 0 and a finite number")
 
     @property
@@ -52,13 +69,6 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
-SCALARS = tuple(field.name for field in fields(SamplingParams) if field.name != "logit_bias")
-CLIENT_RANGES: Mapping[str, tuple[float, float]] = {  # field |-> the range for clients; the engine supports more
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 2.0),
+SCALARS: Mapping[str, Scalar] = {
+    one.name: get_args(one.type)[1] for one in fields(SamplingParams) if get_origin(one.type) is Annotated
 }
-ABOVE_LOWEST = ("top_p", "repetition_penalty")  # fields whose lowest value is excluded

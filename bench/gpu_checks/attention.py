@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.batches import Part, pack
 from bench.gpu_checks.card import require, synchronize, time_calls
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
@@ -19,6 +18,7 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.graphs import Capture, CudaCapture
+from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
 from wire.sampling import MAX_DRAFT_TOKENS
 

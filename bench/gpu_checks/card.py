@@ -1,9 +1,12 @@
-"""What a card can do, measured, and what follows: sizes that fit its memory, and goals as a share of its speed.
+"""What a machine and its card can do, and what follows: sizes that fit its memory, and goals as a share of its speed.
 
 A goal is never a figure of one card: bytes that a step reads by the bandwidth of a copy, operations by the rate of a
 large product.
 """
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import torch
 from engine.engine import Engine
 
 GIB = 1 << 30
+DOCTOR_S = 60.0
 SLACK = 1.15  # a step's time, by that of reading its bytes
 SLACK_MANY = 1.3  # where attention reads KV beside products of few rows
 
@@ -113,6 +117,19 @@ def describe_card(device: torch.device) -> str:
     return (
         f"{rates}, {facts.total_memory / GIB:.0f} GiB, {facts.multi_processor_count} SMs, sm_{facts.major}{facts.minor}"
     )
+
+
+def check_doctor(device: torch.device) -> str:
+    """`baton doctor` finds all that it needs for this device."""
+    command = [sys.executable, "-m", "cli.main", "doctor", "--json", f"--device={device.type}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_S, check=False)
+    assert ended.stdout, f"exit {ended.returncode}: {''.join(ended.stderr.splitlines()[-1:])}"
+    rows = json.loads(ended.stdout)["rows"]
+    troubles = [f"{row['part']}: {row['found']}" for row in rows if row["status"] == "missing"]
+    assert ended.returncode == 0, "; ".join(troubles)
+    warnings = [f"{row['part']}: {row['found']}" for row in rows if row["status"] == "warning"]
+    workers = [f"{row['part']}: {row['found']}" for row in rows if row["part"] in ("prefill-0", "decode-0", "hand-off")]
+    return "; ".join([*(f"warning, {one}" for one in warnings), *workers])
 
 
 def require(is_met: bool, detail: str, device: torch.device) -> str:

@@ -13,14 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.batches import SAMPLINGS
-from bench.decoding import NO_SPECULATION, build_eager_speculator
 from bench.gpu_checks.loop import GATEWAY, run_jobs
 from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import read_vocabulary
-from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
-from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow
@@ -29,6 +25,8 @@ from engine.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
 from engine.input_batch import InputBatch
 from engine.layers.linear import Quantization
 from engine.weights.fp8 import has_fp8
+from tests.support.batches import SAMPLINGS
+from tests.support.decoding import build_speculators
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.scheduler import num_rows_for
 from worker.sequences import SequenceParams
@@ -167,12 +165,7 @@ def build_answers(
 
 
 def build_drafters(engine: Engine, is_ahead: bool) -> Mapping[str, Speculator]:
-    assert engine.draft_runner is not None
-    drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS, is_ahead)
-    }  # fmt: skip
-    built = {name: build_eager_speculator({name: one}, is_ahead, STEP_S) for name, one in drafters.items()}
-    return {"off": NO_SPECULATION, **built}
+    return build_speculators(engine, CHUNK_TOKENS, is_ahead, STEP_S)
 
 
 def check_ahead(device: torch.device) -> str:
@@ -233,9 +226,9 @@ def check_churn(device: torch.device) -> str:
         ]
         draw.shuffle(requests)
         ran = run_jobs(
-            engine, requests, build_drafters(engine, True)[drafter], 1, FEW_PAGES, len(truth),
-            {one.handle: draw.randrange(1, CHURN_TOKENS) for one in draw.sample(requests, len(requests) // 4)},
-            CHUNK_TOKENS,
+            engine, requests, build_drafters(engine, True)[drafter], steps_ahead=1, num_pages=FEW_PAGES,
+            at_once=len(truth), chunk_tokens=CHUNK_TOKENS,
+            aborted={one.handle: draw.randrange(1, CHURN_TOKENS) for one in draw.sample(requests, len(requests) // 4)},
         )  # fmt: skip
         for one in requests:
             tokens, expected = ran.tokens.get(one.handle, []), truth[(one.handle - 1) % len(truth) + 1]
@@ -243,8 +236,8 @@ def check_churn(device: torch.device) -> str:
                 num_ties += 1
                 worst = max(worst, find_regret(tokens, np.frombuffer(one.prompt, np.int32).tolist()))
         assert worst <= (MOST_REGRET if device.type == "cuda" else 0), f"a token is less likely than the best: {worst}"
-        num_rounds, num_preemptions = num_rounds + 1, num_preemptions + ran.num_preemptions
-        num_answers, num_aborted = num_answers + len(ran.ended), num_aborted + len(requests) - len(ran.ended)
+        num_rounds, num_preemptions = num_rounds + 1, num_preemptions + ran.scheduler.num_preemptions
+        num_answers, num_aborted = num_answers + len(ran.ends), num_aborted + len(requests) - len(ran.ends)
     assert num_preemptions, "nothing was preempted"
     return (
         f"{num_answers} answers, {num_aborted} aborted, {num_preemptions} preemptions; {num_ties} answers with another "

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 
 from bench.gpu_checks.card import MissedError, require, scale_for
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, build_pool, page_content
 from bench.gpu_checks.loop import build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
 from engine.kv import gpu as gpu_module
@@ -29,6 +28,7 @@ from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.nixl_agent import NOT_INSTALLED, is_installed
 from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import open_reader
+from tests.support.pool_process import COMMAND, Exporter, build_large_pool, build_local, page_content
 
 NUM_LAYERS = 32  # an 8B model: 2 MiB a page
 PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
@@ -80,12 +80,12 @@ def time_beside(device: torch.device) -> str:
 
 
 def _build_pool(device: torch.device, num_pages: int = PROMPT_PAGES) -> Pool:
-    return build_pool(NUM_LAYERS, num_pages if device.type == "cuda" else FEW_PAGES, device)
+    return build_large_pool(NUM_LAYERS, num_pages if device.type == "cuda" else FEW_PAGES, device)
 
 
 def _command(transport: str, device: str) -> Sequence[str]:
     """Starts an exporter."""
-    return sys.executable, "-m", "bench.gpu_checks.ipc_exporter", transport, device, str(NUM_LAYERS)
+    return *COMMAND, f"transport={transport}", f"device={device}", f"layers={NUM_LAYERS}"
 
 
 def _run_part(name: str, device: torch.device) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
 from engine.kernels.sampling_fields import SEEN_BIT
 from engine.ops.choose import ops_for
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import sample, sample_slowly
+from tests.support.batches import build_sampling_batch
 from wire.sampling import SamplingParams
 
 CASES = [

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 import grpc
 import torch
 
-from bench.fleet import find_ranks_of
 from bench.gpu_checks.engine import MOST_REGRET, NUM_TOKENS, PROMPT, find_regret, reference_tokens
-from bench.live import Live, serve
 from demo.paths import TARGET_DIR
-from protos import inference_pb2, inference_pb2_grpc
+from tests.support.fleet import find_ranks_of
+from tests.support.live import Live, serve
+from tests.support.surface import Surface, Told
 
 ANSWER_S = 120.0
 RUNS = {"cuda": (("grpc", "float32"), ("cuda_ipc", "bfloat16")), "cpu": (("shm", "float32"),)}
@@ -33,7 +33,7 @@ def check_defaults(device: torch.device) -> str:
         tpots = []
         for count in (1, 8):
             with ThreadPoolExecutor(count) as threads:
-                timings = list(threads.map(lambda salt: ask_timed(live, f"{salt}")[1], range(count)))
+                timings = list(threads.map(lambda salt: ask_timed(live, f"{salt}").timing, range(count)))
             tpots.append(statistics.median(one.decode_seconds / (NUM_TIMED - 1) for one in timings) * 1e3)
         workers = " and ".join(sorted(live.pids.keys() - {"gateway"}))
         drafts = sum(one.draft_tokens for one in timings)
@@ -111,17 +111,10 @@ def serve_demo(device: torch.device, *flags: str) -> AbstractContextManager[Live
 
 def ask(live: Live, salt: str) -> list[int]:
     """The greedy answer to PROMPT. The salt keeps its KV out of caches."""
-    return ask_timed(live, salt, NUM_TOKENS)[0]
+    return ask_timed(live, salt, NUM_TOKENS).tokens
 
 
-def ask_timed(
-    live: Live, salt: str, num_tokens: int = NUM_TIMED
-) -> tuple[list[int], inference_pb2.Timing]:  # fmt: skip
+def ask_timed(live: Live, salt: str, num_tokens: int = NUM_TIMED) -> Told:
     """The same, of any length, with what the service says of it."""
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=PROMPT), max_tokens=num_tokens, temperature=0, ignore_eos=True,
-        cache_salt=salt, include_timing=True,
-    )  # fmt: skip
     with grpc.insecure_channel(live.grpc_address) as channel:
-        parts = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=ANSWER_S))
-    return [token for part in parts for token in part.token_ids], parts[-1].timing
+        return Surface(channel, ANSWER_S).ask_one(PROMPT, max_tokens=num_tokens, cache_salt=salt)

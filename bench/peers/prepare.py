@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.peers.systems import BUILD_VARIABLES, PACKAGES
-from bench.random_models import write_llama_1b
 from runtime.settings import ConfigError
+from tests.support.random_models import write_llama_1b
 
 HERE = Path(__file__).parent
 UNWANTED = (

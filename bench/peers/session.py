@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 
-from bench.fleet import free_ports
 from bench.load.client import Client
 from bench.load.prompts import PromptWriter
 from bench.load.server import Server, discover, open_http
@@ -24,12 +23,13 @@ from bench.peers.processes import Started, read_available_bytes, read_cpu_s, rea
 from bench.peers.rows import Target
 from bench.peers.systems import System
 from runtime.settings import ConfigError
+from tests.support.fleet import free_ports
 
 READY_S, POLL_S, IDLE_S = 600.0, 0.5, 3.0
 CONNECTIONS = 80
 LEAST_BYTES = 6 << 30  # memory of the largest of them
 AGREED_PROMPT, AGREED_TOKENS = 64, 16
-ORDINARY_IDS = range(300, 7900)  # learned tokens of `bench.random_models`, without special and single-byte ones
+ORDINARY_IDS = range(300, 7900)  # learned tokens of `tests.support.random_models`, without special and single-byte ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,18 @@ from itertools import product
 
 import numpy as np
 
-from bench.decoding import NO_SPECULATION, build_scheduler
 from bench.simulate.costs import Measured, work_of
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
+from decode_worker.speculation.lengths import CostMeter
+from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams
+from worker.kv_cache import KVCacheManager
 from worker.loop import InFlightStep, WorkerLoop
 from worker.plan import TokenBudget
+from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import SequenceParams
 
@@ -27,6 +30,7 @@ NUM_TOKENS = 16  # per answer
 CONTEXT_TOKENS = max(PROMPTS) + NUM_TOKENS
 CHUNK_TOKENS = 256  # of prompts per step
 ROUNDS = 2
+LEASE_S = 600.0  # longer than a round
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -34,7 +38,7 @@ class MeasuredSteps(DraftsAndMasks):
     """Records the work of each step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(NO_SPECULATION, scheduler)
+        super().__init__(Speculator({}, CostMeter(), "off", 0), scheduler)
         self.steps: list[Measured] = []
 
     def judge(
@@ -55,8 +59,9 @@ def measure_steps(engine: Engine) -> list[Measured]:
 
 
 def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Measured]:
-    draw, scheduler = np.random.default_rng(seed), build_scheduler(engine)
-    extras = MeasuredSteps(scheduler)
+    kv = KVCacheManager(PrefixCache(engine.num_pages, engine.pool.generations), engine.pool.shape.page_tokens)
+    scheduler = Scheduler(kv, max(STREAMS), LEASE_S)
+    draw, extras = np.random.default_rng(seed), MeasuredSteps(scheduler)
     loop = WorkerLoop(
         extras, scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
         lambda _step, _updates: None, DecodeMetrics(scheduler), engine.steps_ahead,

@@ -12,18 +12,24 @@
 
 #include "cpu_values.h"
 
+// A row's parameters, in the order and the types of wire/sampling.py.
+struct Params {
+    float temperature;
+    double top_p;
+    int64_t top_k;
+    double min_p;
+    uint64_t seed;
+    float frequency_penalty, presence_penalty, repetition_penalty;
+};
+
 // Mirrored field by field in engine/sampling/cpu.py. S rows of V logits.
 struct BatonSampling {
     float* logits;    // [S, V], modified
     int64_t* tokens;  // [S], the results; -1 where the mask allows none, -2 where the first logit is NaN
     int64_t num_rows, vocabulary;
     float least_temperature, most;  // temperatures below the first are greedy; `most` bounds temperatures and penalties
-    const float* temperature;       // [S], like all up to presence
-    const int64_t* top_k;
-    const double *top_p, *min_p;
-    const uint64_t* seeds;
-    const int64_t* positions;
-    const float *repetition, *frequency, *presence;
+    const Params* params;                     // [S]
+    const int64_t* positions;                 // [S]
     const int32_t *counts, *counts_line;      // [k, V] or null, [S]: line of counts, -1: none
     const int32_t *extra_starts, *extra_ids;  // [S + 1] or null, [..]
     const int32_t *bias_starts, *bias_ids;    // [S + 1] or null, [..]
@@ -138,8 +144,9 @@ struct Best {
 class Row {
   public:
     Row(const BatonSampling& batch, int64_t row, int num_parts, Scratch& scratch)
-        : batch_(batch), row_(row), vocabulary_(batch.vocabulary), num_blocks_((vocabulary_ + kBlock - 1) / kBlock),
-          num_parts_(num_parts), values_(batch.logits + row * vocabulary_), scratch_(scratch) {
+        : batch_(batch), params_(batch.params[row]), row_(row), vocabulary_(batch.vocabulary),
+          num_blocks_((vocabulary_ + kBlock - 1) / kBlock), num_parts_(num_parts),
+          values_(batch.logits + row * vocabulary_), scratch_(scratch) {
         scratch.maxima.resize(num_blocks_);
     }
 
@@ -158,7 +165,7 @@ class Row {
         }
         if (most == kMinusInfinity) return -1;
         int64_t likeliest = find_first(most);
-        float temperature = batch_.temperature[row_];
+        float temperature = params_.temperature;
         if (temperature < batch_.least_temperature) return likeliest;
         scale(most, std::min(temperature, batch_.most));
         return draw(likeliest, find_floor());
@@ -166,6 +173,7 @@ class Row {
 
   private:
     const BatonSampling& batch_;
+    const Params& params_;
     const int64_t row_, vocabulary_, num_blocks_;
     const int num_parts_;
     float* const values_;  // [V] logits, then scaled ones: at most 0
@@ -186,15 +194,16 @@ class Row {
 
     float penalise(float value, uint32_t count) const {  // count: occurrences in the answer; bit 30: seen anywhere
         if (!count) return value;
-        float penalty = std::clamp(batch_.repetition[row_], 1 / batch_.most, batch_.most);
+        float penalty = std::clamp(params_.repetition_penalty, 1 / batch_.most, batch_.most);
         value = value > 0 ? value / penalty : value * penalty;
         double num_answer = count & ((1u << 30) - 1);
         if (!num_answer) return value;
-        return (float)(value - (batch_.frequency[row_] * num_answer + batch_.presence[row_]));  // the product is exact
+        return (float)(value - (params_.frequency_penalty * num_answer + params_.presence_penalty));  // the product is exact
     }
 
     bool penalise() {
-        if (batch_.repetition[row_] == 1 && batch_.frequency[row_] == 0 && batch_.presence[row_] == 0) return false;
+        if (params_.repetition_penalty == 1 && params_.frequency_penalty == 0 && params_.presence_penalty == 0)
+            return false;
         int64_t line = batch_.counts ? batch_.counts_line[row_] : -1;
         const int32_t* counts = line < 0 ? nullptr : batch_.counts + line * vocabulary_;
         const int32_t *extra = nullptr, *end = nullptr;
@@ -308,9 +317,9 @@ class Row {
 
     Floor find_floor() {
         Floor floor;
-        int64_t top_k = batch_.top_k[row_];
+        int64_t top_k = params_.top_k;
         if (top_k > 0 && top_k < vocabulary_) floor.lowest = find_weight<false>(find_at_least(top_k), top_k).lowest;
-        double top_p = batch_.top_p[row_], min_p = batch_.min_p[row_];
+        double top_p = params_.top_p, min_p = params_.min_p;
         if (top_p < 1) floor = find_weight<true>(floor.lowest, top_p);
         float least = min_p > 0 ? (float)std::log(min_p) : kMinusInfinity;
         return least > floor.lowest ? Floor{least} : floor;
@@ -457,7 +466,7 @@ class Row {
     // --- choosing
 
     int64_t draw(int64_t likeliest, Floor floor) {
-        uint64_t word = mix64(mix64(batch_.seeds[row_]) ^ (uint64_t)batch_.positions[row_]);
+        uint64_t word = mix64(mix64(params_.seed) ^ (uint64_t)batch_.positions[row_]);
         Key key{(uint32_t)(word >> 32), (uint32_t)word};
         Best first{key.noise(likeliest), likeliest};  // its value is 0, and no filter excludes it
         std::vector<Best> best(num_parts_, first);

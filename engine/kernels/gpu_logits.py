@@ -7,21 +7,29 @@ written: `open_row` reads them from the logits, through `bound`.
 import triton
 import triton.language as tl
 
-from engine.kernels.sampling_fields import MOST, SEEN_BIT
+from engine.kernels.sampling_fields import MOST, PARAMS, SEEN_BIT
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(1 / MOST)
 _NUM_MASK = tl.constexpr(SEEN_BIT - 1)
 _LARGEST = tl.constexpr(3.4028234663852886e38)  # float32's
+_ROW_BITS = tl.constexpr(8 * PARAMS.itemsize)
 INFINITY = tl.constexpr(float("inf"))
 BLOCK = tl.constexpr(2048)  # tokens; 63 programs for a row of 128,000, and 8 tokens per thread (256 threads)
 GROUP = tl.constexpr(256)  # tokens per maximum: the k-th largest maximum is a lower bound of the k-th largest value
 
 
 @triton.jit
+def load_param(column, row):
+    """A row's value of one of the ParamColumns."""
+    return tl.load(column + row * (_ROW_BITS // column.dtype.element_ty.primitive_bitwidth))
+
+
+@triton.jit
 def has_penalties(fields, row):
-    is_changed = (tl.load(fields.repetition + row) != 1) | (tl.load(fields.frequency + row) != 0)
-    return is_changed | (tl.load(fields.presence + row) != 0)
+    is_repetition = load_param(fields.params.repetition_penalty, row) != 1
+    is_frequency = load_param(fields.params.frequency_penalty, row) != 0
+    return is_repetition | is_frequency | (load_param(fields.params.presence_penalty, row) != 0)
 
 
 @triton.jit
@@ -55,10 +63,11 @@ def _penalise(values, fields, row, ids, vocabulary):
     for at in range(tl.load(fields.extra_starts + row), tl.load(fields.extra_starts + row + 1)):
         counts += (ids == tl.load(fields.extra_ids + at)).to(tl.int32)
     num_answer = counts & _NUM_MASK
-    penalty = tl.minimum(tl.maximum(tl.load(fields.repetition + row), _LEAST), _MOST)
+    penalty = tl.minimum(tl.maximum(load_param(fields.params.repetition_penalty, row), _LEAST), _MOST)
     penalised = tl.where(values > 0, tl.div_rn(values, penalty), values * penalty)
     values = tl.where(counts > 0, penalised, values)
-    loss = tl.load(fields.frequency + row).to(tl.float64) * num_answer + tl.load(fields.presence + row)
+    frequency = load_param(fields.params.frequency_penalty, row).to(tl.float64)
+    loss = frequency * num_answer + load_param(fields.params.presence_penalty, row)
     return tl.where(num_answer > 0, (values.to(tl.float64) - loss).to(tl.float32), values)
 
 

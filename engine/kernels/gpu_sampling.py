@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust, bound, open_row
+from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust, bound, load_param, open_row
 from engine.kernels.gpu_noise import gumbel_noise
 from engine.kernels.gpu_values import find_kth, load_min_p, load_temperature, load_top_k, scale, weigh
 from engine.kernels.sampling_fields import SamplingTensors
@@ -50,6 +50,7 @@ def choose_tokens(logits: Tensor, fields: SamplingTensors, out: Tensor) -> None:
     num_rows, vocabulary = logits.shape
     if not num_rows:
         return
+    fields = fields.split()
     num_blocks = triton.cdiv(vocabulary, BLOCK.value)
     scratch = allocate(logits, num_blocks)
     rows, blocks = (num_rows,), (num_rows, num_blocks)
@@ -141,7 +142,7 @@ def _survey(
         if is_weighed:
             masses += tl.where(is_before, tl.exp(scaled.to(tl.float64)), 0.0)
         if highest >= lowest:
-            noise = gumbel_noise(ids, tl.load(fields.seeds + row), tl.load(fields.positions + row))
+            noise = gumbel_noise(ids, load_param(fields.params.seed, row), tl.load(fields.positions + row))
             is_better = is_before & (scaled >= lowest) & (scaled + noise > scores)
             scores = tl.where(is_better, scaled + noise, scores)
             best_ids = tl.where(is_better, ids, best_ids)
@@ -195,7 +196,7 @@ def _survey_blocks(
     row, block = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.num_programs(1)
     top = tl.load(scratch.tops + row)
-    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.top_p + row)
+    top_k, top_p = load_top_k(fields, row, vocabulary), load_param(fields.params.top_p, row)
     is_over = top == -INFINITY
     if plane > 0:
         is_over |= (top_k == 0) & (top_p >= 1)
@@ -242,7 +243,7 @@ def _choose_rows(
     if top == -INFINITY:
         return
     token = _load_best(scratch, 0, row, num_blocks, padded_blocks)
-    top_k, top_p = load_top_k(fields, row, vocabulary), tl.load(fields.top_p + row)
+    top_k, top_p = load_top_k(fields, row, vocabulary), load_param(fields.params.top_p, row)
     if (top_k > 0) | (top_p < 1):
         values, least = open_row(logits, scratch.adjusted, fields, row, vocabulary)
         temperature = load_temperature(fields, row)

@@ -7,7 +7,7 @@ Knows one row, and values that `gpu_logits.adjust` has adjusted; nothing of nois
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu_logits import INFINITY, bound
+from engine.kernels.gpu_logits import INFINITY, bound, load_param
 from engine.kernels.sampling_fields import MOST
 
 CHUNK = tl.constexpr(2048)  # values per iteration of a search
@@ -17,19 +17,19 @@ _MOST = tl.constexpr(MOST)
 @triton.jit
 def load_top_k(fields, row, vocabulary):
     """0 if it excludes nothing."""
-    top_k = tl.load(fields.top_k + row)
+    top_k = load_param(fields.params.top_k, row)
     return tl.where(top_k < vocabulary, top_k, 0)
 
 
 @triton.jit
 def load_temperature(fields, row):
-    return tl.minimum(tl.load(fields.temperature + row), _MOST)
+    return tl.minimum(load_param(fields.params.temperature, row), _MOST)
 
 
 @triton.jit
 def load_min_p(fields, row):
     """The scaled value below which min_p excludes all."""
-    return tl.log(tl.load(fields.min_p + row)).to(tl.float32)
+    return tl.log(load_param(fields.params.min_p, row)).to(tl.float32)
 
 
 @triton.jit

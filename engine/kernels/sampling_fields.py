@@ -1,10 +1,14 @@
 """What the sampling kernels read: a batch on the device at fixed addresses, and constants shared with the host."""
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
+
+from wire.sampling import SCALARS, SamplingParams
 
 SEEN_BIT = 1 << 30
 """In a token's count: set if the token is in the prompt or the answer. The lower bits count it in the answer."""
@@ -12,19 +16,39 @@ SEEN_BIT = 1 << 30
 MOST = 1e30
 """Bounds for temperature and repetition penalty, as is 1 / MOST for the latter: float32 holds both."""
 
-PARAMETERS: dict[str, DTypeLike] = {
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float64,
-    "min_p": np.float64,
-    "seeds": np.uint64,
-    "positions": np.int64,
-    "repetition": np.float32,
-    "frequency": np.float32,
-    "presence": np.float32,
-}
-DENSE_FIELDS = tuple(name for name in PARAMETERS if name != "positions")
-ROW_FIELDS = (*PARAMETERS, "counts_line", "mask_line")
+PARAMS = np.dtype([(name, scalar.dtype) for name, scalar in SCALARS.items()], align=True)
+"""A row's parameters: `struct Params` of cpu_sampling.cpp."""
+
+ROW_FIELDS = ("params", "positions", "counts_line", "mask_line")
+_TORCH_TYPES = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u8": torch.int64}
+
+
+def _limits(dtype: DTypeLike) -> tuple[float, float]:
+    info = np.finfo(dtype) if np.dtype(dtype).kind == "f" else np.iinfo(dtype)
+    least, most = np.array([info.min, info.max], dtype).tolist()
+    return least, most
+
+
+_LIMITS = [(name, *_limits(scalar.dtype)) for name, scalar in SCALARS.items()]
+
+
+def to_row(params: SamplingParams) -> tuple[float, ...]:
+    """An element of an array of PARAMS. Values beyond their type become its largest."""
+    return tuple([min(max(getattr(params, name), least), most) for name, least, most in _LIMITS])
+
+
+def to_bytes(params: NDArray[np.void]) -> NDArray[np.int8]:
+    """[S] PARAMS -> [S, bytes of one], the same memory."""
+    return params.view(np.int8).reshape(len(params), PARAMS.itemsize)
+
+
+def _build_type() -> type[tuple[Tensor, ...]]:
+    return namedtuple("ParamColumns", SCALARS)
+
+
+_COLUMNS = [(_TORCH_TYPES[field[0].str[1:]], field[1] // field[0].itemsize) for field in (PARAMS.fields or {}).values()]
+ParamColumns = _build_type()
+"""A parameter |-> [S] of its type, strided; the bits of unsigned integers as signed ones."""
 
 
 class SamplingTensors(NamedTuple):
@@ -33,15 +57,8 @@ class SamplingTensors(NamedTuple):
     Lines, ragged values and masks may be longer than needed, so that a CUDA graph can replay with other contents.
     """
 
-    temperature: Tensor  # [S] float32
-    top_k: Tensor  # [S] int64
-    top_p: Tensor  # [S] float64
-    min_p: Tensor  # [S] float64
-    seeds: Tensor  # [S] int64, the bits of the unsigned seeds
+    params: Tensor  # [S, bytes of PARAMS] int8
     positions: Tensor  # [S] int64
-    repetition: Tensor  # [S] float32
-    frequency: Tensor  # [S] float32
-    presence: Tensor  # [S] float32
     counts: Tensor  # [k, V] int32
     counts_line: Tensor  # [S] int32
     extra_starts: Tensor  # [S + 1] int32
@@ -57,3 +74,9 @@ class SamplingTensors(NamedTuple):
         starts = slice(rows.start, rows.stop + 1)
         cut = {name: getattr(self, name)[rows] for name in ROW_FIELDS}
         return self._replace(**cut, extra_starts=self.extra_starts[starts], bias_starts=self.bias_starts[starts])
+
+    def split(self) -> "SamplingTensors":
+        """The same as kernels read it: `params` are ParamColumns, views of its bytes."""
+        views = {dtype: self.params.view(dtype) for dtype in set(_TORCH_TYPES.values())}
+        columns: Any = ParamColumns(*[views[dtype].select(1, at) for dtype, at in _COLUMNS])
+        return self._replace(params=columns)

@@ -7,21 +7,14 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import PARAMETERS, ROW_FIELDS
+from engine.kernels.sampling_fields import PARAMS, ROW_FIELDS
 
 
 class SamplingBatch(NamedTuple):
     """S rows over a vocabulary of V tokens. Ragged parts, counts and masks are None where no row has any."""
 
-    temperature: NDArray[np.float32]  # [S], like all up to presence; meanings: wire.sampling
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    seeds: NDArray[np.uint64]
-    positions: NDArray[np.int64] | Tensor  # of the token to sample, in its sequence; a tensor if only a GPU knows them
-    repetition: NDArray[np.float32]
-    frequency: NDArray[np.float32]
-    presence: NDArray[np.float32]
+    params: NDArray[np.void]  # [S] PARAMS; meanings: wire.sampling
+    positions: NDArray[np.int64] | Tensor  # [S] of the token to sample, in its sequence; a tensor if only a GPU knows
     counts: Tensor | None = None  # [k, V] int32 on the logits' device, see SEEN_BIT
     counts_line: NDArray[np.int32] | None = None  # [S] line of `counts`; -1: only extra tokens count
     extra_starts: NDArray[np.int32] | None = None  # [S + 1] of extra_ids
@@ -48,9 +41,9 @@ class SamplingBatch(NamedTuple):
         if logits.dim() != 2 or logits.dtype is not torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, expected contiguous float32 [S, V]")
         rows, vocabulary = logits.shape
-        for name, dtype in PARAMETERS.items():
-            if isinstance(getattr(self, name), np.ndarray):
-                _check(name, getattr(self, name), dtype, rows)
+        _check("params", self.params, PARAMS, rows)
+        if isinstance(self.positions, np.ndarray):
+            _check("positions", self.positions, np.int64, rows)
         if self.counts is not None:
             self._check_counts(self.counts, logits)
             _check_lines("counts_line", self.counts_line, rows, self.counts.shape[0])

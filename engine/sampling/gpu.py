@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.gpu_sampling import choose_tokens
-from engine.kernels.sampling_fields import SamplingTensors
+from engine.kernels.sampling_fields import SamplingTensors, to_bytes
 from engine.sampling.batch import SamplingBatch
 from engine.staging import upload
 
@@ -25,8 +25,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def upload_batch(batch: SamplingBatch, device: torch.device) -> SamplingTensors:
     """Upload in one copy. `counts`, and extra ids that are a tensor, are not copied."""
-    rows = len(batch.temperature)
-    fields = batch._asdict() | {"seeds": batch.seeds.view(np.int64)}
+    rows = len(batch.params)
+    fields = batch._asdict() | {"params": to_bytes(batch.params)}
     for name, field in fields.items():
         if field is None:
             fields[name] = _build_none(name, rows)

@@ -44,19 +44,18 @@ def adjust_logits_(logits: Tensor, batch: SamplingBatch) -> None:
 
 
 def _penalise_(logits: Tensor, batch: SamplingBatch) -> None:
-    rows = np.flatnonzero((batch.repetition != 1) | (batch.frequency != 0) | (batch.presence != 0))
+    asked = [batch.params[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
+    rows = np.flatnonzero((asked[0] != 1) | (asked[1] != 0) | (asked[2] != 0))
     if not len(rows):
         return
-
-    def column(values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values[rows]).to(logits.device)[:, None]
+    repetition, frequency, presence = [torch.from_numpy(one[rows]).to(logits.device)[:, None] for one in asked]
 
     counts = _count(logits, batch)[rows]
     num_answer = counts & (SEEN_BIT - 1)
     values = logits[rows]
-    penalty = column(batch.repetition).clamp(1 / MOST, MOST)
+    penalty = repetition.clamp(1 / MOST, MOST)
     values = torch.where(counts > 0, torch.where(values > 0, values / penalty, values * penalty), values)
-    loss = column(batch.frequency).double() * num_answer + column(batch.presence)
+    loss = frequency.double() * num_answer + presence
     logits[rows] = torch.where(num_answer > 0, (values.double() - loss).float(), values)
 
 

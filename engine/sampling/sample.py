@@ -6,10 +6,9 @@ batch, the worker, the device's generator or earlier draws.
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import MOST, SamplingTensors
+from engine.kernels.sampling_fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
@@ -39,7 +38,7 @@ def read_fields(fields: SamplingTensors) -> SamplingBatch:
     """On the CPU: a batch that shares the fields' memory."""
     arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
     begin, end = arrays["bias_starts"][[0, -1]]
-    arrays["seeds"] = arrays["seeds"].view(np.uint64)
+    arrays["params"] = arrays["params"].view(PARAMS)[:, 0]
     arrays |= {name: arrays[name][begin:end] for name in ("bias_ids", "bias_values")}
     arrays["bias_starts"] = arrays["bias_starts"] - begin
     return SamplingBatch(**arrays | {"counts": fields.counts, "extra_starts": None, "extra_ids": None})
@@ -50,7 +49,7 @@ def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
     is_nan = logits[:, 0].isnan()
     adjust_logits_(logits, batch)
     maxima, tokens = logits.max(-1)
-    drawn = torch.from_numpy(batch.temperature >= LEAST_TEMPERATURE).nonzero()[:, 0]
+    drawn = torch.from_numpy(batch.params["temperature"] >= LEAST_TEMPERATURE).nonzero()[:, 0]
     for rows in torch.split(drawn, max(1, CHUNK_VALUES // logits.shape[1])):
         tokens[rows] = _draw(logits, maxima, batch, rows)
     return torch.where(is_nan, NOT_A_NUMBER, torch.where(maxima > -torch.inf, tokens, NO_TOKEN))
@@ -58,16 +57,16 @@ def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
     """[S, V], [S], [R] rows that are not greedy -> [R] int64"""
-    own = rows.numpy()
+    params = batch.params[rows.numpy()]
 
-    def column(values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values[own]).to(logits.device)
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(params[name]).to(logits.device)
 
-    scaled = (logits[rows] - maxima[rows, None]) / column(batch.temperature).clamp(max=MOST)[:, None]
-    keys = build_keys(batch.seeds[own], np.asarray(batch.positions)[own], logits.device)
+    scaled = (logits[rows] - maxima[rows, None]) / column("temperature").clamp(max=MOST)[:, None]
+    keys = build_keys(params["seed"], np.asarray(batch.positions)[rows.numpy()], logits.device)
     scores = scaled + gumbel_noise(torch.arange(logits.shape[1], device=logits.device), keys[:, None])
-    if ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))[own].any():
-        kept = keep_tokens(scaled, column(batch.top_k), column(batch.top_p), column(batch.min_p))
+    if ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)).any():
+        kept = keep_tokens(scaled, column("top_k"), column("top_p"), column("min_p"))
         scores.masked_fill_(~kept, -torch.inf)
     return scores.max(-1).indices
 

@@ -18,7 +18,7 @@ from gateway.router.engine_client import Drafter, Grammar, Speculation
 from gateway.tools.json_schema import check_enforced
 from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
-from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SCALARS, SamplingParams
 
 MAX_NAME_CHARS = 200  # each chunk of an answer has the name
 MAX_MESSAGES = 4096  # of a conversation
@@ -198,10 +198,12 @@ def check_sampling(raw: GenerateRequest, defaults: SamplingParams, vocab_size: i
     """The given parameters, with defaults for the rest."""
     given: dict[str, Any] = dict(raw.sampling)
     for name, value in given.items():
-        if name in CLIENT_RANGES:
-            given[name] = check_range(name, float(value), *CLIENT_RANGES[name])
-        if name in ABOVE_LOWEST and value <= CLIENT_RANGES[name][0]:
-            raise bad_request(f"{name} is {value:g}; it must be above {CLIENT_RANGES[name][0]:g}", name)
+        allowed = SCALARS[name].clients
+        if allowed is None:
+            continue
+        given[name] = check_range(name, float(value), allowed.lowest, allowed.highest)
+        if allowed.excludes_lowest and value <= allowed.lowest:
+            raise bad_request(f"{name} is {value:g}; it must be above {allowed.lowest:g}", name)
     top_k, seed = given.pop("top_k", defaults.top_k), given.pop("seed", defaults.seed)
     if top_k < -1:
         raise bad_request(f"top_k is {shown(top_k)}; it must be at least 0, or -1; both keep all tokens", "top_k")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.capacity import Goals, Proposal, Role, UnreachableError, find_wait, propose
-from bench.roofline import handoff_token_s
+from bench.roofline import handoff_token_s, kv_tokens_that_fit
 from bench.simulate.channels import Wires
 from bench.simulate.figures import summarise
 from bench.simulate.run import Fleet, Simulation, Workers
@@ -21,10 +21,11 @@ from cli import main
 from cli.bench import load_shape
 from cli.service import CommandError
 from cli.sources import use_sources
+from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
-from worker.limits import ModelShape
+from worker.limits import ModelShape, estimate_room, limits_of
 
 EIGHT = load_shape("8B")
 SEVENTY = load_shape("70B")
@@ -136,6 +137,15 @@ def test_a_proposal_is_within_its_own_limits(
     more = propose(EIGHT, CARDS[gpu], replace(goals, rate=rate * 2), 10**6)
     assert more.prefill is not None and more.prefill.num_gpus >= prefill.num_gpus
     assert more.decode.num_gpus >= decode.num_gpus
+
+
+@pytest.mark.parametrize("gpu", ["l4", "h100", "b200"])
+def test_what_fits_is_what_a_worker_allocates(gpu: CardName) -> None:
+    limits = limits_of(DecodeConfig(max_running=64, local_prefill_chunk_tokens=2048), EIGHT.vocab_size)
+    for tp in (1, 2, 4):
+        room = estimate_room(EIGHT, limits, CARDS[gpu].memory_bytes, tp)
+        expected = room.left_bytes(0.9) // EIGHT.kv_token_bytes_of(tp)
+        assert kv_tokens_that_fit(EIGHT, CARDS[gpu], tp, limits) == expected > 0
 
 
 def test_a_queue_that_is_full_never_empties_and_an_idle_one_has_no_wait() -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,22 @@ import torch
 
 from bench import gpu_check
 from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_table, run_apart, run_part
-from bench.gpu_checks import attention, engine, speed
+from bench.gpu_checks import attention, engine, ipc, sampling, speed
 from bench.gpu_checks.card import MissedError, choose_scale, require
 from bench.gpu_checks.speed import compare_to_reading
 from engine import runner as engine_runner
 from engine.attention import flashinfer as backend_module
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
+from engine.sampling.sample import sample_slowly
+from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.flashinfer_doubles import Decode, Prefill
+from tests.support.pool_process import COMMAND, build_pool
 
 CPU = torch.device("cpu")
-ELSEWHERE = ("defaults", "service", "deaths", "two GPUs")  # tested in tests/faults: whole services
-HERE = [part for part in PARTS if part.name not in ELSEWHERE]
+SERVICES = ("defaults", "service", "deaths", "two GPUs")  # parts that start whole services
+HERE = [part for part in PARTS if part.name not in SERVICES]
+FAKE_GPU = (*COMMAND, "fake-gpu")
 
 
 @pytest.mark.parametrize("part", HERE, ids=lambda part: part.name)
@@ -134,3 +139,40 @@ def test_wrong_tokens_of_a_step_ahead_are_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_runner, "count_right", lambda drafts, chosen, num_drafts: num_drafts)  # all
     with pytest.raises(AssertionError, match="differ from eager ones"):
         engine.check_ahead(CPU)
+
+
+def test_the_check_of_sampling_notices_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_wrong(device: torch.device) -> sampling.Sampler:
+        return lambda logits, batch: sample_slowly(logits, batch) ^ 1
+
+    monkeypatch.setattr(sampling, "_find_sampler", find_wrong)
+    with pytest.raises(AssertionError, match="11 of 11"):
+        sampling.check_sampling(CPU)
+
+
+def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:
+    pool = build_pool(8, FakeGpu())
+    before = count_opened()
+    assert "8 pages of 512 bytes equal, a recycled one refused" in ipc.read_pages(pool, FAKE_GPU, "cuda_ipc")
+    report = ipc.kill_exporters(pool, FAKE_GPU, num_kills=1, repeats=5)
+    assert report.startswith("1 owners killed, ") and report.endswith("context works, no call failed")
+    assert ipc.time_copies(pool, FAKE_GPU).startswith("4 pages: ")
+    assert count_opened() == before
+
+
+def test_what_a_killed_owner_does_to_its_reader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = build_pool(2, FakeGpu())
+
+    def load(pages: Sequence[int]) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(pool, "load", load)
+    report = ipc.kill_exporters(pool, FAKE_GPU, num_kills=1, repeats=1)
+    assert report.startswith("FINDING: the reader's context is lost after kill 0: CUDA error: unspecified launch")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", SERVICES)
+def test_answers_of_services_are_right_also_where_workers_or_ranks_are_killed(name: str) -> None:
+    (part,) = (part for part in PARTS if part.name == name)
+    assert not [one for one in run_part(part, CPU) if one.result not in ("ok", "skipped")]

@@ -15,7 +15,7 @@ from bench.peers.session import Places, build_command
 from bench.peers.systems import SYSTEMS, Group, System
 from bench.peers.turns import run_group
 from runtime.settings import ConfigError
-from tests.support.under_load import wait_until
+from tests.support.live import wait_until
 
 ROUNDS: dict[str, list[dict[str, float]]] = {
     "a": [{"ttft_ms": 100}, {"ttft_ms": 400}, {"ttft_ms": 200}],
@@ -64,7 +64,7 @@ class TestProcesses:
         parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
         started = start([sys.executable, "-c", parent], {}, tmp_path / "log")
         try:
-            wait_until(lambda: "up" in started.read_end(), "the child runs")
+            wait_until(lambda: "up" in started.read_end())
             pids = find_tree(started.process.pid)
             assert len(pids) == 2
             assert read_pss_bytes(started.process.pid) > 32 << 20
@@ -72,7 +72,7 @@ class TestProcesses:
         finally:
             stop(started)
         assert started.has_ended
-        wait_until(lambda: not any(map(_is_running, pids)), "all of the tree has ended")
+        wait_until(lambda: not any(map(_is_running, pids)))
 
 
 def _is_running(pid: int) -> bool:

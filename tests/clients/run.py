@@ -22,8 +22,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.live import serve
 from tests.clients.checks import AGENT_CHECKS, CHECKS, MARK
+from tests.support.live import serve
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from bench.random_models import draw_weights, write_tokenizer
+from tests.support.random_models import draw_weights, write_tokenizer
 
 BASE_VOCAB = 8192  # of the trained tokenizer
 HIDDEN = 128

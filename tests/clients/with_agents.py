@@ -27,9 +27,9 @@ from typing import Any
 
 import httpx
 
-from bench.live import Live, build_environment, serve
 from tests.clients.checks import AGENT_CHECKS, run
 from tests.clients.scripted_model import write_scripted_model
+from tests.support.live import Live, build_environment, serve
 
 CONTEXT = 65_536
 SAID, CALLED = "Here is one answer.", "The tool has answered."

@@ -14,7 +14,6 @@ import grpc
 import jsonschema
 import pytest
 
-from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
 from decode_worker import loop, service
 from decode_worker.grammar import constraints, step_thread
 from decode_worker.grammar.constraints import Constraints
@@ -25,6 +24,7 @@ from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
+from tests.support.decoding import Answers, build_eager_speculator, decode
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import PLAIN, decode_worker, gateway, packed, taken_over
@@ -78,7 +78,7 @@ def ask(
 
 @pytest.fixture(scope="module")
 def answers(engine: Engine, requests: Sequence[SequenceParams]) -> Answers:
-    return decode(engine, NO_SPECULATION, requests)
+    return decode(engine, requests)
 
 
 def test_answers_fit_their_grammars_and_end_with_them(answers: Answers, requests: Sequence[SequenceParams]) -> None:
@@ -104,26 +104,29 @@ def reasons(answers: Answers) -> dict[int, str]:
     return {handle: end.finish_reason for handle, end in answers.ends.items()}
 
 
-@pytest.fixture(params=[False, True], ids=["", "no time"])
-def no_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn per step, which accepts one token and no draft."""
-    if request.param:
-        monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
-        monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
+    monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
+    monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
 
 
-@pytest.mark.usefixtures("no_time")
-@pytest.mark.parametrize("name", ["ngram", "draft"])
+@pytest.mark.parametrize("has_time", [True, False])
 def test_neither_drafts_nor_waiting_change_a_token(
-    engine: Engine, requests: Sequence[SequenceParams], answers: Answers, name: str
+    engine: Engine,
+    requests: Sequence[SequenceParams],
+    answers: Answers,
+    has_time: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     assert engine.draft_runner is not None
-    drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(),
-        "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # ignores the grammar: often refused
-    }
-    drafting = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in requests]
-    drafted = decode(engine, build_eager_speculator({name: drafters[name]}), drafting)
+    drafter: Drafter = NgramDrafter()
+    if has_time:
+        drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)  # ignores the grammar: often refused
+    else:
+        request.getfixturevalue("no_time")
+    drafting = [replace(one, drafter="d", max_draft_tokens=1 + one.handle % 8) for one in requests]
+    drafted = decode(engine, drafting, build_eager_speculator({"d": drafter}))
     assert drafted.tokens == answers.tokens
     assert reasons(drafted) == reasons(answers)
 
@@ -139,14 +142,14 @@ def test_another_worker_takes_an_answer_over(
             count = len(tokens) * (one.handle % 3) // 2  # some are whole already, some not begun
             moved.append(taken_over(one, tokens[:count]))
             expected[one.handle] = tokens[count:]
-    taken = decode(engine, NO_SPECULATION, moved)
+    taken = decode(engine, moved)
     assert taken.tokens == expected
     assert set(reasons(taken).values()) == {"stop"}
 
 
 def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(engine: Engine) -> None:
     wanted = replace(ask(1, compile_here("regex", "[0-9]{2}", vocabulary())), min_tokens=20)
-    answer = decode(engine, NO_SPECULATION, [wanted])
+    answer = decode(engine, [wanted])
     assert len(answer.tokens[1]) == 2
     assert answer.ends[1].finish_reason == "stop"
 
@@ -154,7 +157,7 @@ def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(
 def test_an_answer_that_does_not_fit_ends_alone(engine: Engine) -> None:
     fine = ask(1, compile_here("regex", "[0-9]{4}", vocabulary()))
     wrong = replace(taken_over(fine, encode("x")), handle=2)
-    answer = decode(engine, NO_SPECULATION, [fine, wrong])
+    answer = decode(engine, [fine, wrong])
     assert reasons(answer) == {1: "stop", 2: "grammar_error"}
     assert "does not fit the grammar" in answer.ends[2].error
 
@@ -214,7 +217,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 ) -> None:
     grammar = bad(method, hang)
     plain = replace(ask(99, None), max_tokens=5)
-    got = decode(engine, NO_SPECULATION, [*(ask(handle, grammar) for handle in (91, 92, 93)), *requests, plain])
+    got = decode(engine, [*(ask(handle, grammar) for handle in (91, 92, 93)), *requests, plain])
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
     assert got.ends[99].finish_reason in ("length", "stop")
     for handle in (91, 92, 93):
@@ -223,8 +226,10 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     assert grammar.is_too_slow
 
 
-@pytest.mark.parametrize("method", ["fill", "accept"])
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("/src/earley_parser.cc:12 Check failed")])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("fill", MemoryError()), ("accept", RuntimeError("/src/earley_parser.cc:12 Check failed"))],
+)
 def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
     requests: Sequence[SequenceParams],
@@ -236,7 +241,7 @@ def test_whatever_goes_wrong_ends_one_answer(
     def fail() -> None:
         raise error
 
-    got = decode(engine, NO_SPECULATION, [ask(91, bad(method, fail)), *requests])
+    got = decode(engine, [ask(91, bad(method, fail)), *requests])
     assert got.ends[91].finish_reason == "error"
     assert got.ends[91].error == f"the grammar could not be followed: {type(error).__name__}"
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
@@ -246,7 +251,7 @@ def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
     engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_thread, "MAX_STUCK", 0)
-    got = decode(engine, NO_SPECULATION, [replace(ask(99, None), max_tokens=5), *requests])
+    got = decode(engine, [replace(ask(99, None), max_tokens=5), *requests])
     assert got.ends[99].finish_reason in ("length", "stop")
     assert {got.ends[one.handle].error for one in requests} == {"no grammar can be followed now: 0 calls take too long"}
 
@@ -261,7 +266,7 @@ def test_what_is_kept_of_an_answer_goes_with_it(
         return made[-1]
 
     monkeypatch.setattr(loop, "Constraints", make)
-    decode(engine, NO_SPECULATION, requests)
+    decode(engine, requests)
     gc.collect()
     (constraints_of_all,) = made
     assert len(constraints_of_all._states) < len(requests) / 2, "those of the last step at most"

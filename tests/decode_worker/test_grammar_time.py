@@ -14,13 +14,10 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from decode_worker.grammar import matcher, step_thread
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.grammar.errors import GrammarMismatchError
-from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
@@ -53,27 +50,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(matcher, "thread_time", clock)
     monkeypatch.setattr(matcher, "MAX_TOKEN_CPU_S", 10.0)
     return clock
-
-
-def test_drafts_are_cut_when_time_is_over() -> None:
-    state = compile_here("regex", "[0-9]{9}", vocabulary()).new_matcher([STOP])
-    digits = encode("12345")
-    for until, num_rows in ((math.inf, 6), (-math.inf, 1), (math.inf, 6)):
-        assert len(state.fill(digits, until)) == num_rows
-
-
-def test_a_replay_stops_when_time_is_over_and_goes_on_from_there(clock: Clock) -> None:
-    grammar = compile_here("regex", "[0-9]{9}", vocabulary())
-    digits, state, turns = encode("12345678"), grammar.new_matcher([STOP]), 0
-    while not state.accept(digits[state.num_tokens :], until=clock.now + 6):  # two readings a token
-        turns += 1
-        assert state.num_tokens == 3 * turns
-    assert (turns, state.num_tokens) == (2, len(digits))
-    whole = grammar.new_matcher([STOP])
-    assert whole.accept(digits)
-    assert (state.fill(())[0] == whole.fill(())[0]).all()
-    assert state.accept(encode("9"), until=-math.inf)  # enough time for one
-    assert state.is_over
 
 
 def test_a_token_that_takes_too_long_ends_its_answer(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +88,6 @@ def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> Counte
     for _step in range(num_steps):
         assert set(here.constrain(planned)) <= {Standing.OPEN, Standing.LATE}
     return counts
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(0.01, 0.04), min_size=1, max_size=12), st.floats(0.001, 0.2))
-def test_all_have_their_turn(costs: list[float], budget: float) -> None:
-    assert len(count_turns(costs, budget, num_steps=200)) == len(costs)
 
 
 def test_the_cheap_do_not_wait_for_the_dear() -> None:
@@ -179,17 +149,6 @@ def test_a_call_that_takes_too_long_is_left_behind(
     left.join(PATIENCE_S)
     assert not left.is_alive()
     assert (len(ran), len(left.done)) == (2, 1)  # late results are dropped
-
-
-def test_only_so_many_calls_are_left_behind(hang: Callable[[Event], None]) -> None:
-    here, gates = StepThread(), [Event() for _ in range(MAX_STUCK)]
-    for gate in gates:
-        assert isinstance(here.run([partial(hang, gate)], cpu_s=PATIENCE_S)[0].result, StuckError)
-    with pytest.raises(NoThreadError):
-        here.run([lambda: None], cpu_s=PATIENCE_S)
-    gates[0].set()
-    here._abandoned[0].join(PATIENCE_S)
-    assert len(here.run([lambda: None], cpu_s=PATIENCE_S)) == 1
 
 
 def test_a_system_without_a_further_thread_fails_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -22,7 +21,6 @@ from tests.support.real_workers import (
     DecodeWorker,
     build_identity,
     decode_worker,
-    expected_answer,
     gateway,
     prefill_worker,
 )
@@ -50,24 +48,6 @@ class Readers:
         reader.close = close_noting  # type: ignore[method-assign]
         self.opened.append(reader)
         return [reader]
-
-
-async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed() -> None:
-    signal = Signal()
-    async with decode_worker(signal, "grpc") as decode, gateway(decode, signal) as opened:
-        readers = Readers(decode)
-        async with prefill_worker(signal) as before:
-            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=before.peer))
-            assert list(decode.peers.transports()) == [before.peer.address]
-        async with prefill_worker(signal) as after:
-            while before.peer.address in decode.peers.transports():  # its channel takes a moment to notice
-                await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
-                await asyncio.sleep(0.01)
-                decode.peers._known[after.peer.address].peer.incarnation += "'"  # forces a new handshake
-            assert list(decode.peers.transports()) == [after.peer.address]
-            closed, left = Counter(readers.closed), readers.opened[:-1]  # in the order in which gRPC notices
-            assert closed == Counter(left), "all readers but the last are closed, the dead peer's too"
-            assert not decode.peers._greeting
 
 
 @pytest.fixture
@@ -171,17 +151,3 @@ async def test_a_peer_that_cannot_be_read_leaves_no_reader_behind() -> None:
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert readers.closed == readers.opened and len(readers.opened) == 1 and not decode.peers.transports()
         assert not decode.peers._greeting
-
-
-async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> None:
-    signal = Signal()
-    async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
-        await opened.abort(1)
-        decode.runner.may_run.clear()
-        await opened.reserve(1, PROMPT, count=40, local=len(PROMPT))
-        decode.runner.may_run.set()
-        await signal.until(lambda: bool(opened.tokens.get(1)))
-        await opened.abort(1)  # for the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted
-        await signal.until(lambda: decode.scheduler.kv.cache.num_held == 0)
-        told = opened.tokens[1]
-        assert told == expected_answer(PROMPT, 40)[: len(told)]

@@ -3,11 +3,8 @@
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,11 +25,9 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
-from engine.engine import Engine
-from engine.graph_shapes import CHUNK_VALUES, Shape, choose_shapes
+from engine.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.runner import ModelOutput
 from protos import decode_pb2
-from runtime.config import DecodeConfig
 from tests.support.real_workers import PLAIN
 from tests.support.sequence_params import answer, build_scheduler
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -61,12 +56,6 @@ def test_a_repeat_is_found_where_a_search_of_all_places_finds_it(tokens: list[in
     assert propose_repeat(array("i", tokens), count) == propose_slowly(tokens, count)
 
 
-def test_drafts_of_one_sequence_go_far_when_they_are_right() -> None:
-    lengths = [choose_lengths([Candidate(rate, 16)], 0, Costs(FLAT, CHEAP_DRAFT))[0] for rate in (0.1, 0.5, 0.8, 0.95)]
-    assert lengths == sorted(lengths)
-    assert lengths[0] <= 1 and lengths[-1] >= 7
-
-
 def test_drafts_fade_as_the_batch_grows() -> None:
     counts = (1, 4, 8, 16, 64)
     totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in counts]
@@ -74,17 +63,6 @@ def test_drafts_fade_as_the_batch_grows() -> None:
     assert means == sorted(means, reverse=True) and means[0] >= 3 and means[-1] < 0.5
     for count in counts:  # where rows cost what tokens bring
         assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
-
-
-def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
-    dear = Costs(FLAT, CostCurve(((1, 5.0),)))
-    drafted, free = choose_lengths([Candidate(0.9, 16), Candidate(0.9, 16, is_free=True)], 0, dear)
-    assert drafted == 0 and free > 2
-
-
-def test_the_sequence_that_is_easier_to_predict_gets_more() -> None:
-    easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
-    assert easy > hard
 
 
 def test_catching_up_is_paid_for() -> None:
@@ -137,29 +115,6 @@ def test_acceptance_follows_what_happens() -> None:
     assert abs(mixed.rate - 0.5) < 0.06
 
 
-def test_the_cost_curve_between_and_beyond_its_points() -> None:
-    curve = CostCurve(((1, 1.0), (4, 4.0), (8, 6.0)))
-    assert [curve.seconds(rows) for rows in (0, 1, 2, 4, 6, 8, 12)] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
-    assert CostCurve(((1, 0.5),)).seconds(9) == 0.5
-
-
-def test_a_bad_measurement_is_forgotten_and_drafting_tried_again() -> None:
-    meter = CostMeter()
-    meter.note(1, 1.0)
-    meter.note(16, 100.0)  # the machine was busy
-
-    def lengths() -> list[int]:
-        curve = meter.curve()
-        assert curve is not None
-        return choose_lengths([Candidate(0.9, 16)], 0, Costs(curve, None))
-
-    assert lengths() == [0]
-    for _ in range(FORGOTTEN_STEPS + 1):
-        meter.note(1, 1.0)
-        meter.end_step()
-    assert lengths()[0] > 4
-
-
 def true_seconds(rows: int) -> float:
     return 1.0 + 0.02 * rows
 
@@ -198,13 +153,6 @@ def test_a_request_that_probes_drafts_again_soon_after_a_noisy_start(has_draft: 
     assert abs(probing - quiet) <= 1  # a forward counts as one of the next larger size
 
 
-@given(st.integers(0, 10_000))
-def test_probes_are_rare_and_within_the_request_limit(begin: int) -> None:
-    lengths = [probe_length(step) for step in range(begin, begin + PROBE_STEPS * len(PROBE_LENGTHS))]
-    assert sorted(filter(None, lengths)) == sorted(PROBE_LENGTHS)
-    assert choose_lengths([Candidate(0.0, 3, probe=8), Candidate(0.0, 16)], 0, Costs(STEEP, None)) == [3, 0]
-
-
 @pytest.mark.parametrize(("name", "probes"), [("", False), ("auto", False), ("ngram", True), ("off", True)])
 def test_who_names_a_drafter_probes(name: str, probes: bool) -> None:
     request = decode_pb2.ReserveRequest(prompt=bytes(8), max_tokens=1, sampling=PLAIN)
@@ -230,7 +178,7 @@ class CountingRunner:
 
 def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
     """32 sequences without draft KV once made one forward of 8,192 rows."""
-    scheduler, _ = build_scheduler(1000, 16, max_running=32)
+    scheduler = build_scheduler(1000, 16, max_running=32)
     lagging = [scheduler.admit(answer(handle, 257, 50, max_draft_tokens=4), 0.0) for handle in range(1, 33)]
     runner = CountingRunner()
     drafter = ModelDrafter(runner, CostMeter(), 256)  # type: ignore[arg-type]
@@ -263,22 +211,3 @@ def test_no_step_is_planned_with_drafts_for_which_no_graph_fits(
     if most := here.most_drafts(num_sequences, has_prompts=False):
         assert num_sequences * (1 + most) <= max_rows, "logits are computed in one part"
         assert any(shape.num_sequences >= num_sequences and shape.num_tokens > most for shape in shapes)
-
-
-def test_only_captured_steps_limit_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without graphs launches the kernels of every step."""
-    monkeypatch.setattr(speculator, "_measure_aside", lambda *_: CostMeter())
-
-    def most_drafts(shapes: list[Shape], num_sequences: int, has_prompts: bool) -> int:
-        runner = SimpleNamespace(graph_shapes=shapes)
-        device = torch.device("cuda")
-        engine = SimpleNamespace(
-            steps_ahead=1, draft_runner=None, states=None, runner=runner, rows=None, device=device
-        )  # fmt: skip
-        here = speculator.build_speculator(cast(Engine, engine), DecodeConfig())
-        return here.most_drafts(num_sequences, has_prompts)
-
-    assert most_drafts([], 100, True) == MAX_DRAFT_TOKENS
-    captured = [Shape(8), Shape(4, 3)]
-    steps = ((4, False), (5, False), (4, True))
-    assert [most_drafts(captured, *step) for step in steps] == [2, 0, 0]

@@ -41,7 +41,7 @@ async def open_stream(streams: GatewayStreams, gateway: str = "g") -> AsyncItera
     return stream
 
 
-async def test_tokens_are_joined_only_while_a_gateway_is_slow() -> None:
+async def test_updates_are_joined_only_while_a_gateway_is_slow() -> None:
     streams = GatewayStreams("D1")
     stream = await open_stream(streams)
     for step in range(3):
@@ -51,33 +51,23 @@ async def test_tokens_are_joined_only_while_a_gateway_is_slow() -> None:
         events = await reading
         assert (events.incarnation, events.step) == ("D1", step)
         assert content(events) == [(1, [10 + step], ""), (2, [20 + step], "")]
-    for step in range(100):
-        streams.publish(step, [update(1, step), *([update(2, 500)] if step == 40 else [])])
-    streams.publish(100, [update(1, 100, finish="length"), update(2, finish="error", error="why")])
-    events = await read(stream)
-    assert events.step == 100
-    assert content(events) == [(1, list(range(101)), "length"), (2, [500], "error")]
-    assert events.deltas[1].error == "why"
-    streams.publish(101, [update(3, 1)])
-    assert content(await read(stream)) == [(3, [1], "")], "a sent update is not sent again"
-
-
-async def test_log_probabilities_are_joined_and_timing_comes_last() -> None:
-    streams = GatewayStreams("D1")
-    stream = await open_stream(streams)
     scores = [TokenLogprobs(-float(number), (number, 9), (-0.5, -1.0)) for number in range(5)]
-    streams.publish(1, [update(1, prompt_logprobs=scores[:2])])
-    streams.publish(2, [update(1, 10, 11, logprobs=scores[2:4])])
+    streams.publish(3, [update(1, prompt_logprobs=scores[:2])])
+    streams.publish(4, [update(1, 10, 11, logprobs=scores[2:4]), update(2, 500)])
     timing = Timing(prefill_s=1.0, first_step_s=2.0, decode_s=3.0, cached_tokens=16, steps=2, preemptions=1)
-    streams.publish(3, [update(1, 12, finish="stop", logprobs=scores[4:], timing=timing)])
-    (news,) = (await read(stream)).deltas
-    assert list(news.token_ids) == [10, 11, 12]
-    assert [one.logprob for one in news.prompt_logprobs] == [0, -1]
+    last = update(1, 12, finish="length", logprobs=scores[4:], timing=timing)
+    streams.publish(5, [last, update(2, finish="error", error="why")])
+    events = await read(stream)
+    assert events.step == 5 and content(events) == [(1, [10, 11, 12], "length"), (2, [500], "error")]
+    news, failed = events.deltas
+    assert failed.error == "why" and [one.logprob for one in news.prompt_logprobs] == [0, -1]
     assert [(one.logprob, list(one.top_ids), list(one.top_logprobs)) for one in news.logprobs] == [
         (-number, [number, 9], [-0.5, -1.0]) for number in (2, 3, 4)
     ]
     assert (news.timing.kv_seconds, news.timing.first_step_seconds, news.timing.decode_seconds) == (1, 2, 3)
     assert (news.timing.steps, news.timing.preemptions, news.timing.cached_tokens) == (2, 1, 16)
+    streams.publish(6, [update(3, 1)])
+    assert content(await read(stream)) == [(3, [1], "")], "a sent update is not sent again"
 
 
 async def test_gateways_get_updates_of_their_own_sessions_and_may_leave_and_return() -> None:

@@ -1,17 +1,15 @@
 """Hand-offs checked by bytes (--verify-transfers): real services and readers, a runner instead of a model."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
 
-from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.reader import PageRef
 from protos import decode_pb2, kv_pb2
-from runtime.config_parts import Transport
 from tests.support.handover import OTHER, PROMPT, answer, refusal, workers
 from tests.support.real_workers import DecodeWorker, PrefillWorker, expected_answer
 from worker import ranked_pool
@@ -33,13 +31,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pages
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("is_on", [True, False])
-async def test_pages_are_summed_on_both_sides_and_only_if_that_is_asked_for(
-    transport: Transport, is_on: bool, computed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pages_are_summed_on_both_sides_and_only_if_that_is_asked_for(is_on: bool, computed: list[int]) -> None:
     sent: list[kv_pb2.OfferRequest] = []
-    async with workers(transport, verify_transfers=is_on) as (opened, prefill, decode):
+    async with workers("shm", verify_transfers=is_on) as (opened, prefill, decode):
         take = decode.receiver.take
 
         async def take_noting(offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
@@ -60,59 +55,22 @@ def flip(worker: PrefillWorker | DecodeWorker, page: int) -> None:
     worker.pool.store([page], [row])
 
 
-def flip_in_prefill(patch: pytest.MonkeyPatch, prefill: PrefillWorker, _decode: DecodeWorker) -> None:
-    """Between the checksum and the copy."""
-    compute = RankedPool.compute_checksums
-
-    async def compute_and_flip(ours: RankedPool, pages: Sequence[int], places: Any) -> list[int]:
-        checksums = await compute(ours, pages, places)
-        if ours.own is prefill.pool:
-            flip(prefill, pages[0])
-        return checksums
-
-    patch.setattr(RankedPool, "compute_checksums", compute_and_flip)
-
-
-def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode: DecodeWorker) -> None:
-    encode = grpc_bytes.encode_data
-
-    def encode_and_flip(data: memoryview) -> bytes:
-        message = bytearray(encode(data))
-        message[-len(data)] ^= 128
-        return bytes(message)
-
-    patch.setattr(grpc_bytes, "encode_data", encode_and_flip)
-
-
-def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode: DecodeWorker) -> None:
-    """In decode's own pool: not in a buffer of the reader."""
-    reader = decode.peers._known[prefill.peer.address].readers[0]
-    read = reader.read
-
-    async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:
-        await read(sources, into)
-        flip(decode, into[0])
-
-    patch.setattr(reader, "read", read_and_flip)
-
-
-Change = Callable[[pytest.MonkeyPatch, PrefillWorker, DecodeWorker], None]
-CHANGES: list[tuple[Transport, Change]] = [
-    ("shm", flip_in_prefill), ("shm", flip_after_landing), ("grpc", flip_on_the_wire), ("grpc", flip_after_landing),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("transport", "change"), CHANGES)
-async def test_a_bit_that_flips_on_its_way_is_found_and_the_pages_are_not_used(
-    transport: Transport, change: Change
-) -> None:
-    async with workers(transport, verify_transfers=True) as (opened, prefill, decode):
+async def test_a_bit_that_flips_after_it_landed_is_found_and_the_pages_are_not_used() -> None:
+    """In decode's own pool: not in a buffer of the reader. For bits that flip on their way see test_rank_pairs.py."""
+    async with workers("grpc", verify_transfers=True) as (opened, prefill, decode):
         assert await answer(opened, prefill, 1, [5, 6]) == expected_answer([5, 6], 4)
         ticket = await opened.reserve(2, PROMPT)
+        reader = decode.peers._known[prefill.peer.address].readers[0]
+        read = reader.read
+
+        async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:
+            await read(sources, into)
+            flip(decode, into[0])
+
         with pytest.MonkeyPatch.context() as patch:
-            change(patch, prefill, decode)
+            patch.setattr(reader, "read", read_and_flip)
             code, detail = await refusal(prefill.run(ticket, PROMPT))
-        way = f"changed on its way by {transport} from {prefill.peer.address}: checksum "
+        way = f"changed on its way by grpc from {prefill.peer.address}: checksum "
         assert code is grpc.StatusCode.ABORTED
         assert re.search(CHANGED + way + r"[0-9a-f]{8} offered, [0-9a-f]{8} landed; 1 of \d checksums differ", detail)
         for worker in (prefill, decode):

@@ -170,19 +170,18 @@ static void run_layers() {
 static void run_sampling() {
     for (int64_t vocabulary : {40, 1000, 9000}) {
         const int64_t num_rows = 24;
-        std::vector<float> logits = floats(num_rows * vocabulary, 8), temperature(num_rows), one(num_rows, 1), none(num_rows);
-        std::vector<int64_t> tokens(num_rows), top_k(num_rows), positions(num_rows);
-        std::vector<double> top_p(num_rows, 1), min_p(num_rows);
-        std::vector<uint64_t> seeds(num_rows);
+        std::vector<float> logits = floats(num_rows * vocabulary, 8);
+        std::vector<int64_t> tokens(num_rows), positions(num_rows);
+        std::vector<sampling::Params> params(num_rows);
         for (int64_t row = 0; row < num_rows; ++row) {
-            temperature[row] = row % 4 * 0.5f, top_k[row] = row % 3 ? 0 : 5, top_p[row] = row % 2 ? 0.9 : 1;
-            min_p[row] = row % 5 ? 0 : 0.05, seeds[row] = row * 77, positions[row] = row;
+            sampling::Params& own = params[row];
+            own.temperature = row % 4 * 0.5f, own.top_k = row % 3 ? 0 : 5, own.top_p = row % 2 ? 0.9 : 1;
+            own.min_p = row % 5 ? 0 : 0.05, own.seed = row * 77, own.repetition_penalty = 1, positions[row] = row;
         }
         sampling::BatonSampling batch{};
         batch.logits = logits.data(), batch.tokens = tokens.data(), batch.num_rows = num_rows, batch.vocabulary = vocabulary;
-        batch.least_temperature = 1e-5f, batch.most = 1e30f, batch.temperature = temperature.data(), batch.top_k = top_k.data();
-        batch.top_p = top_p.data(), batch.min_p = min_p.data(), batch.seeds = seeds.data();
-        batch.positions = positions.data(), batch.repetition = one.data(), batch.frequency = batch.presence = none.data();
+        batch.least_temperature = 1e-5f, batch.most = 1e30f;
+        batch.params = params.data(), batch.positions = positions.data();
         sampling::baton_sample(&batch, 2);
         write(std::vector<float>(tokens.begin(), tokens.end()));
     }

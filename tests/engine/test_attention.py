@@ -17,9 +17,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention, choose_for_layers
-from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
-from engine.attention.layered import LayeredAttention
+from engine.attention.choose import choose_attention
+from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -58,28 +57,16 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("page_tokens", [16, 32])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "page_tokens"), [(64, (6, 2), 16), (80, (4, 4), 32), (128, (8, 1), 16)], ids=str
+)
 def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dtype: torch.dtype) -> None:
     lens = [*((1, context) for context in CONTEXTS), (5, 60), (17, 17), (100, 100), (90, 230)]
     check_against_truth(Problem(lens, heads, head_dim, page_tokens, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lens", [[(1, 40), (1, 16)], [(40, 40), (5, 33)]], ids=str)
-def test_keys_and_values_that_are_in_the_pool_are_only_read(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    problem = Problem(lens, dtype=dtype)
-    for backend in backends(problem.shape, dtype):
-        expected, pool = problem.run(backend)
-        before = pool.clone()
-        backend.plan(pool, problem.batch)
-        assert torch.equal(backend.attend(1, QKV(problem.query, problem.value[:, :0]), None), expected)
-        assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 5000])
+@pytest.mark.parametrize("window", [1, 16, 129, 5000])
 def test_windows(window: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype), window)
 
@@ -87,28 +74,20 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "page_tokens"),
-    [(8, 16), (32, 1), (48, 7), (96, 64), (72, 16), (33, 5), (192, 16), (256, 16), (512, 16)],
+    [(8, 16), (32, 1), (48, 7), (96, 64), (33, 5), (512, 16)],
 )
 def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (0.0, True), (2.0, True)])
-@pytest.mark.parametrize("window", [None, 16, 129])
+@pytest.mark.parametrize(("softcap", "has_sinks", "window"), [(2.0, False, 16), (0.0, True, None), (2.0, True, 129)])
 def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, dtype: torch.dtype) -> None:
     problem = Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype)
     problem.shape = replace(problem.shape, softcap=softcap)
     if has_sinks:
         problem.sinks = torch.tensor([-200.0, -3.0, 0.0, 2.0, 6.0, 200.0])
     check_against_truth(problem, window)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide_heads_with_a_scale_of_one(dtype: torch.dtype) -> None:
-    problem = Problem([(1, 33), (40, 150)], (10, 2), 512, dtype=dtype)
-    problem.shape, problem.query = replace(problem.shape, scale=1.0), problem.query * 512**-0.5
-    check_against_truth(problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -153,26 +132,6 @@ def test_thread_count_does_not_change_a_bit() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@needs_compiler
-def test_a_sequence_does_not_depend_on_its_batch() -> None:
-    together = Problem([(1, 77), (40, 90), (1, 300)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(together.shape, load_kernel("cpu_paged"), choose_math())
-    out, _ = together.run(backend)
-    alone = Problem([(1, 300)], dtype=torch.bfloat16)
-    alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
-    alone.batch = replace(alone.batch, slot_mapping=together.batch.slot_mapping[-1:].clone())
-    alone.pool = together.pool
-    alone.query, alone.key, alone.value = (x[-1:] for x in (together.query, together.key, together.value))
-    assert torch.equal(alone.run(backend)[0], out[-1:])
-
-
-def test_blocks_cover_every_token_once_longest_first() -> None:
-    blocks = plan_blocks(np.array([1, 130, 0, 1]), np.array([500, 200, 7, 150]), 64)
-    assert blocks.tolist() == [[0, 0], [1, 128], [1, 64], [3, 0], [1, 0]]
-    assert plan_blocks(np.array([1, 1, 1]), np.array([5, 700, 7]), 64).tolist() == [[1, 0], [2, 0], [0, 0]]
-    assert plan_blocks(np.zeros(0, np.int64), np.zeros(0, np.int64), 64).shape == (0, 2)
-
-
 # --- what the kernel refuses
 
 
@@ -213,23 +172,6 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
             backend.plan(problem.pool[:1], good)
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
-    problem = Problem([(1, 40), (3, 17), (5, 5)], dtype=dtype)
-    expected = problem.truth(None)
-    num_pages, page_elements = problem.pool.shape[0], problem.pool[0].numel()
-    for backend in backends(problem.shape, dtype):
-        memory = torch.full((num_pages, page_elements + 256), 7.0, dtype=dtype)
-        pool = memory[:, :page_elements].view(problem.pool.shape)
-        pool.copy_(problem.pool)
-        backend.plan(pool, problem.batch)
-        out = backend.attend(1, problem.heads, None)
-        assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
-        check_writes(problem, pool)
-        assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
-
-
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
@@ -266,27 +208,6 @@ def test_wrong_tensors_are_refused() -> None:
 # --- layers that differ in their heads
 
 
-def test_each_part_is_attended_as_if_alone() -> None:
-    """Layers with different heads share a page."""
-    lens = [(3, 40), (1, 17), (20, 20)]
-    small, wide = AttentionShape(4, 2, 64, 0.125), AttentionShape(4, 1, 128, 0.1)
-    shapes = [wide, small, wide, small]  # layers 2 and 3 are the second of their parts, as Problem's layer 1
-    problems = [Problem(lens, (4, 1), 128), Problem(lens, (4, 2), 64)]  # in the order of first layers
-    for problem, shape in zip(problems, (wide, small), strict=True):
-        problem.shape = shape
-    num_pages = len(problems[0].pool)
-    pool = torch.cat([problem.pool.reshape(num_pages, -1) for problem in problems], 1)
-    attention = choose_for_layers(shapes, [None, 8, None, 8], 16, CPU, torch.float32).backend
-    assert isinstance(attention, LayeredAttention)
-    attention.plan(pool, problems[0].batch)
-    for layer, problem, window in ((2, problems[0], None), (3, problems[1], 8)):
-        found = attention.attend(layer, problem.heads, window)
-        expected, pages = problem.run(TorchSdpaAttention(problem.shape), window)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        part = attention._views[problems.index(problem)]
-        assert torch.equal(part, pages)
-
-
 # --- building and choosing
 
 
@@ -298,19 +219,6 @@ def test_choice_on_this_machine() -> None:
     assert half.backend.name == "torch_sdpa" and half.is_fallback and "float16" in half.reason
     meta = choose_attention(shape, [None], torch.device("meta"), torch.float32)
     assert meta.backend.name == "torch_sdpa" and not meta.is_fallback
-
-
-@pytest.mark.parametrize("variables", [{"PATH": ""}, {"CXX": "/nowhere/g++"}], ids=str)
-def test_no_compiler_falls_back_and_says_why(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], CPU, torch.float32)
-    assert choice.backend.name == "torch_sdpa" and choice.is_fallback
-    assert "no C++ compiler" in choice.reason
 
 
 @needs_compiler

@@ -1,6 +1,7 @@
 """GPU memory through real calls to a libcudart over host memory (tests/fake_cudart.cpp), and a pool on it."""
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import Tensor
 
+from engine.kernels.gpu_pages import copy_pages
 from engine.kv import gpu as gpu_module
-from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes, Span
-from engine.kv.gpu import Gpu, GpuPages, join_pages, plan_spans
+from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
+from engine.kv.gpu import Gpu, GpuPages
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -34,19 +35,6 @@ def test_what_cuda_refuses_is_told_in_its_words_and_not_left_for_torch(gpu: Fake
     assert ctypes.CDLL(fake_cudart()).cudaGetLastError() == 0
     with pytest.raises(CudaError, match=r"^cudaFree: invalid argument \(error 1\)$"):
         gpu.cudart.free(4096)
-
-
-def test_handles_that_open_nothing_are_refused(gpu: FakeGpu) -> None:
-    memory = DeviceBytes(gpu.cudart, 4096)
-    handle = gpu.cudart.export(memory.address)
-    assert len(handle) == IPC_HANDLE_BYTES
-    for wrong in (b"", handle[:-1], handle + b"\0"):
-        with pytest.raises(CudaError, match=f"an IPC handle has 64 bytes, not {len(wrong)}"):
-            gpu.cudart.open(wrong, 4096)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle: invalid resource handle"):
-        gpu.cudart.open(bytes(64), 4096)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle: invalid device context"):
-        gpu.cudart.open(handle, 4096)
 
 
 def test_memory_is_freed_with_the_last_tensor_on_it(gpu: FakeGpu) -> None:
@@ -90,9 +78,12 @@ def test_a_pool_that_peers_cannot_open_says_why(
     pool.generations[0] += 1
 
 
-def test_a_pool_on_the_cpu_opens_no_gpu_memory() -> None:
-    with pytest.raises(RuntimeError, match="not on a GPU"):
-        build_pool(NUM_PAGES).open_peer(bytes(64), 1, 512)
+def test_a_pool_without_shared_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    pool = build_pool(NUM_PAGES)
+    row = np.random.default_rng(1).integers(0, 256, pool.page_bytes, np.uint8)
+    pool.store([4], [row])
+    assert pool.fd is None and np.array_equal(pool.load([0, 4]), [0 * row, row])
 
 
 @pytest.mark.parametrize(("page_tokens", "by_kernel"), [(16, True), (2048, False)])
@@ -120,35 +111,6 @@ def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     assert (store.load([5, 1, 2]) == rows[[3, 0, 1]]).all() and not store.load([3, 4]).any()
     assert (store.load([0], part, 2 * part)[0] == rows[2, 2 * part :]).all()
     landing.close()
-
-
-@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(0, 12))
-def test_pages_in_a_row_are_one_copy_and_all_are_copied_once(pages: list[int], into: list[int], count: int) -> None:
-    joined = join_pages(pages[:count], into[:count])
-    apart = {(page + i, home + i) for page, home, length in joined for i in range(length)}
-    assert apart == set(zip(pages[:count], into[:count], strict=True))
-    assert sum(length for _, _, length in joined) == count
-    ends = {(page + length, home + length) for page, home, length in joined}
-    assert ends.isdisjoint({(page, home) for page, home, _ in joined}), "longer ones would do"
-
-
-KIB = 1 << 10
-PLANS: list[tuple[list[int], int, int, int, list[tuple[int, int, int]] | None]] = [
-    # pages into the same + 1; bytes of a page there, here, copied |-> spans behind addresses 0 and 0
-    ([0, 1, 3], 64 * KIB, 64 * KIB, 64 * KIB, [(0, 64, 128), (192, 256, 64)]),
-    ([0, 2], 64 * KIB, 64 * KIB, 63 * KIB, None),
-    ([0, 1, 2, 3], 16 * KIB, 16 * KIB, 16 * KIB, [(0, 16, 64)]),
-    ([0, 1, 2], 16 * KIB, 16 * KIB, 16 * KIB, None),
-    ([0, 1], 128 * KIB, 256 * KIB, 64 * KIB, [(0, 256, 64), (128, 512, 64)]),
-]
-
-
-@pytest.mark.parametrize(("pages", "there", "here", "num_bytes", "spans"), PLANS)
-def test_copy_engines_get_what_is_worth_a_copy(
-    pages: list[int], there: int, here: int, num_bytes: int, spans: list[tuple[int, int, int]] | None
-) -> None:
-    found = plan_spans(pages, [page + 1 for page in pages], (0, there), (0, here), num_bytes)
-    assert found == (None if spans is None else [tuple(KIB * value for value in span) for span in spans])
 
 
 def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,3 +151,29 @@ def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkey
     assert copied == [[(1, 2, 3)], 77], "on the current stream"
     with pytest.raises(CudaError, match="cudaSetDevice: invalid device ordinal"):  # the library has only one device
         gpu.cudart.allocate(1)
+
+
+MAP_NORESERVE = 0x4000
+
+
+def ids(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def test_pools_may_be_larger_than_32_bits_count() -> None:
+    num_words, far = 1 << 17, 20_000  # the far page begins at word 2.6e9, byte 1e10
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, 12 << 30, flags=flags)
+    pool = torch.from_numpy(np.frombuffer(memory, np.int32)).view(-1, num_words)
+    pool[far] = torch.arange(num_words, dtype=torch.int32)
+    copy_pages(pool.data_ptr(), num_words, pool, ids(far), ids(2))
+    copy_pages(pool.data_ptr(), num_words, pool, ids(2), ids(far + 1))
+    assert torch.equal(pool[2], pool[far]) and torch.equal(pool[far + 1], pool[far])
+
+
+def test_pages_that_are_not_aligned_or_have_no_place_are_refused() -> None:
+    pool = torch.zeros(2, 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="2 pages cannot be copied into 1"):
+        copy_pages(pool.data_ptr(), 8, pool, ids(0, 1), ids(1))
+    with pytest.raises(ValueError, match="are not aligned to 16 bytes"):
+        copy_pages(pool.data_ptr() + 4, 8, pool, ids(0), ids(1))

@@ -2,20 +2,26 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from bench.gpu_checks.engine import PROMPT, open_row
 from demo.paths import TARGET_DIR
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, build_batch, lay_out
 from engine.engine import Engine, KvDType, build_engine
+from engine.input_batch import InputBatch
+from engine.llm import LLM
+from engine.staging import Stager
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.process import build_worker
+
+PROMPT = np.arange(20, 120, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,8 @@ def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
         str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: (8, 0), lambda _done, _total: None,
         128, kv_dtype=kv_dtype,
     )  # fmt: skip
-    open_row(engine.rows, 0, PROMPT, SamplingParams())
+    engine.rows.open(0, PROMPT, SamplingParams(), len(PROMPT))
+    engine.rows.write_pages(0, 0, range(8))
     told = []
     for begin, count in ((0, 50), (50, 49)):
         step = engine.runner.launch([ForwardRow(0, begin, count, num_logits=count, num_given=count)]).collect()
@@ -95,3 +102,50 @@ def test_fp8_pages_hold_a_quarter_of_the_bytes_at_little_loss() -> None:
 
     said = "dtype differs: 'float32' here, 'float8_e4m3fn' there"
     assert asyncio.run(present(rounded)) == said and asyncio.run(present(plain)) is None
+
+
+CPU = torch.device("cpu")
+CONTEXT = 32
+
+
+def build_rows() -> InputBatch:
+    rows = InputBatch(6, CONTEXT, 4, 1000, CPU)
+    for row in range(3):
+        rows.open(row, np.zeros(CONTEXT, np.int32), SamplingParams(), CONTEXT)
+        rows.write_pages(row, 0, range(8))
+    return rows
+
+
+def test_a_slice_ends_before_its_row_does() -> None:
+    rows = build_rows()
+    lay_out(rows, [ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
+    with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
+        lay_out(rows, [ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
+
+
+def test_second_requests_of_rows_wait_for_all_first_ones() -> None:
+    """Also if they write to the slots that the first ones read."""
+    rows = build_rows()
+    rows.states = (torch.zeros(9, 1),)
+    first = [ForwardRow(row, 4, 4, state_from=2 * row, state_to=2 * row + 1) for row in range(3)]
+    second = [ForwardRow(row, 8, 2, state_from=2 * row + 1, state_to=2 * row) for row in (0, 2)]
+    for parts, split in ((first, None), (first + second, 3), (first[:1] + second[:1], 1)):
+        states = build_batch(lay_out(rows, parts), rows, Stager(CPU)).states
+        assert states is not None and states.split == split
+        assert states.sources.tolist() == [part.state_from for part in parts]
+        assert states.targets.tolist() == [part.state_to for part in parts]
+
+
+def test_answers_in_order_and_as_alone() -> None:
+    llm = LLM(str(TARGET_DIR), max_running=2, context_tokens=128)
+    questions = ["What is 12 plus 30?", "What is the capital of France?", "What is 3 plus 4?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    template: Any = llm.tokenizer.apply_chat_template
+    prompts = [template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    answers = llm.generate(prompts, max_tokens=40)
+    for answer, word in zip(answers, ("42", "Paris", "7"), strict=True):
+        assert word in answer
+    assert [llm.generate([prompt], max_tokens=40)[0] for prompt in prompts] == answers
+    assert len(llm._free_pages) == llm.engine.num_pages and len(llm._free_rows) == 2
+    with pytest.raises(ValueError, match="a prompt of 1 tokens and 128 of the answer"):
+        llm.generate([[5]])

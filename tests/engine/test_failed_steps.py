@@ -98,7 +98,7 @@ def run(runner: PoisonedRunner, requests: Sequence[ForwardRow], explain: Explain
 @given(size=st.integers(1, 80), data=st.data())
 def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.DataObject) -> None:
     poison = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
-    requests = [ForwardRow(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
+    requests = [ForwardRow(row, 5, 1 + row % 3, num_logits=row % 3, chosen_logprobs=0) for row in range(size)]
     runner = PoisonedRunner([*poison], RuntimeError("cannot compute this"))
     answers = run(runner, requests)
     assert answers.failed.keys() == poison
@@ -106,6 +106,8 @@ def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.Data
     assert answers.tokens == [
         -1 if row in poison else 10 * row + rank for row in range(size) for rank in range(row % 3)
     ]
+    scores = [None if token < 0 else TokenLogprobs(-float(token)) for token in answers.tokens]
+    assert answers.logprobs == (scores if any(scores) else [])
     # each culprit fails once at each depth of halving, and each failure but the last costs two forwards
     assert runner.num_forwards <= 1 + 2 * len(poison) * math.ceil(math.log2(size))
 
@@ -117,12 +119,6 @@ def test_out_of_memory_is_halved_too(error: Exception) -> None:
     assert answers.tokens == [0, 10, -1, 30]
     assert "lower --max-running" in str(answers.failed[2])
     assert explain.parts == [[0, 1, 2, 3], [2]], "the whole step and the culprit, not the halves between"
-
-
-def test_log_probabilities_keep_their_places() -> None:
-    requests = [ForwardRow(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
-    answers = run(PoisonedRunner([1], RuntimeError("no")), requests)
-    assert answers.logprobs == [TokenLogprobs(0.0), None, TokenLogprobs(-20.0)]
 
 
 def test_a_failure_at_collection_is_not_repeated() -> None:

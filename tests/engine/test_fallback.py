@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from bench.batches import Part, pack
 from engine.attention.shape import AttentionShape
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
@@ -29,10 +28,10 @@ from engine.models.fallback_probe import probe_config
 from engine.models.load import load_any_config, load_model
 from engine.ranks import Ranks
 from engine.runner import Runner
+from tests.support.batches import Part, pack
 from tests.support.families import rope
 from tests.support.threads import one_thread
 from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model
-from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 
 __all__ = ["one_thread"]  # a fixture
@@ -42,7 +41,6 @@ PAGE_TOKENS, ROW_PAGES, NUM_PAGES, NUM_SLOTS = 16, 4, 9, 4
 PROMPTS = [
     torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (37, 18)
 ]
-CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
 LONGROPE = rope("longrope", 10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 
@@ -70,24 +68,19 @@ def generate(model: Any) -> list[list[int]]:
 
 
 def serve(runner: Runner, rows: InputBatch) -> list[list[int]]:
-    """The prompts in ragged chunks, then decode steps of both."""
+    """Both prompts at once, then decode steps of both. In chunks: see `check`."""
+    answers = [list[int]() for _ in PROMPTS]
     for row, prompt in enumerate(PROMPTS):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
-    ends, answers = [0, 0], [list[int](), list[int]()]
-    slots = [-1, -1]
-    for step in [*CHUNKS, *[(1, 1)] * (ANSWER_TOKENS - 1)]:
+    for step in range(ANSWER_TOKENS):
         requests = []
-        for row, count in enumerate(step):
-            begin, ends[row] = ends[row], ends[row] + count
-            if count:
-                has_token, before = int(ends[row] >= len(PROMPTS[row])), slots[row]
-                slots[row] = (before - 1) % 2 + 2 * row  # two for each, in turn
-                requests.append(ForwardRow(row, begin, count, has_token, state_from=before, state_to=slots[row]))
-        tokens = iter(runner.launch(requests).collect().tokens)
-        for request in requests:
-            if request.num_logits:
-                answers[request.row].append(next(tokens))
+        for row, prompt in enumerate(PROMPTS):
+            begin, count = (len(prompt) + step - 1, 1) if step else (0, len(prompt))
+            source, target = take_turns(row, step)
+            requests.append(ForwardRow(row, begin, count, 1, state_from=source, state_to=target))
+        for told, token in zip(answers, runner.launch(requests).collect().tokens, strict=True):
+            told.append(token)
     return answers
 
 
@@ -151,17 +144,6 @@ def test_models_of_one_process_do_not_meet() -> None:
     assert serve_logits(load("gemma3_text", final_logit_softcapping=0.5)).abs().max() <= 0.5
     plain, scaled = serve_logits(load("cohere", logit_scale=1.0)), serve_logits(load("cohere", logit_scale=0.25))
     torch.testing.assert_close(scaled, plain / 4)
-
-
-def test_geometry() -> None:
-    config = probe_config(tiny_config("gemma4_text"))
-    narrow, wide = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 512, 1.0)
-    assert config.attention_shapes == (narrow, wide, narrow, wide) and config.windows == (WINDOW, None, WINDOW, None)
-    assert config.kv_parts == (KvPart(2, 2, 16), KvPart(2, 2, 512))
-    assert (config.vocab_size, config.context_tokens, config.num_layers, config.has_sinks) == (VOCAB, CONTEXT, 4, False)
-    assert probe_config(tiny_config("gemma2")).attention_shapes[0].softcap == 50.0
-    assert probe_config(tiny_config("gpt_oss")).has_sinks
-    assert probe_config(tiny_config("deepseek_v3")).attention_shapes[0].head_dim == 24  # values of 16 are padded
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

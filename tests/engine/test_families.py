@@ -22,7 +22,6 @@ from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
 from wire.kv_layout import KvPart, StatePart
 
-HYBRIDS = ["qwen3_5_text", "lfm2"]
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
@@ -100,7 +99,7 @@ def test_packed_weights_from_a_file_are_those_in_memory(
     with torch.inference_mode():
         (own,) = Steps(folder, "bfloat16", quantization).step((0, 0, 40))
         (truth,) = Steps(folder).step((0, 0, 40))
-        assert (own - truth).norm() < 0.4 * truth.norm()
+        assert (own - truth).norm() < (0.4 if quantization == "int8" else 0.2) * truth.norm()
         monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
         written, mapped = Steps(folder, "bfloat16", quantization), Steps(folder, "bfloat16", quantization)
         assert written.decoder.mapped_bytes and mapped.decoder.mapped_bytes
@@ -153,13 +152,17 @@ def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
         assert build_config(old) == load_config(tmp_path / name), name
 
 
-def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> None:
+def test_layers_have_pages_or_slots_of_their_own_or_read_those_of_others(tmp_path: Path) -> None:
     small = load_config(write_config(tmp_path / "e2b", "gemma4_e2b"))
     assert [layer.kv_layer for layer in small.layers] == [None] * 4 + [2, 3]
     assert small.kv_parts == (KvPart(2, 2, 32), KvPart(2, 2, 64)) and small.windows == (8, None, 8, None)
     large = load_config(write_config(tmp_path / "31b", "gemma4_31b"))
-    assert large.kv_parts == (KvPart(1, 2, 32), KvPart(1, 1, 64))
     assert shard_config(large, Shard(1, 2)).kv_parts == (KvPart(1, 1, 32), KvPart(1, 1, 64))
+    qwen = load_config(write_config(tmp_path / "qwen", "qwen3_5_text"))
+    assert qwen.kv_parts == (KvPart(1, 2, 32),) and qwen.windows == (None,)
+    convolution = StatePart(2, 2, (16, 3))
+    assert qwen.state_parts == (convolution, convolution, StatePart(2, 4, (32, 3)), StatePart(2, 4, (16, 32)))
+    assert [part.num_heads for part in shard_config(qwen, Shard(1, 2)).state_parts] == [1, 1, 2, 2]
 
 
 def test_weights_that_shared_layers_do_not_use_may_be_in_the_file(tmp_path: Path) -> None:
@@ -181,31 +184,6 @@ def test_the_last_layer_is_full_and_images_may_see_both_ways() -> None:
     assert config.windows == (512,) * 5 + (None, None)  # each sixth, and the last
     assert [shape.head_dim for shape in config.attention_shapes] == [256] * 5 + [512] * 2
     assert [rope.turned_share for rope in config.ropes] == [0.25, 1.0]
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
-    """Chunks of several sizes without logits, then single tokens."""
-    expected = compute_expected(name, write_checkpoint(tmp_path, name))
-    with torch.inference_mode():
-        steps = Steps(tmp_path)
-        for begin, end in ((0, 5), (5, 21), (21, 32)):
-            steps.step(*((which, begin, end) for which in range(3)), has_logits=False)
-        for position in (32, 33):
-            found = steps.step(*((which, position, position + 1) for which in (2, 0, 1)))
-            truth = [expected[which][position : position + 1] for which in (2, 0, 1)]
-            torch.testing.assert_close(torch.cat(found), torch.cat(truth), rtol=1e-4, atol=5e-4)
-
-
-def test_layers_without_attention_have_slots_and_no_pages(tmp_path: Path) -> None:
-    qwen = load_config(write_config(tmp_path / "qwen", "qwen3_5_text"))
-    assert qwen.kv_parts == (KvPart(1, 2, 32),) and qwen.windows == (None,)
-    convolution = StatePart(2, 2, (16, 3))
-    assert qwen.state_parts == (convolution, convolution, StatePart(2, 4, (32, 3)), StatePart(2, 4, (16, 32)))
-    lfm = load_config(write_config(tmp_path / "lfm", "lfm2"))
-    assert lfm.kv_parts == (KvPart(1, 2, 32),) and lfm.state_parts == (StatePart(2, 4, (32, 2)),)
-    assert [part.num_heads for part in shard_config(qwen, Shard(1, 2)).state_parts] == [1, 1, 2, 2]
-    assert [part.num_heads for part in shard_config(lfm, Shard(0, 4)).state_parts] == [1]
 
 
 def test_published_files_of_qwen_3_5_have_all_experts_in_one_tensor(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Kernels run in Triton's interpreter, whose tl.dot cannot multiply bfloat16: floa
 """
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,31 +155,6 @@ def test_products_are_those_of_the_values(
     plain = randn(*codes.shape, seed=3).to(dtype) / 16
     product = gpu_linear.multiply(rows, plain, None, bias)
     torch.testing.assert_close(product.double(), exact(rows, plain, bias), rtol=torch.finfo(dtype).eps, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "dtype", "path"),
-    [
-        (64, 64, torch.float16, "kernel"),
-        (65, 64, torch.bfloat16, "rounded"),
-        (65, 64, torch.float16, "slow"),
-        (65, 63, torch.bfloat16, "slow"),
-    ],
-)
-def test_the_gpus_path_depends_on_rows_and_shape(
-    num_rows: int, num_outputs: int, dtype: torch.dtype, path: str
-) -> None:
-    rows, codes, scale, bias = operands(num_rows, num_outputs, 256, dtype, has_bias=True)
-    linear = Fp8Linear(Fp8Matrix(codes, scale), bias, Ops())
-    slow = Ops().multiply_fp8(rows, codes, scale, bias)
-    assert torch.equal(linear(rows), slow)
-    linear = replace(linear, ops=CudaOps())
-    expected = {
-        "kernel": lambda: gpu_linear.multiply(rows, codes, scale, bias),
-        "rounded": lambda: multiply_rounded(rows, codes, scale, bias),
-        "slow": lambda: slow,
-    }
-    assert torch.equal(linear(rows), expected[path]())
 
 
 def block_matrix(num_outputs: int, depth: int) -> Fp8Matrix:

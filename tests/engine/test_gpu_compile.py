@@ -53,53 +53,32 @@ def test_sampling_computes_as_ieee_says(compiled: dict[str, list[Compiled]]) -> 
     assert len(compiled["sampling"]) == 6  # three planes of the survey
 
 
-def test_pages_are_copied_by_16_bytes(compiled: dict[str, list[Compiled]]) -> None:
-    (kernel,) = compiled["pages"]
-    for access in ("ld.global.v4.b32", "st.global.v4.b32"):
-        assert kernel.ptx.count(access) == gpu_pages.BLOCK_WORDS // (4 * 128), "each of 128 threads"
-
-
-def test_weights_are_read_by_16_bytes_and_multiplied_by_tensor_cores(compiled: dict[str, list[Compiled]]) -> None:
-    for case in ("fp8 row", "fp8 rows", "fp8 rows in splits", "bf16 row", "bf16 rows in splits"):
-        for kernel in compiled[case]:
-            if kernel.name != "add_splits":
-                assert "cp.async.cg.shared.global" in kernel.ptx, case
-            if kernel.name == "multiply_rows":
-                assert "wgmma.mma_async" in kernel.ptx, case
-                assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
-
-
-def test_weights_of_experts_are_read_by_16_bytes(compiled: dict[str, list[Compiled]]) -> None:
-    kernels = [kernel for case in CASES for kernel in compiled[case] if kernel.name == "multiply_slots"]
-    assert len(kernels) == 6, (
-        "first products: three activations and one expert per row; second ones: with biases or not"
-    )
-    assert sum("min.NaN.f32" in kernel.ptx for kernel in kernels) == 1, "clamps keep NaN"
-    for kernel in kernels:
-        assert "cp.async.cg.shared.global" in kernel.ptx
-        assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
-
-
-def test_coded_weights_are_read_ahead_by_16_bytes_and_their_tables_too(compiled: dict[str, list[Compiled]]) -> None:
-    cases = [case for case in CASES if case.startswith(("4 bits", "8 bits", "blocks"))]
-    kernels = [(case, kernel) for case in cases for kernel in compiled[case] if kernel.name != "add_splits"]
-    assert len(kernels) == len(cases) == 8
-    for case, kernel in kernels:
+def test_weights_are_read_ahead_by_16_bytes_and_multiplied_by_tensor_cores(compiled: dict[str, list[Compiled]]) -> None:
+    products = [(case, one) for case in CASES for one in compiled[case] if one.name.startswith("multiply")]
+    for case, kernel in products:
         assert "cp.async.cg.shared.global" in kernel.ptx and 2 * (kernel.shared + 1024) <= 228 << 10, case
-        waits = [line for line in kernel.ptx.splitlines() if "ld.global" in line]
-        assert len(waits) <= 2, f"{case}: only biases are read when they are needed: {waits}"
-        assert ("wgmma.mma_async" in kernel.ptx) == (kernel.name != "multiply_row_of_groups"), case
+        is_plain = kernel.name in ("multiply_row", "multiply_row_of_groups", "multiply_slots")
+        assert ("wgmma.mma_async" in kernel.ptx) != is_plain, case
+        if case.startswith(("4 bits", "8 bits", "blocks")):
+            waits = [line for line in kernel.ptx.splitlines() if "ld.global" in line]
+            assert len(waits) <= 2, f"{case}: only biases are read when they are needed: {waits}"
+    experts = [one for _case, one in products if one.name == "multiply_slots"]
+    assert sum("min.NaN.f32" in one.ptx for one in experts) == 1, "clamps keep NaN"
     (many,) = compiled["blocks many"]
     assert "e4m3.e4m3" in many.ptx, "rounded rows are multiplied in 8 bits"
 
 
-def test_rows_are_normed_and_gated_by_16_bytes_and_kv_becomes_fp8_in_hardware(
+def test_other_memory_is_read_and_written_by_16_bytes_and_kv_becomes_fp8_in_hardware(
     compiled: dict[str, list[Compiled]],
 ) -> None:
-    for kernel in compiled["layers"]:
+    for kernel in compiled["layers"] + compiled["states"]:
         if kernel.name != "join_pages_kernel":
-            assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx, kernel.name
-    assert len(compiled["fp8 rounding"]) == 4  # rows and groups, with a gate and without
+            assert "ld.global.v4.b32" in kernel.ptx and ".local" not in kernel.ptx, kernel.name
+            assert "st.global.v4.b32" in kernel.ptx or kernel in compiled["states"], kernel.name
+    (pages,), memory = compiled["pages"], next(one for one in compiled["states"] if one.name == "delta_kernel")
+    for access in ("ld.global.v4.b32", "st.global.v4.b32"):
+        assert pages.ptx.count(access) == gpu_pages.BLOCK_WORDS // (4 * 128), "each of 128 threads"
+    assert memory.ptx.count("st.global.v4.b32") == 128 * gpu_states.VALUE_BLOCK // (4 * 32), "each of 32 threads"
     for kernel in compiled["fp8 rounding"]:
         assert all(part in kernel.ptx for part in ("ld.global.v4.b32", "cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"))
     for case in (case for case in CASES if case.startswith("write")):
@@ -131,13 +110,3 @@ def test_every_kernel_compiles_for_other_cards_and_fits_into_them(architecture: 
         assert find_calls(kernel) == KNOWN_CALLS.get(kernel.name, set()), kernel.name
         if kernel.name.startswith("multiply_rows"):
             assert any(name in kernel.ptx for name in TENSOR_CORES), kernel.name
-
-
-def test_kernels_of_states_read_by_16_bytes_and_keep_memories_in_registers(
-    compiled: dict[str, list[Compiled]],
-) -> None:
-    kernels = {kernel.name: kernel for kernel in compiled["states"]}
-    for name, kernel in kernels.items():
-        assert "ld.global.v4.b32" in kernel.ptx and ".local" not in kernel.ptx, name
-    memory = kernels["delta_kernel"].ptx
-    assert memory.count("st.global.v4.b32") == 128 * gpu_states.VALUE_BLOCK // (4 * 32), "each of 32 threads"

@@ -15,8 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
-from bench.gpu_checks.sampling import Sampler, check_sampling
 from engine.kernels import gpu_noise
 from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.kernels.gpu_sampling import choose_tokens
@@ -27,6 +25,7 @@ from engine.sampling.batch import SamplingBatch
 from engine.sampling.gpu import sample, upload_batch
 from engine.sampling.logits import adjust_logits_
 from engine.sampling.sample import sample_slowly
+from tests.support.batches import build_sampling_batch
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 
@@ -100,14 +99,13 @@ def test_logits_are_adjusted_to_the_same_values(data: st.DataObject, vocabulary:
     batch = build_batch(asked, vocabulary)
     grid = len(asked), triton.cdiv(vocabulary, BLOCK.value)
     found, maxima = torch.full_like(logits, 7.0), torch.zeros(len(asked), grid[1] * BLOCK.value // GROUP.value)
-    adjust[grid](logits, found, upload_batch(batch, CPU), maxima, vocabulary)
+    adjust[grid](logits, found, upload_batch(batch, CPU).split(), maxima, vocabulary)
     adjust_logits_(logits, batch)
     padded = torch.full((len(asked), grid[1] * BLOCK.value), -math.inf)
     padded[:, :vocabulary] = logits
     assert torch.equal(maxima, padded.view(len(asked), -1, GROUP.value).amax(-1))
-    is_penalised = (batch.repetition != 1) | (batch.frequency != 0) | (batch.presence != 0)
     for row, one in enumerate(asked):
-        is_own = is_penalised[row] or one.sampling.logit_bias or one.words is not None
+        is_own = one.sampling.has_penalties or one.sampling.logit_bias or one.words is not None
         assert torch.equal(found[row], logits[row] if is_own else torch.full((vocabulary,), 7.0))
 
 
@@ -238,15 +236,3 @@ def test_the_host_reads_no_value_of_the_device() -> None:
             there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
     drafts = torch.tensor([2, 3], dtype=torch.int32)
     assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts
-
-
-# --- the check for a card
-
-
-def test_the_check_notices_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_wrong(device: torch.device) -> Sampler:
-        return lambda logits, batch: sample_slowly(logits, batch) ^ 1
-
-    monkeypatch.setattr("bench.gpu_checks.sampling._find_sampler", find_wrong)
-    with pytest.raises(AssertionError, match="11 of 11"):
-        check_sampling(CPU)

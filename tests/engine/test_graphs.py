@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
 from engine import pieces
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -28,6 +27,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.ops.base import Ops
 from engine.runner import ModelOutput, Runner
+from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.late_runner import LateRows, LateRunner
 from tests.support.steps import (

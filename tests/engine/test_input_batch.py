@@ -54,7 +54,7 @@ def test_numbers_beyond_float32_are_its_largest() -> None:
     rows = InputBatch(1, 30, 4, VOCAB, CPU)
     rows.open(0, np.zeros(1, np.int32), SamplingParams(temperature=1e300, presence_penalty=-1e300), 1)
     most = np.finfo(np.float32).max
-    assert (rows.temperature[0], rows.presence[0]) == (most, -most)
+    assert (rows.params["temperature"][0], rows.params["presence_penalty"][0]) == (most, -most)
 
 
 def test_counts_do_not_shrink_and_tokens_stay_within_the_row() -> None:

@@ -64,20 +64,6 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
         torch.testing.assert_close(found, twin[0, :, : old.head_dim // 2], rtol=0, atol=0)
 
 
-def test_windows_per_layer() -> None:
-    assert build_config(MISTRAL).windows == (4096,) * 4  # as transformers reads an absent key
-    assert build_config(MISTRAL | {"sliding_window": None}).windows == (None,) * 4
-    assert build_config(BASE | {"sliding_window": 8}).windows == (None,) * 4  # Llama has none
-    for window in (8, 0):  # ignored while it is off
-        assert build_config(QWEN | {"sliding_window": window}).windows == (None,) * 4
-    sliding = QWEN | {"sliding_window": 8, "use_sliding_window": True}
-    assert build_config(sliding | {"max_window_layers": 3}).windows == (None, None, None, 8)
-    assert build_config(sliding | {"max_window_layers": 0}).windows == (8,) * 4
-    assert build_config(sliding | {"sliding_window": None, "max_window_layers": 3}).windows == (None,) * 4
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    assert build_config(sliding | {"layer_types": kinds}).windows == (8, None, 8, None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -8,62 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine.layers.linear import Quantization, WidenedLinear
-from engine.models import load as weights
-from engine.models.decoder import Decoder
+from engine.layers.linear import WidenedLinear
 from engine.models.load import load_model
 from engine.weights import cache as weight_file
 from engine.weights.cache import CannotShareError, MappedWeights, share_weights
-from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.instruction_sets import no_compiler
 
 __all__ = ["no_compiler"]  # a fixture
 
 CPU = torch.device("cpu")
-
-
-def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:
-    layer = decoder._layers[0]
-    return [
-        layer.qkv_proj(rows),
-        layer.mlp(rows),
-        decoder.logits(rows),
-        decoder._embedding(torch.tensor([0, 5, 40])),
-    ]
-
-
-@needs_compiler
-@pytest.mark.parametrize(("tied", "quantization"), [(False, "none"), (True, "int8")])
-def test_a_packed_model_is_the_plain_one(
-    tied: bool, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_checkpoint(tmp_path / "model", "llama", attention_bias=True, mlp_bias=True, layers=1, tied=tied)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    progress: list[tuple[int, int]] = []
-
-    def build() -> Decoder:
-        return load_model(folder, "bfloat16", CPU, lambda *bytes_: progress.append(bytes_), quantization)
-
-    own = build()
-    assert not list(tmp_path.glob("*/*.weights"))
-    monkeypatch.setattr(weights, "SMALLEST_FILE_BYTES", 0)
-    written, mapped = build(), build()
-    assert len(list(tmp_path.glob("*/*.weights"))) == 1 and mapped.why_unshared is None
-    assert sum(done == total for done, total in progress) >= 3
-    monkeypatch.setattr(weights, "can_pack", lambda: False)
-    slow = build()
-    rows = torch.randn(5, own.config.hidden_size).bfloat16()
-    expected = hidden_products(slow, rows)
-    for decoder in (own, written, mapped):
-        products = hidden_products(decoder, rows)
-        for product, twin in zip(products, expected, strict=True):
-            assert product.dtype is twin.dtype
-            atol = 0.05 if quantization == "int8" and len(product) == 3 else 2e-3  # a tied embedding is rounded too
-            torch.testing.assert_close(product, twin, rtol=0.02, atol=atol)
-        assert all(map(torch.equal, products, hidden_products(own, rows)))
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -110,7 +110,7 @@ def test_a_plain_step_shares_what_stays_the_same() -> None:
     first, second = [preparer.prepare([ForwardRow(0, at, 1, 1), ForwardRow(1, at, 1, 1)], 100) for at in (9, 10)]
     assert first.layout.page_table is second.layout.page_table
     assert first.layout.cu_seqlens_q is second.layout.cu_seqlens_q
-    assert first.chunks[0].sampling.top_p is second.chunks[0].sampling.top_p
+    assert first.chunks[0].sampling.params is second.chunks[0].sampling.params
     rows.write_pages(1, 2, [7])
     third = preparer.prepare([ForwardRow(0, 11, 1, 1), ForwardRow(1, 11, 1, 1)], 100)
     assert third.layout.page_table[1].tolist() == [0, 0, 7]

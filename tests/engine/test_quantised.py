@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.assemble import check_tensors
-from engine.models.load import choose_dtype, load_model, open_model
+from engine.models.load import choose_dtype, open_model
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import ShardReader
 from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
-from tests.support.forward import logits_of
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 
 CPU = torch.device("cpu")
@@ -71,20 +70,6 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
         if groups is not None:
             assert torch.equal(groups.dense(), values) and groups.bits == format.bits
     assert choose_dtype(config, checkpoint, "auto") is torch.float32  # of the embedding
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("awq", "float32"), ("mxfp4", "float32"), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
-)  # in bfloat16 those without groups: kernels may round others
-def test_a_model_has_the_logits_of_its_plain_twin(models: dict[str, tuple[Path, Path]], name: str, dtype: str) -> None:
-    progress: list[tuple[int, int]] = []
-    decoder = load_model(models[name][0], dtype, CPU, lambda *bytes_: progress.append(bytes_))
-    ids = list(range(2, 40))
-    logits = logits_of(decoder, ids)
-    assert torch.equal(logits, logits_of(load_model(models[name][1], dtype, CPU), ids))
-    assert 0.5 < logits.std() < 20
-    assert progress == sorted(progress) and progress[-1][0] == progress[-1][1]
 
 
 @pytest.mark.parametrize("name", NAMES)

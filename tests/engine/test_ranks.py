@@ -1,26 +1,32 @@
-"""A model divided among ranks: each rank chooses the tokens of a single process and has its share of the weights."""
+"""A model divided among ranks: each chooses the tokens of a single process and has its share of the weights; sums."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from demo.paths import TARGET_DIR
+from engine import one_shot
+from engine.kernels import gpu_ranks
+from engine.kv.cuda_memory import CudaError
 from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
 from engine.models.table import build_table, shard_config
-from engine.ranks import Ranks
+from engine.one_shot import choose_limit
+from engine.ranks import Ranks, join_group
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import ShardReader
-from engine.weights.table import Axis, Product, Shard
+from engine.weights.table import Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
+from tests.support.fake_cuda import FakeGpu
 from tests.support.threads import on_one_thread
 
 RUN_S = 240
@@ -96,15 +102,6 @@ def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -
                     assert torch.equal(torch.cat(added), whole.biases(product)[index]), part
 
 
-def test_ranks_have_heads_that_belong_together() -> None:
-    base = load_config_like(num_heads=32, num_kv_heads=8)
-    heads = Axis(base.num_kv_heads)
-    assert [list(heads.of(Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [heads.of(Shard(rank, 16)).start for rank in range(16)] == [rank // 2 for rank in range(16)]
-    own = shard_config(base, Shard(1, 16))
-    assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (2, 1, base.intermediate_size // 16)
-
-
 @pytest.mark.parametrize(
     ("model", "size", "said"),
     [
@@ -126,3 +123,61 @@ def test_what_cannot_be_divided_is_told(
 
 def load_config_like(**change: int) -> ModelConfig:
     return replace(load_config(TARGET_DIR), **change)  # type: ignore[arg-type]
+
+
+def test_ranks_get_the_same_right_bits_round_after_round_until_one_is_gone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.sum_process", str(tmp_path / "meet"), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("small sums over ranks by one kernel") == 4
+    results = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("result ")]
+    assert len({digest for digest, _ in results}) == 1
+    assert sorted("a rank did not come" in fate for _, fate in results) == [False, True, True, True]
+
+
+def test_the_limit_is_where_reading_all_parts_costs_what_is_saved() -> None:
+    assert choose_limit(2) == gpu_ranks.MAX_ROWS * gpu_ranks.MAX_ROW_BYTES  # as many bytes as NCCL: the buffer's size
+    assert choose_limit(4) == 2_000_000
+    assert choose_limit(8) == 571_428
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (torch.empty(128, 8192, dtype=torch.bfloat16), True),
+        (torch.empty(128, 2), True),
+        (torch.empty(129, 64), False),  # more rows than places
+        (torch.empty(1, 8200), False),  # wider than a place
+        (torch.empty(0, 64), False),
+        (torch.empty(4, 64).T, False),
+        (torch.empty(4), False),
+        (torch.empty(4, 64, dtype=torch.int64), False),
+    ],
+)
+def test_parts_that_fit(part: torch.Tensor, expected: bool) -> None:
+    assert gpu_ranks.fits(part) is expected
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    join_group(str(tmp_path / "meet"), 0, 1, CPU, timeout_s=10)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_ranks_that_cannot_or_err_keep_to_nccl(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+
+    def fail(_address: int) -> bytes:
+        raise CudaError("cudaIpcGetMemHandle: operation not supported")
+
+    monkeypatch.setattr(one_shot, "PROBES", one_shot.PROBES[:1])
+    assert one_shot.open_ranks(group, CPU, gpu) is None  # one rank: not a size that the kernel has
+    monkeypatch.setattr(one_shot, "SIZES", (1,))
+    assert one_shot.open_ranks(group, CPU, gpu) is not None
+    with monkeypatch.context() as failing:
+        failing.setattr(gpu.cudart, "export", fail)
+        assert one_shot.open_ranks(group, CPU, gpu) is None
+    monkeypatch.setattr(gpu_ranks, "all_reduce_", lambda part, _shared: part * 2)
+    assert one_shot.open_ranks(group, CPU, gpu) is None

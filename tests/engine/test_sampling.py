@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.batches import build_sampling_batch
 from engine.kernels.build import BuildError, find_compiler
+from engine.kernels.sampling_fields import PARAMS
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.noise import build_keys, gumbel_noise, hash_ids
 from engine.sampling.sample import sample
+from tests.support.batches import build_sampling_batch
 from tests.support.instruction_sets import WIDTHS, built_for
 from tests.support.sampling_twins import build_mask, chi_square_sigmas, sample_both
 from tests.support.threads import one_thread
@@ -217,9 +218,10 @@ def wrong(**parts: Any) -> tuple[dict[str, Any], str]:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        wrong(temperature=np.zeros(3, np.float32)),
-        wrong(temperature=np.zeros(2)),
-        wrong(top_p=np.zeros(4)[::2]),
+        wrong(params=np.zeros(3, PARAMS)),
+        wrong(params=np.zeros(2)),
+        wrong(params=np.zeros(4, PARAMS)[::2]),
+        wrong(positions=np.zeros(2)),
         ({"counts": torch.zeros(1, 39, dtype=torch.int32), "counts_line": np.zeros(2, np.int32)}, "counts are"),
         ({"counts": torch.zeros(1, 40, dtype=torch.int32), "counts_line": np.ones(2, np.int32)}, "counts_line holds 1"),
         ({"counts": torch.zeros(1, 40, dtype=torch.int32)}, "counts_line is missing"),

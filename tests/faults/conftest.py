@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from demo.paths import TARGET_DIR
 from tests.faults.proxy import FaultProxy
 from tests.support.fault_answers import Truth
+from tests.support.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from tests.support.oracle import Oracle
 from tests.support.traces import Collector, run_collector
 
@@ -144,26 +144,6 @@ def linked(running_linked: Linked) -> Iterator[Linked]:
         proxy.heal()
     _mend(running_linked.fleet)
     _check_calm(running_linked.fleet)
-
-
-@pytest.fixture(scope="session")
-def running_small() -> Iterator[ProcessFleet]:
-    flags = {
-        "gateway": ["--max-queue=4"],
-        "prefill": ["--max-context-tokens=1024"],
-        "decode": ["--max-running=2"],
-    }
-    with run_fleet(flags=flags) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
-    """A pair with little room: 2 sessions, 4 in the queue, and at most 1024 prompt tokens in prefill."""
-    _check_calm(running_small)
-    yield running_small
-    _mend(running_small)
-    _check_calm(running_small)
 
 
 def _mend(fleet: ProcessFleet) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import grpc
 
-from bench.fleet import Process, ProcessFleet, run_fleet
 from tests.faults.chaos import HANG_S, UNUSED_S, Case, Tally, build_cases
 from tests.support.asking import Asking, draw_salt
+from tests.support.fleet import Process, ProcessFleet, run_fleet
 
 ALLOWED = {"right", "cancelled", "refused"}  # outcomes
 CANCELLED, BAD = 0.20, 0.05  # shares of all requests

@@ -2,10 +2,10 @@
 
 import time
 
-from bench.fleet import Process, wait_until
-from bench.plain_http import HTTP
 from tests.faults.conftest import Held
 from tests.support.fault_answers import Truth, ask, ask_status, failed_attempts, find
+from tests.support.fleet import Process
+from tests.support.live import HTTP, wait_until
 from worker.chunks import CHUNK_S
 
 CHUNK_TOKENS = 512  # prefill's maximum per step

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from bench.fleet import run_fleet
 from demo.paths import TARGET_DIR
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import run_fleet
 from tests.support.oracle import Oracle
 
 LOSS_PERCENT = 5

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from bench.fleet import Process, wait_until
 from tests.faults.conftest import Linked
 from tests.support.asking import Asking
 from tests.support.fault_answers import Truth, ask, failed_attempts, find_busy, is_alive
+from tests.support.fleet import Process
+from tests.support.live import wait_until
 
 LEASE_S = 4.0
 SLACK_S = 20.0  # for a loaded machine

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from bench.fleet import ProcessFleet, run_fleet
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import ProcessFleet, run_fleet
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import WAIT_S, ProcessFleet, run_fleet, wait_until
 from tests.faults.load import Load
 from tests.support.fault_answers import Truth, ask, find_busy, is_alive, mend
+from tests.support.fleet import ProcessFleet, run_fleet
+from tests.support.live import WAIT_S, wait_until
 
 STALL_S = 5.0  # per step, before the gateway drops a worker: longer than a step takes on a loaded machine
 
@@ -62,7 +63,7 @@ def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: st
     worker = fleet[f"{role}-0"]
     (rank,) = worker.find_ranks()
     with Load(fleet) as load:
-        wait_until(lambda: len(load.ended) >= 4)
+        load.wait_for(4)
         if end is signal.SIGTERM:
             os.kill(rank, signal.SIGINT)
         worker.signal(end)

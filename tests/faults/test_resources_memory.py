@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bench.fleet import Process, ProcessFleet, run_fleet
 from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import Process, ProcessFleet, run_fleet
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

@@ -6,8 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.fleet import ProcessFleet, wait_until
 from tests.support.fault_answers import VOCAB, is_alive
+from tests.support.fleet import ProcessFleet
+from tests.support.live import wait_until
 from tests.support.oracle import random_prompt
 from tests.support.surface import Surface, Told, take
 

@@ -6,33 +6,29 @@ The GPU is tests/support/fake_cuda.py; other processes are real. For what all re
 import asyncio
 import gc
 import os
+import re
 import signal
-import sys
 import threading
-import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
-from bench.gpu_checks import ipc
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
 from decode_worker import kv_peers
 from engine.kv import pool as pool_module
+from engine.kv.gpu import GpuPages
 from engine.kv.pool import Pool
-from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
-from kvtransfer.reader import PageRef, PeerPages, ReadError
+from kvtransfer.memory_file import PeerFile
+from kvtransfer.reader import Local, PageRef, PeerPages, ReadError
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import COMMAND, Exporter, build_local, build_pool, page_content
 from tests.support.real_workers import (
     CHUNK_TOKENS,
     NUM_PAGES,
@@ -42,9 +38,9 @@ from tests.support.real_workers import (
     gateway,
     prefill_worker,
 )
-from wire.kv_layout import TEST_BYTES, PagePart
+from wire.kv_layout import TEST_BYTES
 
-GPU_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "fake-gpu")
+GPU_PROCESS = (*COMMAND, "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 
 
@@ -56,153 +52,118 @@ def little_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
-class Peer:
-    """What a reader knows of its peer."""
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Exporter]:
+    with Exporter(GPU_PROCESS, NUM_PAGES) as process:
+        yield process
 
-    parts, rank, num_ranks, page_bytes = (PagePart(1, 512),), 0, 1, 512
 
-    def __init__(self) -> None:
+class Watched:
+    """A reader's copies, and when it asks whether the peer is alive."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.threads: set[int] = set()  # threads that copied
         self.is_alive = True
         self.error: RuntimeError | None = None  # an error of CUDA
+        self.after_copy: Callable[[], None] = lambda: None
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
+        copy = GpuPages.copy
 
-    # the file
+        def copy_watched(pages: GpuPages, *what: Any) -> None:
+            self.threads.add(threading.get_ident())
+            self.has_begun.set()
+            assert self.may_end.wait(PATIENCE_S)
+            if self.error:
+                raise self.error
+            copy(pages, *what)
+            self.events.append("copied")
+            self.after_copy()
 
-    @property
-    def generations(self) -> "Peer":
-        return self
+        def is_held(_file: PeerFile) -> bool:
+            self.events.append("alive?")
+            return self.is_alive
 
-    def __getitem__(self, page: int) -> int:
-        self.events.append(f"generation {page}")
-        return 1
+        patch.setattr(GpuPages, "copy", copy_watched)
+        patch.setattr(PeerFile, "is_held", is_held)
+        patch.setattr(Pool, "end_if_lost", lambda _pool: self.events.append("lost?"))
 
-    def is_held(self) -> bool:
-        self.events.append("alive?")
-        return self.is_alive
-
-    # the pages
-
-    def end_if_lost(self) -> None:
-        self.events.append("lost?")
-
-    def load(self, begin: int, num_bytes: int) -> list[NDArray[np.uint8]]:
-        assert (begin, num_bytes) == (9 * 512, TEST_BYTES)
-        return [np.frombuffer(b"test", np.uint8)] * 2
-
-    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> "Peer":
-        assert (handle, num_pages, page_bytes) == (b"a handle", 9, 512)
-        return self
-
-    def copy(self, pages: Sequence[int], into: Sequence[int], source: int, target: int, num_bytes: int) -> None:
-        assert (source, target, num_bytes) == (0, 0, 512)
-        self.threads.add(threading.get_ident())
-        self.has_begun.set()
-        assert self.may_end.wait(PATIENCE_S)
-        if self.error:
-            raise self.error
-        self.events.append(f"copied {list(pages)} to {list(into)}")
-
-    def probe(self, num_pages: int, source: int, num_bytes: int) -> None:
-        self.copy(range(num_pages), range(num_pages), 0, 0, 512)
-
-    def close(self) -> None:
-        self.events.append("closed")
-        if self.error:
-            raise self.error
+    async def begin_read(self, opened: CudaIpcReader) -> asyncio.Task[None]:
+        """A read whose copy has begun and is held."""
+        self.may_end.clear()
+        reading = asyncio.create_task(opened.read(REFS, INTO))
+        await asyncio.to_thread(self.has_begun.wait, PATIENCE_S)
+        return reading
 
 
-def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
-    async def test() -> None:
-        peer, message = Peer(), kv_pb2.Peer(num_pages=9)
-        memory = GpuMemory("gpu-0", ("gpu-0",), b"a handle", zlib.crc32(b"test"))
-        message.ranks.add(pid=77, transports={"cuda_ipc": memory.pack()})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
-            await scenario(peer, await CudaIpcReader.open(build_local(cast(Pool, peer), "reader"), message))
-
-    return test
+REFS, INTO = [PageRef(5, 0), PageRef(8, 0)], [3, 4]
 
 
-async def begin_read(peer: Peer, opened: CudaIpcReader) -> asyncio.Task[None]:
-    """A read whose copy has begun and is held."""
-    peer.may_end.clear()
-    reading = asyncio.create_task(opened.read(REFS, INTO))
-    await asyncio.to_thread(peer.has_begun.wait, PATIENCE_S)
-    return reading
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
 
 
-REFS, INTO = [PageRef(5, 1), PageRef(8, 1)], [3, 4]
-COPIED = "copied [5, 8] to [3, 4]"
+@pytest.fixture
+def local() -> Iterator[Local]:
+    """Its thread, which remembers what it did last, ends with the test."""
+    local = build_local(build_pool(5, FakeGpu()), "reader")
+    yield local
+    local.close()
 
 
-@with_peer
-async def test_generations_are_read_after_the_copy_of_another_thread(peer: Peer, opened: CudaIpcReader) -> None:
+async def test_generations_are_read_after_the_copy_of_another_thread(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
     await opened.read(REFS, INTO)
-    assert peer.events == ["alive?", COPIED, "alive?", "generation 5", "generation 8"]
-    assert peer.threads.isdisjoint({threading.get_ident()})
-    with pytest.raises(ReadError, match="page 8 was recycled: offered at generation 0, now 1") as error:
-        await opened.read([PageRef(8, 0)], [3])
+    assert watched.events == ["alive?", "copied", "alive?"] and threading.get_ident() not in watched.threads
+    watched.after_copy = lambda: lasting.recycle(7)
+    with pytest.raises(ReadError, match="page 7 was recycled: offered at generation 0, now 1") as error:
+        await opened.read([PageRef(7, 0)], [3])
     assert error.value.reason == "generation"
+    await opened.close()
 
 
-@with_peer
-async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(peer: Peer, opened: CudaIpcReader) -> None:
-    reading = await begin_read(peer, opened)
-    peer.is_alive = False
-    peer.may_end.set()
-    with pytest.raises(ReadError, match="process 77 is gone") as error:
+async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
+    reading = await watched.begin_read(opened)
+    watched.is_alive = False
+    watched.may_end.set()
+    with pytest.raises(ReadError, match=f"process {lasting.peer.pid} is gone") as error:
         await reading
-    assert error.value.reason == "transport" and peer.events == ["alive?", COPIED, "alive?"]
-    peer.events.clear()
-    with pytest.raises(ReadError, match="process 77 is gone"):
+    assert error.value.reason == "transport" and watched.events == ["alive?", "copied", "alive?"]
+    watched.events.clear()
+    with pytest.raises(ReadError, match="is gone"):
         await opened.read(REFS, INTO)
-    assert peer.events == ["alive?"] and opened.is_gone()
+    assert watched.events == ["alive?"] and opened.is_gone()
+    await opened.close()
 
 
-@with_peer
-async def test_many_pages_are_copied_in_pieces_each_from_a_living_peer(peer: Peer, opened: CudaIpcReader) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_ipc, "PIECE_BYTES", 2 * 512)
-        refs = [PageRef(page, 1) for page in (4, 5, 6)]
-        await opened.read(refs, [0, 1, 2])
-        copies = ["alive?", "copied [4, 5] to [0, 1]", "alive?", "copied [6] to [2]", "alive?"]
-        assert peer.events[:5] == copies
-        peer.events.clear()
-        peer.may_end.clear()
-        peer.has_begun.clear()
-        dying = asyncio.create_task(opened.read(refs, [0, 1, 2]))
-        await asyncio.to_thread(peer.has_begun.wait, PATIENCE_S)
-        peer.is_alive = False
-        peer.may_end.set()
-        with pytest.raises(ReadError, match="process 77 is gone"):
-            await dying
-        assert peer.events == copies[:3], "nothing more is copied"
-
-
-@with_peer
-async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(peer: Peer, opened: CudaIpcReader) -> None:
-    reading = await begin_read(peer, opened)
+async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(
+    watched: Watched, lasting: Exporter, local: Local
+) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
+    reading = await watched.begin_read(opened)
     reading.cancel()
     closing = asyncio.create_task(opened.close())
     done, _ = await asyncio.wait([reading, closing], timeout=0.05)
     assert not done
-    peer.may_end.set()
+    watched.may_end.set()
     await asyncio.wait([reading, closing])
-    assert reading.cancelled() and peer.events == ["alive?", COPIED, "closed"]
+    assert reading.cancelled() and watched.events == ["alive?", "copied"] and closing.exception() is None
 
 
-@with_peer
-async def test_what_cuda_says_is_the_refusal_and_does_not_hinder_the_close(peer: Peer, opened: CudaIpcReader) -> None:
-    peer.error = RuntimeError("CUDA error: an illegal memory access was encountered")
-    for call in (opened.read(REFS, INTO), opened.probe(1)):
-        with pytest.raises(ReadError, match="illegal memory access") as error:
-            await call
-        assert error.value.reason == "transport" and peer.events.pop() == "lost?"
+async def test_what_cuda_says_is_the_refusal(watched: Watched, lasting: Exporter, local: Local) -> None:
+    opened = await CudaIpcReader.open(local, lasting.peer)
+    watched.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(ReadError, match="illegal memory access") as error:
+        await opened.read(REFS, INTO)
+    assert error.value.reason == "transport" and watched.events.pop() == "lost?"
     await opened.close()
-    assert peer.events[-1] == "closed"
 
 
 @pytest.mark.parametrize(
@@ -222,12 +183,6 @@ def test_a_process_whose_gpu_is_lost_ends_though_it_has_no_steps(
     monkeypatch.setattr(pool_module, "end_process", lambda: ended.append(1))
     store.end_if_lost()
     assert len(ended) == ends
-
-
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[kv_pb2.Peer]:
-    with Exporter(GPU_PROCESS, NUM_PAGES) as process:
-        yield process.peer
 
 
 def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
@@ -258,29 +213,24 @@ def gpu_of(peer: kv_pb2.Peer) -> GpuMemory:
         ({"handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
         ({"num_pages": NUM_PAGES + 400}, "transport", f"fewer than {(NUM_PAGES + 400) * 512 + TEST_BYTES} bytes"),
         ({"test_checksum": 0x1234}, "transport", "reads wrong here: its 65536 test bytes have checksum 00001234 there"),
-        ({"num_pages": 0}, "layout", "without pages"),
         ({"num_pages": 2**32 - 1}, "layout", "leave no room"),
-        ({"pages_offset": 0}, "layout", "leave no room"),
         ({"pages_offset": 8192}, "layout", "has 4096 bytes where 8192 were announced"),
-        ({"pool_fd": 9999}, "transport", "cannot open"),
-        ({"pool_fd": 0}, "layout", "not the memory file of a pool"),
         ({"pid": 2**32 - 1}, "transport", "cannot open"),
     ],
 )
 async def test_peers_that_lie_are_refused_and_nothing_stays_open(
-    lie: dict[str, object], reason: str, words: str, lasting: kv_pb2.Peer
+    lie: dict[str, object], reason: str, words: str, lasting: Exporter, local: Local
 ) -> None:
-    store = build_pool(3, FakeGpu())
     before = count_opened()
     with pytest.raises(ReadError, match=words) as error:
-        await CudaIpcReader.open(build_local(store, "reader"), changed(lasting, **lie))
+        await CudaIpcReader.open(local, changed(lasting.peer, **lie))
     assert error.value.reason == reason and count_opened() == before
 
 
-def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> None:
+def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: Exporter) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    pages = store.open_peer(gpu_of(lasting).handle, NUM_PAGES, store.page_bytes)
+    pages = store.open_peer(gpu_of(lasting.peer).handle, NUM_PAGES, store.page_bytes)
     assert count_opened() == before + 1
     for _again in range(2):
         pages.close()
@@ -289,9 +239,11 @@ def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> 
         pages.copy([0], [0])
 
 
-async def test_an_opening_that_is_cancelled_is_closed(lasting: kv_pb2.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_opening_that_is_cancelled_is_closed(
+    lasting: Exporter, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
-    pool = build_pool(3, FakeGpu())
+    pool = local.store
     open_peer = pool.open_peer
 
     def open_slowly(handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
@@ -301,7 +253,7 @@ async def test_an_opening_that_is_cancelled_is_closed(lasting: kv_pb2.Peer, monk
 
     monkeypatch.setattr(pool, "open_peer", open_slowly)
     before = count_opened()
-    opening = asyncio.create_task(CudaIpcReader.open(build_local(pool, "reader"), lasting))
+    opening = asyncio.create_task(CudaIpcReader.open(local, lasting.peer))
     await asyncio.to_thread(has_begun.wait, PATIENCE_S)
     opening.cancel()
     may_end.set()
@@ -315,7 +267,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer) -> st
 
 
 async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_dies(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, local: Local
 ) -> None:
     monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
@@ -337,7 +289,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
             assert moved == answer.bytes and decode.peers.transports() == {peer.address: "cuda_ipc"}
-            ours = await CudaIpcReader.open(build_local(build_pool(3, FakeGpu()), "reader"), peer)
+            ours = await CudaIpcReader.open(local, peer)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitid, os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
@@ -351,53 +303,24 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             await opened.abort(1)
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
-async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_not(
-    is_wrong: bool, lasting: kv_pb2.Peer
-) -> None:
+async def test_auto_tells_why_gpu_memory_that_reads_wrong_is_not_read(lasting: Exporter) -> None:
     news = Signal()
     async with (
         prefill_worker(news) as prefill,
         decode_worker(news, "auto", built=build_kv_engine(gpu=FakeGpu())) as decode,
         gateway(decode, news) as opened,
     ):
-        checksum = gpu_of(lasting).test_checksum ^ is_wrong
-        peer = changed(lasting, address=prefill.peer.address, test_checksum=checksum)  # which serves pages by gRPC
+        checksum = gpu_of(lasting.peer).test_checksum ^ 1
+        peer = changed(lasting.peer, address=prefill.peer.address, test_checksum=checksum)  # which serves pages by gRPC
         peer.incarnation = prefill.peer.incarnation
         decode.peers._is_required = False  # as auto has it
         with capture_logs() as logs:
-            assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
+            assert await shake_hands(opened.stub, peer) == "grpc"
         warnings = [(it["asked"], it["used"], it["why"]) for it in logs if it["log_level"] == "warning"]
         status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
         why, costs = status.transport_reasons[peer.address], status.chunk_costs
         assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
             decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
         )
-        if is_wrong:
-            assert warnings == [("cuda_ipc", "grpc", why)] and why.startswith(
-                "cuda_ipc failed: the GPU memory of process "
-            )
-            assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
-        else:
-            assert not warnings and why == "the peer's GPU memory can be opened on this host"
-
-
-def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:
-    pool = build_pool(8, FakeGpu())
-    before = count_opened()
-    assert "8 pages of 512 bytes equal, a recycled one refused" in ipc.read_pages(pool, GPU_PROCESS, "cuda_ipc")
-    report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=5)
-    assert report.startswith("1 owners killed, ") and report.endswith("context works, no call failed")
-    assert ipc.time_copies(pool, GPU_PROCESS).startswith("4 pages: ")
-    assert count_opened() == before
-
-
-def test_what_a_killed_owner_does_to_its_reader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = build_pool(2, FakeGpu())
-
-    def load(pages: Sequence[int]) -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr(pool, "load", load)
-    report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=1)
-    assert report.startswith("FINDING: the reader's context is lost after kill 0: CUDA error: unspecified launch")
+        assert warnings == [("cuda_ipc", "grpc", why)]
+        assert re.match("cuda_ipc failed: the GPU memory of process .* reads wrong here: its .* have checksum", why)

@@ -1,23 +1,20 @@
 """Which peers may exchange pages, by which transport, and which bytes each rank reads."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import get_args
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.cuda_ipc import GpuMemory
-from kvtransfer.layout import Run, build_layout, find_bad_ranks, find_mismatch, plan_runs
+from kvtransfer.layout import build_layout, find_bad_ranks, find_mismatch
 from kvtransfer.reader import ReadError
 from kvtransfer.transports import TRANSPORTS, choose_transport
 from protos import kv_pb2
 from runtime.config_parts import Transport
-from tests.support.pool_process import find_share
-from wire.kv_layout import PagePart, page_bytes_of
+from wire.kv_layout import PagePart
 
 
 def peer(num_ranks: int = 1) -> kv_pb2.Peer:
@@ -136,34 +133,6 @@ PAGE_PARTS = st.lists(st.builds(PagePart, st.integers(1, 8), st.integers(1, 5)),
 
 def can_share(parts: Sequence[PagePart], size: int) -> bool:
     return all(max(size, heads) % min(size, heads) == 0 for heads, _ in parts)
-
-
-@settings(max_examples=100)
-@given(PAGE_PARTS, st.data())
-def test_runs_make_up_exactly_each_ranks_page(parts: list[PagePart], data: st.DataObject) -> None:
-    sizes = st.sampled_from([size for size in (1, 2, 4, 8) if can_share(parts, size)])
-    size, their_size = data.draw(sizes), data.draw(sizes)
-    whole = np.arange(sum(heads * head_bytes for heads, head_bytes in parts))  # no two bytes of a page are equal
-    theirs = [find_share(parts, whole, rank, their_size) for rank in range(their_size)]
-    for rank in range(size):
-        expected, runs = find_share(parts, whole, rank, size), plan_runs(parts, rank, size, their_size)
-        assert page_bytes_of(parts, rank, size) == len(expected)
-        found = np.full(len(expected), -1)
-        for run in runs:
-            target = slice(run.target, run.target + run.num_bytes)
-            assert run.num_bytes and (found[target] == -1).all(), "nothing is read twice"
-            found[target] = theirs[run.rank][run.source : run.source + run.num_bytes]
-        assert np.array_equal(found, expected)
-        ends = accumulate((page_bytes_of([part], rank, size) for part in parts), initial=0)
-        pairs = [
-            (run.rank, begin)
-            for begin, end in pairwise(ends)
-            for run in runs
-            if run.target < end and begin < run.target + run.num_bytes
-        ]
-        assert len(set(pairs)) == len(pairs), "one run of each rank and part"
-        if size == their_size:
-            assert runs == [Run(rank, 0, 0, len(expected))]
 
 
 @given(PAGE_PARTS, st.integers(1, 40))

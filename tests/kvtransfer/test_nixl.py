@@ -7,7 +7,6 @@ fetches them). For what all readers promise see test_kvtransfer.py.
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -19,20 +18,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
 from engine.kv.gpu import GpuPages
 from engine.kv.pool import HostPages
-from kvtransfer import nixl, nixl_agent
+from kvtransfer import nixl_agent
 from kvtransfer.nixl import MAX_METADATA_BYTES, MAX_PAGES, NixlMemory, NixlReader
 from kvtransfer.nixl_agent import UNKNOWN, NixlAgent, find_link, is_fast
 from kvtransfer.reader import PageRef, ReadError
 from protos import decode_pb2, kv_pb2
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import COMMAND, Exporter, build_local, build_pool, page_content
 from tests.support.real_workers import decode_worker, gateway
 
-NIXL_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "nixl")
+NIXL_PROCESS = (*COMMAND, "transport=nixl")
 NUM_PAGES, NUM_LOCAL = 64, 24
 NUMBERS = count()
 LOOPBACK = "0100007F"
@@ -189,23 +187,6 @@ async def test_ucx_listens_beyond_this_host_only_when_peers_are_there(is_local: 
     await reader.close()
 
 
-async def test_32_reads_at_once_by_two_readers(lasting: kv_pb2.Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "LANDING_BYTES", 2 * 512)
-    readers = [await open_reader(lasting) for _ in range(2)]
-    order = [[(7 * page + 3 * index) % NUM_PAGES for page in range(NUM_LOCAL)] for index in range(2)]
-    targets = list(range(NUM_LOCAL))
-    reads = [
-        reader.read([ref(page) for page in pages[start : start + 3]], targets[start : start + 3])
-        for reader, pages in zip(readers, order, strict=True)
-        for start in range(0, NUM_LOCAL, 3)
-    ]
-    await asyncio.gather(*reads, *(reader.probe(NUM_PAGES) for reader in readers for _ in range(8)))
-    for reader, pages in zip(readers, order, strict=True):
-        found = reader._store.load(targets)
-        assert (found == np.stack([page_content(page, 1, 512) for page in pages])).all()
-        await reader.close()
-
-
 async def test_generations_are_read_after_the_pages(owner: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = await open_reader(owner.peer)
     begin_read, num_begun = NixlAgent.begin_read, count(1)
@@ -302,16 +283,6 @@ async def test_nothing_is_written_after_the_close(owner: Exporter) -> None:
 async def until_in_flight(reader: NixlReader) -> None:
     while not reader._agent.running:  # noqa: ASYNC110, no event for it
         await asyncio.sleep(0.001)
-
-
-async def test_a_close_ends_the_read_under_way(owner: Exporter) -> None:
-    reader = await open_reader(owner.peer)
-    stop(owner)
-    reading = asyncio.create_task(reader.read([ref(1)], [1]))
-    await until_in_flight(reader)
-    await reader.close()
-    with pytest.raises(ReadError, match="closed during the read"):
-        await reading
 
 
 async def test_an_owner_killed_in_mid_read_is_a_read_error_and_gone(owner: Exporter) -> None:

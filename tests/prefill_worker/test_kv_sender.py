@@ -13,7 +13,9 @@ from runtime.config_parts import Transport
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, refusal, used, workers
 from tests.support.real_workers import (
+    NUM_PAGES,
     PAGE_TOKENS,
+    DecodeWorker,
     Gateway,
     PrefillWorker,
     decode_worker,
@@ -89,72 +91,11 @@ async def test_a_restarted_prefill_worker_takes_the_place_of_the_old_one(transpo
         async with prefill_worker(signal, port=int(before.peer.address.rsplit(":")[1])) as after:
             assert await answer(opened, after, 2, OTHER) == expected_answer(OTHER, 4)
             ticket = await opened.reserve(3, [*OTHER, 1][1:])
-            response = await opened.stub.Offer(offer_of(before, ticket))
+            ref = kv_pb2.PageRef(page=0, generation=int(before.pool.generations[0]))
+            late = kv_pb2.OfferRequest(ticket=ticket, incarnation=before.peer.incarnation, end=PAGE_TOKENS, pages=[ref])
+            response = await opened.stub.Offer(late)
             assert (response.accepted, response.reason) == (False, "handshake")
             assert len(decode.peers.transports()) == 1
-
-
-async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leaks_nothing() -> None:
-    async with workers("grpc") as (opened, prefill, decode):
-        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
-        has_begun, is_stuck = threading.Event(), threading.Event()
-        load = prefill.pool.load
-
-        def slow_load(*what: Any) -> Any:
-            has_begun.set()
-            is_stuck.wait(PATIENCE_S)
-            return load(*what)
-
-        prefill.pool.load = slow_load  # type: ignore[method-assign, assignment]
-        ticket = await opened.reserve(1, PROMPT)
-        offering = asyncio.ensure_future(opened.stub.Offer(offer_of(prefill, ticket)))
-        assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
-        prefill.pool.load = load  # type: ignore[method-assign]
-        decode.peers._known[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
-        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
-        is_stuck.set()
-        response = await offering
-        assert (response.accepted, response.reason) == (False, "transport")
-        await opened.abort(1)
-        assert used(decode) == 0
-
-
-def offer_of(prefill: PrefillWorker, ticket: kv_pb2.Ticket, begin: int = 0, end: int | None = None) -> Any:
-    """An offer of positions [begin, end) in the first pages of the pool; PROMPT ends at 22."""
-    end = ticket.end if end is None else end
-    pages = range(-(-(end - begin) // PAGE_TOKENS))
-    refs = [kv_pb2.PageRef(page=page, generation=int(prefill.pool.generations[page])) for page in pages]
-    return kv_pb2.OfferRequest(
-        ticket=ticket, incarnation=prefill.peer.incarnation, begin=begin, end=end, pages=refs, request_id="r"
-    )
-
-
-async def test_an_offer_is_taken_once() -> None:
-    async with workers() as (opened, prefill, decode):
-        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
-        decode.runner.may_run.clear()
-        ticket = await opened.reserve(1, PROMPT)
-        assert (await opened.stub.Offer(offer_of(prefill, ticket, 0, 8))).accepted
-        again = await opened.stub.Offer(offer_of(prefill, ticket, 0, 8))
-        assert (again.accepted, again.reason) == (False, "bounds")
-        assert (await opened.stub.Offer(offer_of(prefill, ticket, 8, 22))).accepted
-        late = await opened.stub.Offer(offer_of(prefill, ticket, 8, 22))
-        assert (late.accepted, late.reason) == (False, "session")
-        decode.runner.may_run.set()
-        assert await opened.end_of(1) == ("length", "")
-
-
-async def test_an_offer_after_the_abort_is_refused() -> None:
-    async with workers() as (opened, prefill, decode):
-        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
-        ticket = await opened.reserve(1, PROMPT)
-        await opened.abort(1)
-        assert used(decode) == 0
-        response = await opened.stub.Offer(offer_of(prefill, ticket))
-        assert (response.accepted, response.reason) == (False, "session")
-        code, detail = await refusal(prefill.run(ticket, PROMPT))
-        assert code is grpc.StatusCode.ABORTED and "is not open here" in detail
-        await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
 
 
 async def test_a_run_cancelled_in_the_middle_of_an_offer_frees_pages_on_both_sides() -> None:
@@ -191,36 +132,6 @@ async def test_a_prefill_step_that_fails_ends_its_prompts_only() -> None:
         )
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
-
-
-async def test_a_sequence_that_cannot_be_computed_fails_alone() -> None:
-    async with workers() as (opened, prefill, decode):
-        for runner in (prefill.runner, decode.runner):
-            runner.may_run.clear()
-        prompts = {
-            1: OTHER[1:10],
-            2: PROMPT[:9],
-            3: OTHER[:9],
-            4: PROMPT[1:10],
-        }  # each runner fails on one of them
-        prefill.runner.poison.add(PROMPT[0])
-        decode.runner.poison.add(OTHER[0])
-        tickets = {handle: await opened.reserve(handle, prompt) for handle, prompt in prompts.items()}
-        calls = {handle: asyncio.ensure_future(prefill.run(tickets[handle], prompts[handle])) for handle in prompts}
-        while len(prefill.scheduler) < len(prompts):  # noqa: ASYNC110, no event for it
-            await asyncio.sleep(0.005)
-        prefill.runner.may_run.set()
-        code, detail = await refusal(calls.pop(2))
-        assert code is grpc.StatusCode.INTERNAL and "poison" in detail
-        await asyncio.gather(*calls.values())
-        decode.runner.may_run.set()
-        finish, error = await opened.end_of(3)
-        assert finish == "error" and "poison" in error
-        for handle in (1, 4):
-            assert await opened.end_of(handle) == ("length", "")
-            assert opened.tokens[handle] == expected_answer(prompts[handle], 4)
-        assert not opened.tokens.get(3)
-        await opened.abort(2)
 
 
 async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
@@ -282,21 +193,6 @@ async def test_a_lease_is_renewed_while_steps_compute_less_than_a_page() -> None
         assert await opened.end_of(1) == ("length", "")
 
 
-async def test_a_connection_that_is_forgotten_after_the_last_offer_does_not_fail_the_call() -> None:
-    async with workers("shm") as (opened, prefill, _decode):
-        ask = prefill.sender._ask
-
-        async def ask_and_forget(ticket: kv_pb2.Ticket, call: Awaitable[Any]) -> Any:
-            answer = await ask(ticket, call)
-            prefill.sender._targets.clear()  # as after a lost connection, by another Run call
-            return answer
-
-        prefill.sender._ask = ask_and_forget  # type: ignore[method-assign]
-        result = await prefill.run(await opened.reserve(1, PROMPT), PROMPT)
-        assert (result.transport, result.transfer_bytes) == ("shm", 6 * prefill.pool.page_bytes)
-        assert await opened.end_of(1) == ("length", "")
-
-
 async def test_a_gateway_that_leaves_takes_its_sessions_along() -> None:
     async with workers() as (opened, _prefill, decode):
         await opened.reserve(1, PROMPT)
@@ -321,12 +217,6 @@ async def test_a_second_stream_of_a_gateways_name_is_refused_and_does_not_harm_t
         assert (code, detail) == (grpc.StatusCode.ALREADY_EXISTS, "gateway g already has a Steps stream")
         await prefill.run(ticket, PROMPT)
         assert await opened.end_of(1) == ("length", "")
-
-
-async def test_a_reservation_repeated_is_the_same_session() -> None:
-    async with workers() as (opened, _prefill, decode):
-        assert await opened.reserve(1, PROMPT) == await opened.reserve(1, PROMPT)
-        assert used(decode) == 6
 
 
 async def test_bad_reservations_and_runs_are_refused_by_name() -> None:
@@ -358,3 +248,42 @@ async def test_bad_reservations_and_runs_are_refused_by_name() -> None:
         for call, why in calls:
             code, found = await refusal(call)
             assert code is grpc.StatusCode.INVALID_ARGUMENT and why in found
+
+
+def value(worker: PrefillWorker | DecodeWorker, name: str) -> float:
+    found = worker.metrics.registry.get_sample_value(f"baton:{name}")
+    assert found is not None, name
+    return found
+
+
+def gauges(worker: PrefillWorker | DecodeWorker) -> tuple[float, float]:
+    return value(worker, "leases_open"), value(worker, "kv_cache_usage_perc")
+
+
+async def test_a_hand_over_is_counted_on_both_sides() -> None:
+    async with workers() as (opened, prefill, decode):
+        assert gauges(prefill) == gauges(decode) == (0, 0)
+        prefill.runner.may_run.clear()
+        tickets = [await opened.reserve(handle, PROMPT) for handle in (1, 2)]
+        held = -(-len(PROMPT) // PAGE_TOKENS)
+        assert gauges(decode) == (2, 2 * held / NUM_PAGES)
+        calls = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
+        while len(prefill.scheduler) < 2:  # noqa: ASYNC110, no event for it
+            await asyncio.sleep(0.005)
+        assert gauges(prefill) == (2, used(prefill) / NUM_PAGES) and used(prefill) > 0
+        prefill.runner.may_run.set()
+        told = [await call for call in calls]
+        for handle in (1, 2):
+            assert await opened.end_of(handle) == ("length", "")
+        offers = value(decode, "offers_accepted_total")
+        assert offers >= 2
+        assert value(prefill, "offers_sent_total") == value(prefill, "offers_accepted_total") == offers
+        assert value(decode, "kv_transfer_seconds_count") == offers
+        assert value(decode, "kv_transfer_seconds_sum") == pytest.approx(sum(one.transfer_seconds for one in told))
+        for name in ("queue", "prefill"):
+            assert value(prefill, f"request_{name}_time_seconds_count") == 2
+            seconds = sum(getattr(one, f"{name}_seconds") for one in told)
+            assert value(prefill, f"request_{name}_time_seconds_sum") == pytest.approx(seconds) and seconds > 0
+        assert value(decode, "leases_expired_total") == 0
+        await opened.signal.until(lambda: used(prefill) == used(decode) == 0)
+        assert gauges(prefill) == gauges(decode) == (0, 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.plain_http import HTTP
 from cli.certs import certs
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
@@ -16,6 +15,7 @@ from runtime.ops import OpsServer
 from runtime.trust import Trust, load_trust
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal
 from tests.support.ipv6 import needs_ipv6
+from tests.support.live import HTTP
 
 SPELLINGS = ["::1", "[::1]", "::", "[::]"]
 

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from bench.plain_http import HTTP
 from runtime import ops
 from runtime.lifecycle import Shutdown
 from runtime.ops import OpsServer, Probes
+from tests.support.live import HTTP
 from worker.process import build_probes
 from worker.thread import EngineThread
 

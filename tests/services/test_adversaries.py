@@ -10,13 +10,12 @@ from typing import cast
 import grpc
 import pytest
 
-from bench.gpu_checks.ipc_exporter import build_local
 from kvtransfer.reader import ReadError
 from kvtransfer.shm import ShmReader
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.rpc import open_channel
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.pool_process import build_local, build_pool
 from tests.support.real_workers import (
     NUM_PAGES,
     PAGE_TOKENS,
@@ -132,6 +131,13 @@ async def test_handshakes_that_lie_are_refused(
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
     assert decode.peers.transports() == {}
+    foreign = kv_pb2.Peer()
+    foreign.CopyFrom(prefill.peer)
+    foreign.layout.weights = "\N{SNOWMAN}" * 50_000  # gRPC sends details as a header, which has to stay short
+    with pytest.raises(grpc.aio.AioRpcError, match="weights differs"):
+        await stub.Handshake(decode_pb2.HandshakeRequest(peer=foreign), timeout=PATIENCE_S)
+    with pytest.raises(grpc.aio.AioRpcError, match="ticket of incarnation x"):
+        await stub.Renew(decode_pb2.RenewRequest(ticket=kv_pb2.Ticket(incarnation="x" * 100_000)), timeout=PATIENCE_S)
 
 
 async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie: object) -> grpc.StatusCode:

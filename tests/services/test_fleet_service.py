@@ -5,7 +5,6 @@ A draining process finishes its requests, accepts no new ones and exits with 0.
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -13,16 +12,14 @@ from itertools import chain
 import grpc
 import pytest
 
-from bench.live import Live
-from bench.plain_http import HTTP
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
-from tests.support.calm import serve_calmly
+from tests.support.asking import Asking
 from tests.support.command_line import run
-from tests.support.fault_answers import failed_attempts, read_events
+from tests.support.fault_answers import answers, ask, ask_several, failed_attempts, read_events
+from tests.support.live import HTTP, WAIT_S, Live, serve_calmly, wait_until
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_prefilled, take, transferred_bytes
-from tests.support.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
 
 NUM_TURNS = 8
 NEW_TOKENS, ANSWER_TOKENS = 60, 24  # per turn
@@ -39,7 +36,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def undisturbed(live: Live) -> list[list[int]]:
-    return answers(ask(live, NUM, num_tokens=NUM_TOKENS))
+    return answers(ask_several(live, NUM, NUM_TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +48,13 @@ def surface(live: Live) -> Iterator[Surface]:
 # -- all of them -----------------------------------------------------------------------------------------------------
 
 
-def wait_until_idle(live: Live) -> None:
-    deadline = time.monotonic() + 20
-    while live.metric("gateway", "num_requests_running"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_conversation_is_prefilled_once(live: Live, surface: Surface) -> None:
     before, prompt = num_prefilled(live), list[int]()
     for turn in range(NUM_TURNS):
         prompt += random_prompt(NEW_TOKENS, VOCAB, seed=turn)
         num_tokens = len(prompt)
         prompt += surface.answer(prompt, max_tokens=ANSWER_TOKENS)
-        wait_until_idle(live)  # a place returned late counts as load
+        wait_until(lambda: not live.metric("gateway", "num_requests_running"), 20)  # a place returned late counts
     # A turn's partial page is computed again.
     assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
 
@@ -127,18 +117,18 @@ def uses_pages(live: Live, name: str) -> bool:
 
 def send_decodes(live: Live, number: signal.Signals) -> None:
     for rank in range(3):
-        send(live, f"decode-{rank}", number)
+        live.send(f"decode-{rank}", number)
 
 
 def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
     """No attempt fails because of it, except those that the worker refuses from then on."""
-    expected = answers(ask(live, NUM, num_prompt=2500, num_tokens=4))
+    expected = answers(ask_several(live, NUM, 4, 2500))
     asking = list[Asking]()
 
     def has_work() -> bool:
         """No decode worker runs then, so the work cannot finish."""
-        if not any(one.thread.is_alive() for one in asking):
-            asking.extend(Asking(live.grpc_address, seed, num_prompt=2500, num_tokens=4) for seed in range(NUM))
+        if all(one.is_over for one in asking):
+            asking.extend(ask(live, 2500, 4, seed, 2 * WAIT_S) for seed in range(NUM))
         if not uses_pages(live, "prefill-0"):
             return False
         send_decodes(live, signal.SIGSTOP)
@@ -149,49 +139,49 @@ def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
 
     failed_before = len(failed_attempts(live.read_log()))
     try:
-        wait_until(has_work, "prefill-0 has work")
-        send(live, "prefill-0", signal.SIGTERM)
-        wait_until(lambda: bool(read_events(live.read_log(), "draining")), "its drain has begun")
+        wait_until(has_work)
+        live.send("prefill-0", signal.SIGTERM)
+        wait_until(lambda: bool(read_events(live.read_log(), "draining")))
     finally:
         send_decodes(live, signal.SIGCONT)
     assert answers(asking) == expected * (len(asking) // NUM)
-    wait_shown(live, "prefill-0 ended with exit status 0; 5 workers are left; it stays ended, as it was asked to")
+    live.wait_shown("prefill-0 ended with exit status 0; 5 workers are left; it stays ended, as it was asked to")
     assert "not all work could be finished" not in live.read_log()
     (draining,) = read_events(live.read_log(), "draining")
     assert draining["left"] > 0, "it had nothing to finish"
     reasons = failed_attempts(live.read_log())[failed_before:]
     assert all("this worker is draining" in why or "Failed to connect" in why for why in reasons), reasons
-    assert complete(live).status_code == 200
+    assert live.complete().status_code == 200
 
 
 def test_baton_drain_finds_the_secret_that_serve_drew(live: Live) -> None:
     done = run("drain", live.addresses["prefill-1"], f"--url={live.url}")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("has ended\n"), done
-    wait_shown(live, "prefill-1 ended with exit status 0; 4 workers are left; it stays ended, as it was asked to")
-    assert complete(live).status_code == 200
+    live.wait_shown("prefill-1 ended with exit status 0; 4 workers are left; it stays ended, as it was asked to")
+    assert live.complete().status_code == 200
 
 
 def test_a_decode_worker_finishes_its_sessions(live: Live, undisturbed: list[list[int]]) -> None:
     failed_before = live.metric("gateway", "attempts_failed_total")
-    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
+    asking = ask_several(live, NUM, NUM_TOKENS)
     assert uses_pages(live, "decode-0")
-    send(live, "decode-0", signal.SIGTERM)
-    wait_until(lambda: find(live, "decode-0")["trouble"] != "", "the gateway notices")
+    live.send("decode-0", signal.SIGTERM)
+    wait_until(lambda: live.find("decode-0")["trouble"] != "")
     assert live.metric("gateway", "attempts_failed_total") == failed_before, "sessions stay where they are"
-    assert complete(live).status_code == 200
+    assert live.complete().status_code == 200
     assert answers(asking) == undisturbed
-    wait_shown(live, "decode-0 ended with exit status 0; 3 workers are left; it stays ended, as it was asked to")
+    live.wait_shown("decode-0 ended with exit status 0; 3 workers are left; it stays ended, as it was asked to")
     assert "not all work could be finished" not in live.read_log()
 
 
 def test_a_second_signal_ends_at_once(live: Live, undisturbed: list[list[int]]) -> None:
     """The worker's requests move to another one, token for token."""
-    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
+    asking = ask_several(live, NUM, NUM_TOKENS)
     assert uses_pages(live, "decode-1")
-    send(live, "decode-1", signal.SIGTERM)
-    wait_until(lambda: live.read_log().count('"event": "draining"') == 4, "its drain has begun")
-    send(live, "decode-1", signal.SIGTERM)
-    wait_shown(live, "decode-1 ended with signal SIGTERM; 2 workers are left; it stays ended, as it was asked to")
+    live.send("decode-1", signal.SIGTERM)
+    wait_until(lambda: live.read_log().count('"event": "draining"') == 4)
+    live.send("decode-1", signal.SIGTERM)
+    live.wait_shown("decode-1 ended with signal SIGTERM; 2 workers are left; it stays ended, as it was asked to")
     assert answers(asking) == undisturbed
     assert live.metric("gateway", "attempts_failed_total") > 0
 
@@ -201,11 +191,11 @@ def test_the_gateway_finishes_answers_and_refuses_requests(live: Live, undisturb
     body = {"model": "baton-demo", "prompt": [7] * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor(1) as thread:
         whole = thread.submit(HTTP.post, f"{live.url}/v1/completions", json=body, timeout=2 * WAIT_S)
-        asking = ask(live, NUM, num_tokens=NUM_TOKENS)
-        wait_until(lambda: live.metric("gateway", "num_requests_running") == NUM + 1, "all are at work")
+        asking = ask_several(live, NUM, NUM_TOKENS)
+        wait_until(lambda: live.metric("gateway", "num_requests_running") == NUM + 1)
         live.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "the gateway drains")
-        refusal = complete(live)
+        wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503)
+        refusal = live.complete()
         assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
         assert int(refusal.headers["retry-after"]) > 0
         with grpc.insecure_channel(live.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:

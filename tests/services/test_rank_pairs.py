@@ -8,17 +8,15 @@ the last rank: it is refused, and the prompt offered again.
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import pytest
 
-from bench.fleet import Process, ProcessFleet, run_fleet
 from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
 from tests.support.checkpoints import write_slow_twin, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
+from tests.support.fleet import Process, ProcessFleet, run_fleet
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.quantised import write_models
 from tests.support.real_workers import Gateway, gateway, packed
@@ -95,9 +93,7 @@ def test_every_pair_gives_the_tokens_of_one_process(
         return tokens
 
     async def scenario() -> None:
-        signal = Signal()
-        worker: Any = SimpleNamespace(peer=SimpleNamespace(address=decode.address))
-        async with gateway(worker, signal) as opened:
+        async with gateway(decode, Signal()) as opened:
             for number in range(len(RANKS)):
                 prompt = random_prompt(100, VOCAB, seed + number)
                 answer = await check(opened, fleet[f"prefill-{number}"], prompt, 0)

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from bench.live import Live, serve
-from bench.plain_http import HTTP
 from cli.plan import plan_restart
 from tests.support.command_line import run
-from tests.support.under_load import WAIT_S, answers, ask, complete, find, send, wait_shown, wait_until
+from tests.support.fault_answers import answers, ask_several
+from tests.support.live import HTTP, WAIT_S, Live, serve, wait_until
 
 NUM, NUM_TOKENS = 4, 250
 SECRET = "known-to-all-of-the-fleet"
@@ -48,73 +47,62 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def undisturbed(live: Live) -> list[list[int]]:
-    return answers(ask(live, NUM, num_tokens=NUM_TOKENS))
-
-
-def is_alive(live: Live, name: str) -> bool:
-    return bool(find(live, name)["alive"])
+    return answers(ask_several(live, NUM, NUM_TOKENS))
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed: list[list[int]], name: str) -> None:
-    before = find(live, name)
-    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
-    send(live, name, signal.SIGKILL)
-    wait_shown(live, f"{name} ended with signal SIGKILL; 2 workers are left; it starts again in 0.5 s")
-    wait_until(lambda: find(live, name)["incarnation"] != before["incarnation"] and is_alive(live, name), "taken back")
-    after = find(live, name)
+    before = live.find(name)
+    asking = ask_several(live, NUM, NUM_TOKENS)
+    live.send(name, signal.SIGKILL)
+    live.wait_shown(f"{name} ended with signal SIGKILL; 2 workers are left; it starts again in 0.5 s")
+    wait_until(lambda: live.find(name)["incarnation"] != before["incarnation"] and live.is_alive(name))
+    after = live.find(name)
     assert after["address"] == before["address"] and after["pid"] != before["pid"]
     assert answers(asking) == undisturbed
     served = "prompt_tokens_total" if name == "prefill-0" else "generation_tokens_total"
 
     def works() -> bool:
-        assert answers(ask(live, NUM, num_tokens=NUM_TOKENS)) == undisturbed
+        assert answers(ask_several(live, NUM, NUM_TOKENS)) == undisturbed
         return live.metric(name, served) > 0
 
-    wait_until(works, "the new process works")
+    wait_until(works)
 
 
 def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[list[int]]) -> None:
     names = ("decode-0", "decode-1", "prefill-0")
-    pids = {name: find(live, name)["pid"] for name in names}
-    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
+    pids = {name: live.find(name)["pid"] for name in names}
+    asking = ask_several(live, NUM, NUM_TOKENS)
     for name in names[:2]:
-        send(live, name, signal.SIGSTOP)
-    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "not ready")
+        live.send(name, signal.SIGSTOP)
+    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503)
     reason = HTTP.get(f"{live.url}/ready", timeout=WAIT_S).json()["error"]["message"]
     assert all(live.addresses[name] in reason for name in names[:2]), reason
     for name in names[:2]:
-        send(live, name, signal.SIGCONT)
-    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 200, "ready again")
-    send(live, "prefill-0", signal.SIGSTOP)
-    wait_until(lambda: not is_alive(live, "prefill-0"), "the stopped prefill worker is noticed")
-    assert "answer" in str(find(live, "prefill-0")["trouble"]) or "silent" in str(find(live, "prefill-0")["trouble"])
-    assert complete(live).status_code == 200, "decode prefills by itself"
-    send(live, "prefill-0", signal.SIGCONT)
-    wait_until(lambda: all(is_alive(live, name) for name in names), "all are back")
-    assert {name: find(live, name)["pid"] for name in names} == pids, "without a restart"
+        live.send(name, signal.SIGCONT)
+    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 200)
+    live.send("prefill-0", signal.SIGSTOP)
+    wait_until(lambda: not live.is_alive("prefill-0"))
+    assert "answer" in str(live.find("prefill-0")["trouble"]) or "silent" in str(live.find("prefill-0")["trouble"])
+    assert live.complete().status_code == 200, "decode prefills by itself"
+    live.send("prefill-0", signal.SIGCONT)
+    wait_until(lambda: all(live.is_alive(name) for name in names))
+    assert {name: live.find(name)["pid"] for name in names} == pids, "without a restart"
     assert answers(asking) == undisturbed
-    assert answers(ask(live, NUM, num_tokens=NUM_TOKENS)) == undisturbed
+    assert answers(ask_several(live, NUM, NUM_TOKENS)) == undisturbed
 
 
 def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[list[int]]) -> None:
     stranger = drain(live, "decode-0", "another-secret-that-is-long-enough")
-    asking = ask(live, NUM, num_tokens=4 * NUM_TOKENS)  # longer than the command takes to start
+    asking = ask_several(live, NUM, 4 * NUM_TOKENS)  # longer than the command takes to start
     assert stranger.returncode == 1 and "set BATON_FLEET_SECRET" in stranger.stderr
     done = drain(live, "decode-0", SECRET)
     assert (done.returncode, done.stderr) == (0, "")
     assert "drains: " in done.stdout and done.stdout.endswith("has ended\n"), done.stdout
-    wait_shown(live, "decode-0 ended with exit status 0; 2 workers are left; it stays ended, as it was asked to")
+    live.wait_shown("decode-0 ended with exit status 0; 2 workers are left; it stays ended, as it was asked to")
     assert [answer[:NUM_TOKENS] for answer in answers(asking)] == undisturbed
     done = drain(live, "decode-0", SECRET)
     assert done.returncode == 1 and "does not answer" in done.stderr, done.stderr
-
-
-def test_the_last_decode_worker_is_not_drained_by_mistake(live: Live) -> None:
-    wait_until(lambda: not is_alive(live, "decode-0"), "decode-0 has ended")
-    done = drain(live, "decode-1", SECRET)
-    assert done.returncode == 1 and "is the only decode worker" in done.stderr and "--force" in done.stderr
-    assert complete(live).status_code == 200
 
 
 def drain(live: Live, name: str, secret: str) -> subprocess.CompletedProcess[str]:
@@ -122,11 +110,9 @@ def drain(live: Live, name: str, secret: str) -> subprocess.CompletedProcess[str
 
 
 def test_a_gateway_that_may_not_wait_ends_answers_with_an_error(live: Live) -> None:
-    asking = ask(live, NUM, num_tokens=3000)
+    asking = ask_several(live, NUM, 3000)
     live.process.send_signal(signal.SIGTERM)
     for one in asking:
-        with pytest.raises(grpc.RpcError) as cut:
-            one.answer()
-        assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "before the answer was complete" in str(cut.value.details())
+        assert one.finish().code is grpc.StatusCode.UNAVAILABLE
+        assert "before the answer was complete" in one.detail
     assert live.process.wait(WAIT_S) == 0

@@ -14,16 +14,14 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.live import Live
-from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.families import FAMILIES, LONGROPE_ORIGINAL
 from tests.support.gguf_files import write_gguf_models
+from tests.support.live import Live, serve_calmly, wait_until
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.quantised import FORMATS, write_models
 from tests.support.surface import Surface
 from tests.support.tiny_models import tiny_config, tiny_model
-from tests.support.under_load import wait_until
 
 VOCAB = 320
 GGUF_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
@@ -119,9 +117,9 @@ def live(way: Way, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathF
         read = service.metric("decode-0", "kv_transfer_bytes_total")
         assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": way.transport}) > 0
         assert service.read_log().count("slow attention") == (2 if way.env is NO_COMPILER else 0)
-        processes = [Path(f"/proc/{worker['pid']}") for worker in service.workers()]
+        processes = [Path(f"/proc/{worker['pid']}") for worker in service.status()]
         assert all(map(Path.exists, processes))
-    wait_until(lambda: not any(map(Path.exists, processes)), "no worker outlives baton serve")
+    wait_until(lambda: not any(map(Path.exists, processes)))
 
 
 @pytest.fixture

@@ -1,11 +1,7 @@
 """Worker processes that get garbage, silent sockets and calls by strangers; and a service with mTLS."""
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +10,15 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.plain_http import HTTP
 from cli.certs import certs
 from protos import decode_pb2
 from runtime.config_parts import ProcessConfig
-from runtime.events import Ready, parse_event
+from runtime.events import Ready
 from runtime.trust import Trust, load_trust
-from tests.support.calm import serve_calmly
 from tests.support.fake_workers import PATIENCE_S
+from tests.support.fleet import Process
 from tests.support.ipv6 import needs_ipv6
-from tests.support.under_load import wait_until
+from tests.support.live import HTTP, serve_calmly, wait_until
 
 SECRET = Trust(secret="0123456789abcdef")
 
@@ -31,29 +26,15 @@ SECRET = Trust(secret="0123456789abcdef")
 @contextmanager
 def worker(role: str, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Ready]:
     """A worker process with the demo model, or a gateway; must exit with status 0 on SIGTERM."""
-    reading, writing = os.pipe()
     sizes = () if role == "gateway" else ("--kv-memory-mib=32", "--threads=1")
-    command = [sys.executable, "-m", "cli.main", role, *sizes, f"--ready-fd={writing}"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *flags], stdout=out, stderr=out, pass_fds=(writing,), env={**os.environ, **(env or {})}
-        )
-    os.close(writing)
+    process = Process(role, role, 0, 0, (*sizes, *flags), log, env=env or {})
+    process.start()
     try:
-        with os.fdopen(reading) as events:
-            ready = None
-            for line in events:
-                event = parse_event(line)
-                if isinstance(event, Ready):
-                    ready = event
-                    break
-            assert ready is not None, log.read_text()
-            yield ready
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0, log.read_text()
+        yield process.wait_ready()
+        process.terminate()
+        assert process.wait_exited(PATIENCE_S) == 0, process.read_log()
     finally:
         process.kill()
-        process.wait()
 
 
 RUBBISH = [
@@ -148,7 +129,7 @@ def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
                 (gateway.address.replace("[::]", "127.0.0.1"), gateway.detail["grpc"].replace("[::]", "127.0.0.1")),
             ):
                 url = f"http://{address}/ready"
-                wait_until(lambda url=url: HTTP.get(url, timeout=60).status_code == 200, "ready")  # type: ignore[misc]
+                wait_until(lambda url=url: HTTP.get(url, timeout=60).status_code == 200)  # type: ignore[misc]
                 with grpc.insecure_channel(grpc_address) as channel:
                     models: Any = channel.unary_unary("/baton.v1.Inference/ListModels")
                     assert models(b"", timeout=60)

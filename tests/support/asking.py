@@ -32,6 +32,7 @@ class Asking:
         cache_salt: str = "",
     ) -> None:
         self.prompt = prompt
+        self._timeout_s = timeout_s
         self.num_tokens = num_tokens
         self.tokens: list[int] = []
         self.code: grpc.StatusCode | None = None
@@ -86,16 +87,22 @@ class Asking:
     def wait_for_tokens(self, count: int) -> None:
         """Wait for `count` tokens; AssertionError if the request ends earlier."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.tokens) >= count or self._is_over, CLIENT_S)
+            self._changed.wait_for(lambda: len(self.tokens) >= count or self._is_over, self._timeout_s)
         assert len(self.tokens) >= count, f"only {len(self.tokens)} tokens came: {self.code} {self.detail}"
 
     def cancel(self) -> None:
         self._call.cancel()
 
-    def finish(self, timeout_s: float = CLIENT_S + 10) -> "Asking":
-        self._thread.join(timeout_s)
+    def finish(self) -> "Asking":
+        self._thread.join(self._timeout_s + 10)
         assert self._is_over, "the request hangs beyond the client's own deadline"
         return self
+
+    def answer(self) -> list[int]:
+        """All tokens of a request that succeeds."""
+        self.finish()
+        assert self.code is None, f"{self.code}: {self.detail}"
+        return self.tokens
 
 
 def _read_retry_delay(error: grpc.RpcError) -> int:

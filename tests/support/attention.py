@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
+from tests.support.batches import Part, pack
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 CPU = torch.device("cpu")

@@ -27,7 +27,6 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from bench.batches import build_sampling_batch
 from engine import kernels, ops, sampling
 from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
@@ -45,6 +44,7 @@ from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
 from engine.weights import fp8
 from engine.weights.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
+from tests.support.batches import build_sampling_batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
 

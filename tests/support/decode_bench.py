@@ -1,32 +1,21 @@
 """A decode worker's loop without its thread, over a small model with random weights."""
 
 import random
-import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from bench.batches import SAMPLINGS
-from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator
-from bench.gpu_checks.loop import WatchedLoop
-from decode_worker.loop import DraftsAndMasks
-from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
-from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import ALONE, Engine, Place, build_engine
 from engine.graph_shapes import choose_shapes
 from engine.models.load import load_model
+from tests.support.batches import SAMPLINGS
+from tests.support.decoding import NO_SPECULATION, Answers, build_speculators, decode
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
-from worker.kv_cache import KVCacheManager
-from worker.plan import TokenBudget
-from worker.prefix_cache import NoRoomError, PrefixCache
-from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams, Update
+from worker.sequences import SequenceParams
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
@@ -88,63 +77,20 @@ def build_requests(drafter: str) -> list[SequenceParams]:
     return requests
 
 
-class Bench:
-    """A loop without its thread, checked after every step."""
-
-    def __init__(
-        self, engine: Engine, speculator: Speculator, steps_ahead: int, num_pages: int, aborted: dict[int, int]
-    ) -> None:
-        """aborted: handle |-> number of its tokens after which it is aborted."""
-        cache = PrefixCache(num_pages, engine.pool.generations)
-        self.scheduler = Scheduler(KVCacheManager(cache, PAGE_TOKENS), NUM_ROWS // 2, lease_s=60.0)
-        self.answers = Answers()
-        self._aborted = aborted
-        metrics = DecodeMetrics(self.scheduler)
-        self._step_seconds = metrics.step_seconds
-        self._loop = WatchedLoop(
-            DraftsAndMasks(speculator, self.scheduler),
-            self.scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
-            self._publish, metrics, steps_ahead,
-        )  # fmt: skip
-
-    @property
-    def num_launches(self) -> int:
-        return self._loop.num_launched
-
-    @property
-    def num_drained(self) -> int:
-        """Launches for which the device had nothing left to do."""
-        return self._loop.num_drained
-
-    def _publish(self, _step: int, updates: list[Update]) -> None:
-        self.answers.take(updates)
-        for handle, after in self._aborted.items():
-            if len(self.answers.tokens.get(handle, ())) >= after:
-                self.scheduler.abort("g", [handle])
-
-    def run(self, requests: Sequence[SequenceParams]) -> Answers:
-        waiting = deque(requests)
-        started = time.perf_counter()
-        while waiting or len(self.scheduler):
-            while waiting and len(self.scheduler) < MAX_AT_ONCE:
-                try:
-                    self.scheduler.admit(waiting[0], 0.0)
-                except NoRoomError:
-                    break
-                waiting.popleft()
-            assert self._loop.step(), "no step is left although jobs are unfinished"
-            self.scheduler.check()
-        assert not self.scheduler.kv.cache.num_held and not self.scheduler.num_launched
-        (metric,) = self._step_seconds.collect()
-        (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
-        assert total < time.perf_counter() - started, "time was counted twice"
-        return self.answers
+def run(
+    engine: Engine,
+    requests: Sequence[SequenceParams],
+    speculator: Speculator = NO_SPECULATION,
+    steps_ahead: int = 0,
+    num_pages: int = NUM_PAGES,
+    aborted: Mapping[int, int] = {},
+) -> Answers:
+    """`decode` with few sequences at once, so that some wait; checked after every step."""
+    return decode(
+        engine, requests, speculator, steps_ahead=steps_ahead, num_pages=num_pages, at_once=MAX_AT_ONCE,
+        aborted=aborted, chunk_tokens=CHUNK_TOKENS, is_checked=True,
+    )  # fmt: skip
 
 
-def speculators(engine: Engine, is_ahead: bool = False, step_s: float = 0.0) -> dict[str, Speculator]:
-    assert engine.draft_runner is not None
-    drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS, is_ahead),
-    }  # fmt: skip
-    built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
-    return {"off": NO_SPECULATION, **built}
+def speculators(engine: Engine, is_ahead: bool = False, step_s: float = 0.0) -> Mapping[str, Speculator]:
+    return build_speculators(engine, CHUNK_TOKENS, is_ahead, step_s)

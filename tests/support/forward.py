@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.batches import Part, pack
 from engine.attention.choose import choose_for_layers
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import States
@@ -16,6 +15,7 @@ from engine.layers.linear import Quantization
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.ranks import ONE_RANK, Ranks
+from tests.support.batches import Part, pack
 from tests.support.families import VOCAB
 
 CPU = torch.device("cpu")

@@ -15,9 +15,7 @@ from tests.support.shape_gpu import CUDA
 
 launch_choice = gpu_sampling.choose_tokens
 ROW_FIELDS = {
-    "temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64,
-    "seeds": torch.int64, "positions": torch.int64, "repetition": torch.float32, "frequency": torch.float32,
-    "presence": torch.float32, "counts_line": torch.int32, "mask_line": torch.int32,
+    "params": torch.int8, "positions": torch.int64, "counts_line": torch.int32, "mask_line": torch.int32,
 }  # one value per row  # fmt: skip
 OTHER_FIELDS = {
     "counts": torch.int32, "extra_starts": torch.int32, "extra_ids": torch.int32, "bias_starts": torch.int32,

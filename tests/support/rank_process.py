@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.batches import SAMPLINGS
 from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow, take_turns
@@ -21,6 +20,7 @@ from engine.kv.pool import PoolShape
 from engine.models.load import load_model
 from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
+from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 4, 4

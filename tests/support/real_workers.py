@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 import torch
 
-from bench.gpu_checks.ipc_exporter import build_local, describe
 from decode_worker.kv_peers import KVPeers
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
@@ -42,7 +41,8 @@ from runtime.config_parts import Transport
 from runtime.rpc import bind, new_incarnation, open_channel
 from runtime.trust import load_trust
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.pool_process import build_pool
+from tests.support.fleet import Process
+from tests.support.pool_process import build_local, build_pool, describe
 from wire.kv_layout import KvPart
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
@@ -103,7 +103,6 @@ class KvRunner:
         self._pool = pool
         self._rows = rows
         self.failures: deque[Exception] = deque()  # one per step to come
-        self.poison: set[int] = set()  # steps with a prompt that begins with one of these tokens fail
         self.may_run = threading.Event()
         self.may_run.set()
         self.pauses_after_token = False  # a step that chooses a token clears `may_run`
@@ -112,8 +111,6 @@ class KvRunner:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
-        if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in requests):
-            raise RuntimeError(f"poison {bad}")
         answers = ModelOutput([], [])
         for index, part in enumerate(requests):
             end = part.begin + part.count
@@ -246,6 +243,10 @@ class DecodeWorker:
     states: Pool | None
 
     @property
+    def address(self) -> str:
+        return self.peer.address
+
+    @property
     def peers(self) -> KVPeers:
         return self.receiver.peers
 
@@ -360,8 +361,8 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway(worker: DecodeWorker, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
-    channel = open_channel(worker.peer.address)
+async def gateway(worker: DecodeWorker | Process, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
+    channel = open_channel(worker.address)
     opened = Gateway(decode_pb2_grpc.DecodeStub(channel), name, signal)
     listening = asyncio.create_task(opened.listen())
     try:

@@ -51,27 +51,19 @@ def finish(
     scores: Callable[[ScheduledSequence], Seq[TokenLogprobs]] = lambda planned: (),
 ) -> list[Update]:  # fmt: skip
     """Collect a launched step: every sequence gets its next token."""
-    updates = [
-        scheduler.finish_step(planned, next_tokens(planned), now, prompt_logprobs=scores(planned)) for planned in step
-    ]
+    updates = []
+    for planned in step:
+        tokens = [token_at(planned.begin + planned.count)] if planned.wants_token else []
+        updates.append(scheduler.finish_step(planned, tokens, now, prompt_logprobs=scores(planned)))
     return [update for update in updates if update is not None]
-
-
-def next_tokens(planned: ScheduledSequence, num_right: int = 0) -> list[int]:
-    """What the step chooses if this many of its drafts are right."""
-    if not planned.wants_token:
-        return []
-    first = planned.begin + planned.count
-    return [token_at(position) for position in range(first, first + num_right + 1)]
 
 
 def build_scheduler(
     num_pages: int, page_tokens: int, max_running: int = 8, max_offer_pages: int = ANY_NUMBER
-) -> tuple[Scheduler, list[int]]:
-    generations = [0] * num_pages
-    cache = PrefixCache(num_pages, generations)
+) -> Scheduler:
+    cache = PrefixCache(num_pages, [0] * num_pages)
     kv = KVCacheManager(cache, page_tokens, "model", max_offer_pages=max_offer_pages)
-    return Scheduler(kv, max_running, LEASE_S), generations
+    return Scheduler(kv, max_running, LEASE_S)
 
 
 def plan(scheduler: Scheduler, prompt_tokens: int) -> list[ScheduledSequence]:
@@ -107,8 +99,3 @@ def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0, num_slot
     num_pages = num_pages_for(end - begin, scheduler.kv.page_tokens)
     begin_read(scheduler, sequence.id, sequence.params.attempt, begin, end, num_pages, num_slots)
     finish_read(scheduler, sequence.id, end, now, num_slots)
-
-
-def text_of(sequence: Sequence) -> tuple[int, ...]:
-    """Its tokens, and those that `finish` will give it."""
-    return (*sequence.tokens, *map(token_at, range(len(sequence.tokens), sequence.most_tokens)))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bench.batches import SAMPLINGS
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -18,6 +17,7 @@ from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.runner import Runner
+from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
 from wire.kv_layout import pool_sizes
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 
-from bench.interpreter import interpret_kernels
+from tests.support.interpreter import interpret_kernels
 
 interpret_kernels()
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from bench.live import Live
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.models.read_config import load_config
 from protos import inference_pb2, inference_pb2_grpc
+from tests.support.live import Live
 
 PAGE_TOKENS = 16
 CLIENT_S = 110.0

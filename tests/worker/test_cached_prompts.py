@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
-from protos import decode_pb2, kv_pb2
+from protos import decode_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, used, workers
 from tests.support.real_workers import (
@@ -24,7 +23,6 @@ from tests.support.real_workers import (
     expected_answer,
     gateway,
     packed,
-    prefill_worker,
 )
 from wire.page_keys import page_keys
 from worker.kv_cache import KVCacheManager
@@ -35,7 +33,6 @@ from worker.scheduler import Scheduler
 from worker.sequences import Phase, SequenceParams, Update
 
 CACHED, END = 20, 22  # of PROMPT: five whole pages; two more positions, without the last
-Take = Callable[[kv_pb2.OfferRequest], Awaitable[kv_pb2.OfferResponse]]
 BEGUN_ALIKE = [*PROMPT[:8], *OTHER[8:]]  # shares two pages with PROMPT
 
 
@@ -43,37 +40,6 @@ def count(worker: PrefillWorker | DecodeWorker, name: str) -> float:
     found = worker.metrics.registry.get_sample_value(f"baton:{name}_total")
     assert found is not None, name
     return found
-
-
-async def test_the_same_prompt_again_needs_no_prefill_worker() -> None:
-    async with workers() as (opened, prefill, decode):
-        assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
-        again = await opened.ask(2, PROMPT)
-        assert (again.ticket.begin, again.ticket.end, again.needs_prefill) == (CACHED, END, False)
-        assert await opened.end_of(2) == ("length", "")
-        assert opened.tokens[2] == expected_answer(PROMPT, 4)
-        assert [opened.told[handle].timing.cached_tokens for handle in (1, 2)] == [0, CACHED]
-        assert count(decode, "prompt_tokens") == END - CACHED, "decode computes the rest of a page itself"
-        assert count(prefill, "prompt_tokens") == END
-
-
-async def test_an_answer_that_goes_on_finds_the_pages_that_it_filled() -> None:
-    async with workers() as (opened, prefill, decode):
-        told = await answer(opened, prefill, 1, PROMPT)
-        longer = [*PROMPT, *told, *OTHER]
-        assert (await opened.ask(2, longer)).ticket.begin == (len(PROMPT) + len(told) - 1) // PAGE_TOKENS * PAGE_TOKENS
-        await opened.abort(2)
-        assert used(decode) == 0
-
-
-async def test_a_prompt_that_is_being_computed_is_not_found_yet() -> None:
-    async with workers() as (opened, prefill, _decode):
-        tickets = {handle: await opened.reserve(handle, PROMPT) for handle in (1, 2)}
-        assert {ticket.begin for ticket in tickets.values()} == {0}
-        await asyncio.gather(*(prefill.run(ticket, PROMPT) for ticket in tickets.values()))
-        for handle in tickets:
-            assert await opened.end_of(handle) == ("length", "")
-            assert opened.tokens[handle] == expected_answer(PROMPT, 4)
 
 
 async def test_only_what_decode_lacks_is_offered_and_only_what_prefill_lacks_is_computed() -> None:
@@ -90,32 +56,6 @@ async def test_only_what_decode_lacks_is_offered_and_only_what_prefill_lacks_is_
             assert count(prefill, "prompt_tokens") == computed + END - num_cached
             assert await opened.end_of(handle) == ("length", "")
             assert opened.tokens[handle] == expected_answer(prompt, 4)
-
-
-def noting(take: Take, offers: list[kv_pb2.OfferRequest]) -> Take:
-    async def take_noting(offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
-        offers.append(offer)
-        return await take(offer)
-
-    return take_noting
-
-
-async def test_cached_pages_are_offered_with_the_generation_that_they_have() -> None:
-    signal = Signal()
-    offers: list[kv_pb2.OfferRequest] = []
-    async with prefill_worker(signal) as prefill:
-        for _ in range(2):
-            async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
-                decode.receiver.take = noting(decode.receiver.take, offers)  # type: ignore[method-assign, assignment]
-                assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
-        assert count(prefill, "prompt_tokens") == END + END - CACHED
-        first, second = [
-            [(ref.page, ref.generation) for offer in offers if offer.ticket.address == address for ref in offer.pages]
-            for address in dict.fromkeys(offer.ticket.address for offer in offers)
-        ]
-        assert first[: CACHED // PAGE_TOKENS] == second[: CACHED // PAGE_TOKENS]
-        assert len(second) == 6
-        await signal.until(lambda: used(prefill) == 0)
 
 
 async def test_prompts_whose_log_probabilities_are_told_are_computed_whatever_is_cached() -> None:

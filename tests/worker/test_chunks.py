@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.chunks import CHUNK_S, FEWEST, FEWEST_ON_GPU, STRETCH, ChunkSizer
+from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
 from worker.plan import TokenBudget
 
 
@@ -25,23 +25,6 @@ def test_steps_with_prompts_become_as_long_as_they_may_be(
         assert 0.5 * STRETCH * quiet_s < taken < 1.2 * STRETCH * quiet_s + 2 * token_s
     else:
         assert sizer.beside == most or taken + 2 * token_s > 0.9 * STRETCH * quiet_s
-
-
-def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> None:
-    sizer = ChunkSizer(256)
-    assert sizer.beside == FEWEST
-    for seconds in (0.1, 0.1, 9.0, 0.1):
-        sizer.note_step(2, 0, seconds)
-    for _ in range(4):
-        sizer.note_step(2, sizer.beside, 0.12)
-    before = sizer.beside
-    sizer.note_step(2, 5, 0.1)
-    assert sizer.beside == before > FEWEST
-    sizer.note_step(2, before, 0.5)
-    assert FEWEST < sizer.beside < before, "one slow step may be chance"
-    for _ in range(4):
-        sizer.note_step(2, sizer.beside, 0.5)
-    assert sizer.beside == FEWEST
 
 
 def compute(sizer: ChunkSizer, num_tokens: int, cost: Callable[[int], float]) -> list[int]:
@@ -109,37 +92,6 @@ def test_answers_and_prompts_share_what_was_learnt() -> None:
     sizer.note_step(1, 16, 16.1)  # far longer than it may be: believed at once
     assert sizer.predict(3, 16) == pytest.approx(16.1)
     assert (sizer.alone, sizer.beside) == (FEWEST, FEWEST)
-
-
-CARDS = {  # milliseconds: a step by graph, a step that launches its kernels, a prompt token
-    "4B": (2.6, 5.2, 0.02),
-    "8B fp8": (2.8, 5.2, 0.02),
-    "70B on 8": (6.0, 11.6, 0.045),
-    "8B beside long answers": (12.0, 5.2, 0.03),
-    "2B": (1.2, 4.0, 0.005),
-}
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_leaving_the_graph_is_not_taken_for_the_price_of_tokens(card: str) -> None:
-    """Figures are derived, not measured: weights / 3.3 TB/s, 145 us of host a layer, 2 FLOP a weight and token."""
-    quiet, host, token = (value / 1e3 for value in CARDS[card])
-    sizer = ChunkSizer(2048, FEWEST_ON_GPU)
-    sizer.note_step(16, 0, quiet)
-    for length in (2000, 40, 700, 100, 300, 4000) * 20:
-        left = length
-        while left:
-            size = min(sizer.beside, left)
-            sizer.note_step(16, size, max(host, quiet + token * size))
-            left -= size
-    size = sizer.beside
-    taken, smallest = max(host, quiet + token * size), max(host, quiet + token * FEWEST_ON_GPU)
-    assert size >= FEWEST_ON_GPU
-    assert taken <= 1.1 * max(smallest, STRETCH * quiet, quiet + STRETCH * (host - quiet))
-    assert sizer.fixed_s <= 1.05 * max(host - quiet, 0) + 1e-6, "never more than a small chunk adds"
-    assert sizer.fixed_s >= 0.5 * (host - quiet)
-    if card == "2B":
-        assert size > 2 * FEWEST_ON_GPU, "hundreds of tokens cost nothing there"
 
 
 def test_what_any_chunk_adds_is_told_apart_from_its_tokens() -> None:

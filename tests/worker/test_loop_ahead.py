@@ -1,52 +1,125 @@
-"""A decode worker that launches a step before the last one is collected gives the same answers as step by step."""
+"""A decode worker's loop that launches a step before the last one is collected, or leads the rank of another process,
+gives the same answers as one process step by step.
+"""
 
+import os
 import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.batches import SAMPLINGS
-from bench.decoding import NO_SPECULATION, Answers
-from engine.engine import Engine
+import worker.ranks
+from engine.engine import Engine, Place
+from engine.kv.pool import create_file
+from engine.prepared import Prepared
+from engine.ranks import join_group
+from engine.runner import Launched, Runner
+from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, make_late, speculators
+from tests.support.decode_bench import NUM_PAGES, build, build_requests, capture, make_late, run, speculators
+from tests.support.decoding import Answers
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
+from tests.support.rank_follower import CPU, MEET_S
+from tests.support.threads import one_thread
+from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
+from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.sequences import SequenceParams
 
+__all__ = ["one_thread"]  # a fixture
+
+END_S = 60
 H100_STEP_S = 5e-3  # of an 8B model
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """One computes at once; one is late and has graphs. Each has a draft model that is sometimes right."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a draft model that is sometimes right."""
     model, draft = (
         write_checkpoint(
             tmp_path_factory.mktemp(name), "llama", vocab=DEMO_SIZE, hidden=64, head_dim=16, layers=layers, tied=True
         )
         for name, layers in (("model", 2), ("draft", 1))
     )  # fmt: skip
-    return build(model, draft), make_late(build(model, draft), model, draft)
+    return model, draft
 
 
 @pytest.fixture(scope="module")
-def expected(engines: tuple[Engine, Engine]) -> Answers:
+def alone(folders: tuple[Path, Path]) -> Engine:
+    """Computes at once."""
+    return build(*folders)
+
+
+@pytest.fixture(scope="module")
+def late(folders: tuple[Path, Path]) -> Engine:
+    """Is late and has graphs."""
+    return make_late(build(*folders), *folders)
+
+
+@pytest.fixture(scope="module")
+def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Rank 0 of 2."""
+    rendezvous, fds, pool_fd = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1), create_file()
+    command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), rendezvous, "1", "2"]
+    passed = (pool_fd, *fds)
+    follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
+    leader = Leader(RingLeader(fds))
+    ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
+    place = Place(ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader))
+    engine = capture(build(*folders, place))
+    assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
+    leader.is_leading = True
+    yield engine
+    assert follower.poll() is None, "the follower ended by itself"
+    follower.kill()
+    follower.wait(END_S)
+    dist.destroy_process_group()
+    for fd in passed:
+        os.close(fd)
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Engine) -> Answers:
     """Step by step, without drafts, with enough pages."""
-    return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
+    return run(alone, build_requests("off"))
 
 
-@pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
-@pytest.mark.parametrize("num_pages", [NUM_PAGES, 26], ids=["room", "preemption"])
-@pytest.mark.parametrize("aborted", [{}, {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}], ids=["", "aborts"])
-def test_answers_are_those_of_step_by_step(
-    engines: tuple[Engine, Engine], expected: Answers, drafter: str, num_pages: int, aborted: dict[int, int]
+ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
+
+
+@pytest.mark.parametrize(
+    ("which", "steps_ahead", "drafter", "num_pages", "aborted"),
+    [
+        ("late", 1, "off", 26, ABORTS), ("late", 1, "ngram", 26, {}), ("late", 1, "draft", NUM_PAGES, {}),
+        ("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
+    ],
+)  # fmt: skip
+def test_answers_are_those_of_one_process_step_by_step(
+    which: str,
+    steps_ahead: int,
+    drafter: str,
+    num_pages: int,
+    aborted: dict[int, int],
+    expected: Answers,
+    request: pytest.FixtureRequest,
 ) -> None:
-    late = Bench(engines[1], speculators(engines[1], is_ahead=True)[drafter], 1, num_pages, aborted)
-    requests = build_requests(drafter)
-    answers = late.run(requests)
+    engine: Engine = request.getfixturevalue(which)
+    requests, speculator = build_requests(drafter), speculators(engine, is_ahead=steps_ahead > 0)[drafter]
+    answers = run(engine, requests, speculator, steps_ahead, num_pages, aborted)
     if num_pages == NUM_PAGES:
-        assert late.scheduler.kv.num_hit and not late.scheduler.num_preemptions
+        assert answers.scheduler.kv.num_hit and not answers.scheduler.num_preemptions
     else:
-        assert late.scheduler.num_preemptions
+        assert answers.scheduler.num_preemptions
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]
     assert any(one.accepted_tokens for one in timings) == (drafter != "off")
     assert {params.handle for params in requests} - aborted.keys() <= answers.ends.keys()
@@ -80,14 +153,65 @@ def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("has_json", [False, True], ids=["", "json"])
-@pytest.mark.parametrize("drafter", ["ngram", "draft"])
-def test_the_device_seldom_waits_for_the_host(engines: tuple[Engine, Engine], drafter: str, has_json: bool) -> None:
+@pytest.mark.parametrize(("drafter", "has_json"), [("ngram", False), ("draft", True)], ids=["ngram", "draft-json"])
+def test_the_device_seldom_waits_for_the_host(alone: Engine, late: Engine, drafter: str, has_json: bool) -> None:
     """Neither for drafts nor for masks, whatever the tokens are."""
-    plain = Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_streams("off", has_json))
-    late = Bench(engines[1], speculators(engines[1], is_ahead=True, step_s=H100_STEP_S)[drafter], 1, NUM_PAGES, {})
-    answers = late.run(build_streams(drafter, has_json))
+    plain = run(alone, build_streams("off", has_json))
+    speculator = speculators(late, is_ahead=True, step_s=H100_STEP_S)[drafter]
+    answers = run(late, build_streams(drafter, has_json), speculator, 1)
     assert answers.tokens == plain.tokens
     assert sum(end.timing.draft_tokens for end in answers.ends.values() if end.timing is not None) > 50
-    drained = late.num_drained, late.num_launches
-    assert late.num_launches > 50 and late.num_drained <= 0.05 * late.num_launches, drained
+    drained = answers.num_drained, answers.num_launched
+    assert answers.num_launched > 50 and answers.num_drained <= 0.05 * answers.num_launched, drained
+
+
+@given(sizes=st.lists(st.integers(0, 400), max_size=30), num_followers=st.integers(1, 3))
+def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_followers: int) -> None:
+    fds = open_ring(num_followers, num_bytes=128)
+    messages = [bytes(index % 256 for index in range(size)) for size in sizes]
+    told: list[list[bytes]] = [[] for _ in range(num_followers)]
+
+    def read(number: int) -> None:
+        follower = RingFollower(fds, number)
+        told[number] = [follower.read(timeout_s=END_S) for _ in messages]
+
+    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(num_followers)]
+    for thread in threads:
+        thread.start()
+    leader = RingLeader(fds)
+    for message in messages:
+        leader.write(message, timeout_s=END_S)
+    for thread in threads:
+        thread.join(END_S)
+    for fd in fds:
+        os.close(fd)
+    assert told == [messages] * num_followers
+
+
+def test_waits_have_an_end() -> None:
+    fds = open_ring(2, num_bytes=64)
+    leader, first = RingLeader(fds), RingFollower(fds, 0)
+    with pytest.raises(RingError, match=r"no step came for 0.01 s"):
+        first.read(timeout_s=0.01)
+    leader.write(bytes(40), timeout_s=1)
+    assert first.read(timeout_s=1) == bytes(40)
+    with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second rank
+        leader.write(bytes(40), timeout_s=0.01)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks warm up by themselves: nothing was sent, so the process lives on to say why it cannot start."""
+
+    def fail(_self: Runner, _step: Prepared) -> Launched:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker.ranks, "end_process", lambda: pytest.fail("the process ended without a word"))
+    monkeypatch.setattr(Runner, "_run", fail)
+    fds = open_ring(1)
+    runner = LedRunner(Leader(RingLeader(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
+    with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
+        replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
+    for fd in fds:
+        os.close(fd)

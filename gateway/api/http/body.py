@@ -16,13 +16,14 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidatorFunctionWrapHandler,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, bad_request
 from gateway.request.rules import MAX_CACHE_SALT_CHARS
-from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, SCALARS
+from wire.sampling import SCALARS
 
 ANY: Final[object] = object()  # every value
 _WARNED = (ANY, "warned of")
@@ -174,11 +175,25 @@ CACHE_SALT_FIELD: Any = Field(
 )
 
 
+SEED_FIELD: Any = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
+_TOP_K_FIELD: Any = Field(None, description="0 and -1 keep all tokens.", json_schema_extra={"minimum": -1})
+SomeBody = TypeVar("SomeBody", bound=Body)
+
+
 def sampling_field(name: str) -> Any:
     """Returns the pydantic field of a sampling parameter with its range."""
-    lowest, highest = CLIENT_RANGES[name]
-    least = "exclusiveMinimum" if name in ABOVE_LOWEST else "minimum"
-    return Field(None, json_schema_extra={least: lowest, "maximum": highest})
+    clients = SCALARS[name].clients
+    if clients is None:
+        return _TOP_K_FIELD
+    least = "exclusiveMinimum" if clients.excludes_lowest else "minimum"
+    return Field(None, json_schema_extra={least: clients.lowest, "maximum": clients.highest})
+
+
+def with_sampling(body: type[SomeBody]) -> type[SomeBody]:
+    """Adds a field for each sampling parameter but `seed` behind the body's own fields."""
+    types = {name: int if scalar.dtype.startswith("i") else float for name, scalar in SCALARS.items() if name != "seed"}
+    given: dict[str, Any] = {name: (kind | None, sampling_field(name)) for name, kind in types.items()}
+    return create_model(body.__name__, __base__=body, __module__=body.__module__, **given)
 
 
 def given_sampling(body: Body) -> dict[str, float]:

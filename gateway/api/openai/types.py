@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
+    SEED_FIELD,
     Body,
     Ids,
     Ignored,
@@ -16,8 +17,8 @@ from gateway.api.http.body import (
     any_value,
     given_sampling,
     only_null,
-    sampling_field,
     warned,
+    with_sampling,
 )
 from gateway.api.openai.chat_types import (
     TOOLS_FIELD,
@@ -73,26 +74,23 @@ class StreamOptions(Body):
 StreamedUsage = Literal["none", "last", "continuous"]
 
 
-class _GenerationBody(Body):
-    """Fields that chats and plain completions share; null means not given."""
-
+@with_sampling
+class _SampledBody(Body):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_CHOICES})
     max_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
-    temperature: float | None = sampling_field("temperature")
-    top_p: float | None = sampling_field("top_p")
-    top_k: int | None = Field(None, description="0 and -1 keep all tokens.", json_schema_extra={"minimum": -1})
-    min_p: float | None = sampling_field("min_p")
-    frequency_penalty: float | None = sampling_field("frequency_penalty")
-    presence_penalty: float | None = sampling_field("presence_penalty")
-    repetition_penalty: float | None = sampling_field("repetition_penalty")
+
+
+class _GenerationBody(_SampledBody):
+    """Fields that chats and plain completions share; null means not given."""
+
     logit_bias: (
         Annotated[dict[Annotated[str, AfterValidator(_token_id)], float], BeforeValidator(_few_biases)] | None
     ) = Field(None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}.")
-    seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
+    seed: int | None = SEED_FIELD
     stop: TextOr[Texts] | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None

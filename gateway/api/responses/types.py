@@ -7,6 +7,7 @@ from pydantic import Field
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
+    SEED_FIELD,
     Body,
     Ignored,
     Many,
@@ -17,8 +18,8 @@ from gateway.api.http.body import (
     given_sampling,
     joined,
     only_null,
-    sampling_field,
     warned,
+    with_sampling,
 )
 from gateway.api.openai.chat_types import STRICT
 from gateway.api.responses.item_types import (
@@ -144,7 +145,12 @@ class CountInputRequest(Body):
         return messages
 
 
-class ResponsesRequest(CountInputRequest):
+@with_sampling
+class _SampledInput(CountInputRequest):
+    max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
+
+
+class ResponsesRequest(_SampledInput):
     """Body of POST /v1/responses; null means not given."""
 
     ignored = {
@@ -158,15 +164,7 @@ class ResponsesRequest(CountInputRequest):
         **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
     }
 
-    max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
-    temperature: float | None = sampling_field("temperature")
-    top_p: float | None = sampling_field("top_p")
-    top_k: int | None = Field(None, description="0 and -1 keep all tokens.", json_schema_extra={"minimum": -1})
-    min_p: float | None = sampling_field("min_p")
-    frequency_penalty: float | None = sampling_field("frequency_penalty")
-    presence_penalty: float | None = sampling_field("presence_penalty")
-    repetition_penalty: float | None = sampling_field("repetition_penalty")
-    seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
+    seed: int | None = SEED_FIELD
     include: Texts | None = Field(None, description=f"{_LOGPROBS}; what else OpenAI names, answers here do not have.")
     top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     stream: bool | None = None

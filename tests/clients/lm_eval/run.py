@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.live import serve
 from demo.paths import TARGET_DIR
+from tests.support.live import serve
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent

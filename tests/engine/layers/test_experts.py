@@ -1,6 +1,11 @@
-"""Experts in buckets, in groups and by the interpreted kernels against a loop and transformers; a row among others."""
+"""Experts in buckets, groups and interpreted kernels against a loop, and `route` against transformers' routers."""
 
-from typing import Any
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,20 +14,171 @@ from torch.nn import functional
 
 from engine.kernels import gpu_experts
 from engine.layers.config import Activation, Routing
-from engine.layers.moe import Experts, MixtureOfExperts
-from tests.engine.layers.modules import (
-    HIDDEN,
-    NUM_EXPERTS,
-    TOP_K,
-    WAYS,
-    WIDTH,
-    Stacked,
-    build,
-    choose,
-    randn,
-    random_experts,
+from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
+from engine.ops.base import activate
+
+HIDDEN, WIDTH = 64, 24  # of rows and of experts
+
+
+def randn(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def build(name: str, routing: Routing, dtype: torch.dtype = torch.float32) -> Any:
+    """The class model:Class, which reads a config that answers for all models."""
+    model, kind = name.split(":")
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    built = getattr(module, kind)(
+        SimpleNamespace(
+            hidden_size=HIDDEN, rms_norm_eps=1e-6, n_routed_experts=routing.num_experts,
+            num_experts=routing.num_experts, num_local_experts=routing.num_experts, num_experts_per_tok=routing.top_k,
+            top_k_experts=routing.top_k, norm_topk_prob=routing.renormalise, n_group=routing.num_groups,
+            topk_group=routing.top_groups, routed_scaling_factor=routing.scale, use_expert_bias=True,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for seed, (key, value) in enumerate([*built.named_parameters(), *built.named_buffers()]):
+            value.copy_(randn(*value.shape, seed=seed) / 8 + ("scale" in key))
+    return built.to(dtype)
+
+
+NUM_EXPERTS, TOP_K = 8, 3
+WAYS = ("bucketed", "grouped", "kernels")  # kernels: interpreted
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass
+class Stacked:
+    """Weights of all experts, see `GroupedExperts`."""
+
+    activation: Activation
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def to(self, there: torch.dtype | str) -> "Stacked":
+        parts: dict[str, Any] = {name: part.to(there) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **parts)
+
+    def make(self, way: str) -> Experts:
+        if way == "bucketed":
+            return self.bucketed(functional.linear)
+        kernels = gpu_experts if way == "kernels" else None
+        return GroupedExperts(self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias, kernels)
+
+    def bucketed(self, multiply: Multiply) -> BucketedExperts:
+        def gated(expert: int, rows: Tensor) -> Tensor:
+            bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+            gate, up = multiply(rows, self.gate_up[expert], bias).chunk(2, dim=-1)
+            return activate(gate, up, self.activation)
+
+        def down(expert: int, rows: Tensor) -> Tensor:
+            return multiply(rows, self.down[expert], None if self.down_bias is None else self.down_bias[expert])
+
+        return BucketedExperts([Expert(partial(gated, i), partial(down, i)) for i in range(len(self.down))])
+
+    def loop(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same in float64, one row and expert after the other."""
+        experts = self.to(torch.float64).bucketed(functional.linear).experts
+        total = torch.zeros(rows.shape, dtype=torch.float64)
+        for row, (own, by) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+            for expert, weight in zip(own, by, strict=True):
+                gated, down = experts[expert]
+                total[row] += weight * down(gated(rows[row : row + 1].double()))[0]
+        return total
+
+
+def random_experts(activation: Activation, has_bias: bool, hidden: int = HIDDEN, width: int = WIDTH) -> Stacked:
+    gate_up, down = randn(NUM_EXPERTS, 2 * width, hidden, seed=1) / 4, randn(NUM_EXPERTS, hidden, width, seed=2) / 4
+    gate_up[-1] = float("nan")  # `choose` leaves it out
+    biases = 3 * randn(NUM_EXPERTS, 2 * width, seed=3), randn(NUM_EXPERTS, hidden, seed=4)
+    return Stacked(activation, gate_up, down, *(biases if has_bias else ()))
+
+
+def choose(num_rows: int) -> tuple[Tensor, Tensor]:
+    """[T, k] each: ids, never that of the last expert, and weights."""
+    ids = randn(num_rows, NUM_EXPERTS - 1, seed=7).topk(TOP_K).indices
+    return ids, randn(num_rows, TOP_K, seed=8).softmax(-1)
+
+
+ROWS = 40
+of_32 = partial(Routing, 32, 4)
+
+
+class Family(NamedTuple):
+    router: str  # module:class of transformers
+    routing: Routing
+    bias: Callable[[Any], Tensor | None] = lambda router: None
+    takes_bias: bool = False  # as an argument of forward
+
+
+def own_bias(router: Any) -> Tensor | None:
+    bias: Tensor = router.e_score_correction_bias
+    return bias
+
+
+def given_bias(router: Any) -> Tensor:
+    return randn(32, seed=5) / 8
+
+
+noaux_tc = of_32(
+    scoring="sigmoid", num_groups=8, top_groups=4, group_peaks=2, renormalise=True, epsilon=1e-20, scale=2.5
 )
-from tests.engine.layers.test_routing import FAMILIES
+FAMILIES = {
+    "qwen3_moe": Family("qwen3_moe:Qwen3MoeTopKRouter", of_32(renormalise=True, precision="rounded")),
+    "gpt_oss": Family("gpt_oss:GptOssTopKRouter", of_32(scores_all=False, precision="rounded")),
+    "gemma4": Family("gemma4:Gemma4TextRouter", of_32(renormalise=True)),
+    "glm4_moe": Family("glm4_moe:Glm4MoeTopkRouter", noaux_tc, own_bias),
+    "lfm2_moe": Family(
+        "lfm2_moe:Lfm2MoeTopKRouter",
+        of_32(scoring="sigmoid", renormalise=True, epsilon=1e-6, scale=1.5, precision="logits"), given_bias, True,
+    ),
+}  # fmt: skip
+
+
+def route_like(family: Family, router: Any, rows: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """What `route` makes of the router's logits, and the router's own ids and weights."""
+    bias, scale = family.bias(router), None
+    logits, weights, ids = router(rows, bias) if family.takes_bias else router(rows)
+    if family.router.startswith("gemma4"):
+        logits = router.proj(router.norm(rows) * router.scale * router.scalar_root_size)
+        scale = router.per_expert_scale
+    return route(logits, family.routing, bias, scale, rows.dtype), ids, weights
+
+
+@pytest.fixture
+def sorted_topk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some families leave the order of the chosen experts open, and with it the order in which weights are added."""
+    topk = torch.topk
+    monkeypatch.setattr(torch, "topk", lambda *args, sorted=True, **kwargs: topk(*args, **kwargs))
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("sorted_topk")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_and_weights_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    family = FAMILIES[name]
+    router, rows = build(family.router, family.routing, dtype), randn(ROWS, HIDDEN, seed=9).to(dtype)
+    (ids, weights), expected_ids, expected = route_like(family, router, rows)
+    assert ids.dtype is torch.int64 and weights.dtype is torch.float32
+    assert torch.equal(ids, expected_ids) and torch.equal(weights, expected.float())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"top_k": 33}, "33 of 32 experts"),
+        ({"num_groups": 5}, "5 groups"),
+        ({"num_groups": 8, "top_groups": 9}, "9 in 8 groups"),
+        ({"num_groups": 16, "group_peaks": 3, "top_groups": 16}, "groups of 2 experts are too small"),
+        ({"num_groups": 16, "top_groups": 1}, "groups of 2 experts are too small"),
+    ],
+)
+def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Routing(**{"num_experts": 32, "top_k": 4} | settings)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # e^x in the interpreter, whose inverse is 0
@@ -102,45 +258,3 @@ def test_shapes_that_the_kernel_would_misread_are_refused() -> None:
     for rows, said in ((randn(HIDDEN, 2).T, "expected at most"), (randn(2, HIDDEN + 1), f"rows of {HIDDEN + 1}")):
         with pytest.raises(ValueError, match=said):
             gpu_experts.mix(rows, ids, weights, stacked.gate_up, stacked.down, "silu")
-
-
-ROWS = 5
-BLOCKS = {
-    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
-    "qwen2_moe": "Qwen2MoeSparseMoeBlock",  # a shared expert with a gate
-    "mixtral": "MixtralSparseMoeBlock",
-    "glm4_moe": "Glm4MoeMoE",
-    "gpt_oss": "GptOssMLP",
-}
-
-
-def stack(name: str, experts: Any) -> Stacked:
-    if name != "gpt_oss":
-        return Stacked("silu", experts.gate_up_proj, experts.down_proj)
-    gate_up, down = experts.gate_up_proj.mT.contiguous(), experts.down_proj.mT.contiguous()
-    order = torch.arange(2 * WIDTH).view(-1, 2).T.flatten()  # of gates and ups, which alternate
-    bias = experts.gate_up_proj_bias[:, order].contiguous()
-    return Stacked("clamped", gate_up[:, order].contiguous(), down, bias, experts.down_proj_bias)
-
-
-def build_like(name: str, block: Any, routing: Routing) -> MixtureOfExperts:
-    router = getattr(block, "gate", None) or block.router
-    return MixtureOfExperts(
-        lambda rows: functional.linear(rows, router.weight, getattr(router, "bias", None)),
-        routing,
-        stack(name, block.experts).make("grouped"),
-        bias=getattr(router, "e_score_correction_bias", None),
-        shared=getattr(block, "shared_expert", getattr(block, "shared_experts", None)),
-        shared_gate=getattr(block, "shared_expert_gate", None),
-    )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", BLOCKS)
-def test_mixtures_are_those_of_transformers(name: str) -> None:
-    routing = FAMILIES["qwen3_moe" if name == "qwen2_moe" else name].routing
-    block, rows = build(f"{name}:{BLOCKS[name]}", routing), 4 * randn(ROWS, HIDDEN, seed=11)
-    found = block(rows[None])
-    expected = found[0] if isinstance(found, tuple) else found
-    mixed = build_like(name, block, routing)(rows)
-    torch.testing.assert_close(mixed, expected.view(ROWS, HIDDEN), rtol=1e-5, atol=1e-5)

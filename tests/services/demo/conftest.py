@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from bench.live import Live
 from demo.paths import TARGET_DIR
-from tests.support.calm import serve_calmly
+from tests.support.live import Live, serve_calmly
 from tests.support.oracle import Oracle
 from tests.support.surface import DEMO_FLAGS, Surface
 

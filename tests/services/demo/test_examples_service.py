@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.live import Live
+from tests.support.live import Live
 
 ROOT = Path(__file__).parents[3]
 PROTOC = "-m grpc_tools.protoc -I../.. --python_out=. --grpc_python_out=. ../../protos/inference.proto"

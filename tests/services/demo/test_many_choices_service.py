@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from bench.live import Live
-from bench.plain_http import HTTP
+from tests.support.live import HTTP, Live
 from tests.support.oracle import random_prompt
 from tests.support.surface import MODEL, VOCAB
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.live import Live
-from bench.plain_http import read_families
+from tests.support.live import Live, read_families
 from tests.support.monitoring import MATCHER, SELECTOR, read_queries
 from tests.support.oracle import random_prompt
 from tests.support.surface import VOCAB, Surface

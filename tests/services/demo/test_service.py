@@ -4,36 +4,22 @@ import json
 import time
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
-from bench.live import Live
-from bench.plain_http import HTTP, read_families
 from cli.main import app
+from tests.support.live import HTTP, Live, read_families, wait_until
 from tests.support.oracle import random_prompt
 from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, num_prefilled, transferred_bytes
-from tests.support.under_load import wait_until
 
 ROOT = Path(__file__).parents[3]
-MESSAGES: list[Any] = [{"role": "user", "content": "Hello! What is 3 + 4?"}]
 PROCESSES = ["gateway", "prefill-0", "decode-0"]
 
 
 @pytest.fixture(scope="module")
 def client(demo: Live) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0)
-
-
-def test_openai_chat(client: openai.OpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
-    answer = client.chat.completions.create(**asked)
-    text = answer.choices[0].message.content
-    assert "7" in text and answer.choices[0].finish_reason == "stop"
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
-    assert chunks[-1].usage == answer.usage
 
 
 def test_the_page_s_examples_are_answered_well(client: openai.OpenAI, demo: Live) -> None:
@@ -78,7 +64,7 @@ def test_a_request_is_measured_by_all_that_serve_it(demo: Live) -> None:
     body = {"model": MODEL, "prompt": random_prompt(100, VOCAB, seed=6), "max_tokens": 400, "ignore_eos": True}
     HTTP.post(f"{demo.url}/v1/completions", json=body, timeout=60).raise_for_status()
     wall_s = time.monotonic() - started
-    wait_until(lambda: _measured(demo)["prefilled"] > before["prefilled"], "prefill has ended the call")
+    wait_until(lambda: _measured(demo)["prefilled"] > before["prefilled"])
     moved = {name: value - before[name] for name, value in _measured(demo).items()}
     once = ("queued", "first tokens", "requests", "answered", "queued at prefill", "prefilled")
     assert {name: moved[name] for name in once} == dict.fromkeys(once, 1), moved
@@ -119,7 +105,7 @@ def test_only_workers_hold_torch(demo: Live) -> None:
     supervisor = demo.process.pid
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     holders = [int(pid) for pid in children if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
-    assert len(children) == 3 and sorted(holders) == sorted(worker["pid"] for worker in demo.workers())
+    assert len(children) == 3 and sorted(holders) == sorted(worker["pid"] for worker in demo.status())
 
 
 @pytest.mark.parametrize("stage", ["first token", "middle"])
@@ -133,7 +119,7 @@ def test_leaving_client_frees_its_pages(demo: Live, stage: str) -> None:
         assert demo.metric("decode-0", "kv_cache_used_pages") > 0
     demo.wait_until_unused(timeout_s=60)
     assert demo.metric("decode-0", "generation_tokens_total") < before[0] + 3000, "the answer ended by itself"
-    wait_until(lambda: _cancelled(demo, "decode-0", "active") == before[1] + 1, "its cancellation is counted")
+    wait_until(lambda: _cancelled(demo, "decode-0", "active") == before[1] + 1)
 
 
 def test_client_that_leaves_while_its_prompts_are_prefilled(demo: Live) -> None:
@@ -142,7 +128,7 @@ def test_client_that_leaves_while_its_prompts_are_prefilled(demo: Live) -> None:
     body = {"model": MODEL, "prompt": [random_prompt(3500, VOCAB, seed=3)] * 8, "max_tokens": 1}
     client = HTTPConnection(demo.addresses["gateway"], timeout=60)
     client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    wait_until(lambda: demo.metric("prefill-0", "leases_open") > 0, "prefill has begun")
+    wait_until(lambda: demo.metric("prefill-0", "leases_open") > 0)
     client.close()
     demo.wait_until_unused(timeout_s=60)
     assert demo.metric("prefill-0", "prompt_tokens_total") < before[0] + 8 * 3499

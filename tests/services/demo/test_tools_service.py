@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from bench.live import Live
+from tests.support.live import Live
 from tests.support.surface import MODEL
 
 PARIS = "What is the weather in Paris?"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch, ForwardRow, build_batch, lay_out
 from engine.input_batch import InputBatch
+from engine.kernels.sampling_fields import PARAMS, to_row
 from engine.sampling.batch import SamplingBatch
 from engine.staging import Stager
 from wire.sampling import SamplingParams
@@ -61,19 +62,12 @@ def build_sampling_batch(
     masks: NDArray[np.int32] | None = None,
     mask_line: NDArray[np.int32] | None = None,
 ) -> SamplingBatch:
-    """A batch without parameter arrays of rows. Values beyond float32 become inf."""
+    """A batch without an InputBatch. Biases beyond float32 become inf."""
     biases = [one.logit_bias for one in sampling]
     with np.errstate(over="ignore"):
         return SamplingBatch(
-            temperature=np.array([one.temperature for one in sampling]).astype(np.float32),
-            top_k=np.array([min(one.top_k, 1 << 62) for one in sampling], np.int64),
-            top_p=np.array([one.top_p for one in sampling], np.float64),
-            min_p=np.array([one.min_p for one in sampling], np.float64),
-            seeds=np.array([one.seed for one in sampling], np.uint64),
+            params=np.array([to_row(one) for one in sampling], PARAMS),
             positions=np.array(positions, np.int64),
-            repetition=np.array([one.repetition_penalty for one in sampling]).astype(np.float32),
-            frequency=np.array([one.frequency_penalty for one in sampling]).astype(np.float32),
-            presence=np.array([one.presence_penalty for one in sampling]).astype(np.float32),
             counts=counts,
             counts_line=counts_line,
             bias_starts=np.cumsum([0, *map(len, biases)], dtype=np.int32) if any(biases) else None,

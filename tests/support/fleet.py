@@ -1,6 +1,6 @@
 """A fleet of single processes on fixed ports, for tests and benchmarks that kill, stop and restart them.
 
-Knows processes, ports and gauges; the callers disturb them. For a service as users start it see live.py.
+For a service as users start it see live.py.
 """
 
 import os
@@ -12,20 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from bench.live import HAND_OFF_FLAGS
-from bench.plain_http import read_metric, read_workers
 from runtime.events import Ready, parse_event
+from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, Service, build_environment, read_metric
 
 START_S = 120.0  # a loaded machine imports torch slowly
 PORT_BLOCK = 500
-POLL_S = 0.01
-WAIT_S = 60.0  # for events that take moments on an idle machine; bounds a hang, measures nothing
 HOST = "127.0.0.1"
 PROGRAM = ("cli.main",)  # Python's arguments for each process, before the role: a module and its arguments
 
@@ -41,6 +37,8 @@ class Process:
     flags: tuple[str, ...]
     log: Path
     program: tuple[str, ...] = PROGRAM
+    checkout: Path = CHECKOUT  # whose code it runs
+    env: Mapping[str, str] = field(default_factory=dict)  # beside ours
     popen: subprocess.Popen[bytes] | None = None
     num_starts: int = 0
     _events: int = -1  # reading end of its event pipe
@@ -65,12 +63,13 @@ class Process:
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", *self.program, self.role, *self.flags, f"--ready-fd={reported}"],
-                stdout=out, stderr=out, pass_fds=(reported,),
+                stdout=out, stderr=out, pass_fds=(reported,), cwd=self.checkout,
+                env=build_environment(self.env, self.checkout),
             )  # fmt: skip
         os.close(reported)
         self.num_starts += 1
 
-    def wait_ready(self) -> None:
+    def wait_ready(self) -> Ready:
         deadline = time.monotonic() + START_S
         text = b""
         while time.monotonic() < deadline:
@@ -79,8 +78,9 @@ class Process:
             data = os.read(self._events, 1 << 16)
             assert data, f"{self.name} ended at its start:\n{self.read_log()[-3000:]}"
             *lines, text = (text + data).split(b"\n")
-            if any(isinstance(parse_event(line.decode()), Ready) for line in lines):
-                return
+            for event in (parse_event(line.decode()) for line in lines):
+                if isinstance(event, Ready):
+                    return event
         raise AssertionError(f"{self.name} did not start:\n{self.read_log()[-3000:]}")
 
     def signal(self, number: int) -> None:
@@ -150,10 +150,10 @@ def _read_command(pid: str) -> str:
 
 
 @dataclass
-class ProcessFleet:
+class ProcessFleet(Service):
     """A gateway and its workers, by name: "gateway", "prefill-0", "decode-0" and so on."""
 
-    grpc_port: int  # of the gateway
+    grpc_address: str
     processes: dict[str, Process] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Process:
@@ -167,44 +167,16 @@ class ProcessFleet:
     def url(self) -> str:
         return f"http://{self.gateway.address}"
 
-    @property
-    def grpc_address(self) -> str:
-        return f"{HOST}:{self.grpc_port}"
-
     def workers(self) -> list[Process]:
         return [process for process in self.processes.values() if process.role != "gateway"]
 
-    def status(self) -> list[dict[str, Any]]:
-        """The gateway's /status."""
-        return read_workers(self.url)
-
     def used_pages(self) -> dict[str, float]:
-        """name |-> its own gauge, for every living worker."""
         return {worker.name: worker.metric("kv_cache_used_pages") for worker in self.workers() if worker.is_running}
 
     def count(self, role: str, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of a metric over the living workers of a role."""
         workers = [worker for worker in self.workers() if worker.role == role and worker.is_running]
         return sum(worker.metric(sample, labels) for worker in workers)
-
-    def wait_until_unused(self, timeout_s: float = WAIT_S) -> float:
-        """Seconds until no living worker has a used page."""
-        return wait_until(lambda: not any(self.used_pages().values()), timeout_s, self.used_pages)
-
-    def wait_until_whole(self, timeout_s: float = WAIT_S) -> float:
-        """Seconds until the gateway considers every worker alive."""
-        return wait_until(lambda: all(worker["alive"] for worker in self.status()), timeout_s, self.status)
-
-
-def wait_until(
-    is_true: Callable[[], bool], timeout_s: float = WAIT_S, explain: Callable[[], object] = lambda: "not yet true"
-) -> float:
-    """Seconds until `is_true`; AssertionError with `explain()` after `timeout_s`."""
-    started = time.monotonic()
-    while not is_true():
-        assert time.monotonic() - started < timeout_s, f"still after {timeout_s:g} s: {explain()}"
-        time.sleep(POLL_S)
-    return time.monotonic() - started
 
 
 def _own_ports() -> Iterator[int]:
@@ -258,7 +230,7 @@ def run_fleet(
     decode_tp = os.environ.get("DECODE_TP", "1")
     names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
     ports = ports or free_ports(2 * len(names) + 1)
-    fleet = ProcessFleet(ports[-1])
+    fleet = ProcessFleet(f"{HOST}:{ports[-1]}")
     with tempfile.TemporaryDirectory() as folder:
         for index, name in enumerate(names):
             role = name.partition("-")[0]
@@ -275,7 +247,7 @@ def run_fleet(
             fleet.processes[name] = Process(name, role, port, ops_port, (*own, *extra), log, program)
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
-        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={fleet.grpc_port}", *HAND_OFF_FLAGS)
+        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={ports[-1]}", *HAND_OFF_FLAGS)
         gateway.flags = (*gateway.flags, *waits, *peers)
         try:
             for process in fleet.processes.values():

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, for benchmarks that do not depend on a model's answers."""
+"""Checkpoints with random weights in the shapes of real models, for what does not depend on a model's answers."""
 
 import json
 import math
@@ -15,6 +15,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from demo.shapes import llama_config, new_model
+from engine.models.config import ModelConfig
+from engine.models.table import build_table
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.entry import TensorEntry
+from tests.support.checkpoints import CHAT_TEMPLATE
 
 VOCAB_SIZE = 32_000
 LLAMA_1B: Mapping[str, Any] = {  # the shape of Llama-3.2-1B
@@ -31,11 +36,27 @@ HYBRID_1B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
 }  # fmt: skip
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"]
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 TRAINED_TOKENS, TRAINING_BYTES = 8000, 4_000_000  # of the tokenizer; the rest of the vocabulary is made up
+
+
+class RandomCheckpoint(Checkpoint):
+    """Tensors of a config's shapes, drawn when they are taken; scaled so that activations stay finite."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        shapes = {stored.name: stored.shape for stored in build_table(config).stored()}
+        if config.is_tied:
+            del shapes["lm_head.weight"]
+        self._device = device
+        self.entries = {
+            name: TensorEntry(Path(), "BF16", shape, 0, 2 * torch.Size(shape).numel()) for name, shape in shapes.items()
+        }
+
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        """See `Checkpoint.tensor`, but on the device."""
+        shape = self.entries[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self._device).mul_(shape[1] ** -0.5)
 
 
 def write_pair(folder: Path) -> tuple[Path, Path]:

@@ -1,0 +1,178 @@
+"""A decode worker's engine loop without its process and thread: requests in, tokens out."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from decode_worker.loop import DraftsAndMasks
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.lengths import CostMeter
+from decode_worker.speculation.speculator import Speculator
+from engine.engine import Engine
+from wire.logprobs import TokenLogprobs
+from worker.chunks import ChunkSizer
+from worker.kv_cache import KVCacheManager
+from worker.loop import WorkerLoop
+from worker.plan import build_budget
+from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.scheduler import Scheduler, num_rows_for
+from worker.sequences import ScheduledSequence, Sequence, SequenceParams, Update
+
+NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
+LEASE_S = 600.0
+NOT_SPARING = 1e-9  # seconds per row: makes forwards seem to cost the same for any number of rows
+
+
+@dataclass(slots=True)
+class Answers:
+    """The results of all requests together; by handle, unless it says otherwise."""
+
+    scheduler: Scheduler
+    metrics: DecodeMetrics
+    chunks: ChunkSizer  # as it was in the end
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    ends: dict[int, Update] = field(default_factory=dict)  # not of aborted ones
+    full: list[tuple[float, int]] = field(default_factory=list)
+    """(time after a step that yielded a token of every sequence, tokens of the first one so far)"""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_launched: int = 0  # steps
+    num_drained: int = 0  # of these, launched while the device had nothing left to do
+
+    @property
+    def tpot_s(self) -> float:
+        """Median over `full`."""
+        return statistics.median((b - a) / (n - m) for (a, m), (b, n) in pairwise(self.full) if n > m)
+
+    @property
+    def per_token_s(self) -> float:
+        """Mean over `full`: with drafts, steps differ."""
+        (first_s, first), (last_s, last) = self.full[0], self.full[-1]
+        return (last_s - first_s) / (last - first)
+
+    def take(self, updates: Seq[Update], aborted: Mapping[int, int]) -> None:
+        for update in updates:
+            params = update.sequence.params
+            tokens = self.tokens.setdefault(params.handle, [])
+            tokens += update.token_ids
+            self.logprobs.setdefault(params.handle, []).extend(update.logprobs)
+            self.prompt_logprobs.setdefault(params.handle, []).extend(update.prompt_logprobs)
+            if update.finish_reason:
+                self.ends[params.handle] = update
+            elif len(tokens) >= aborted.get(params.handle, len(tokens) + 1):
+                self.scheduler.abort(params.gateway, [params.handle])
+
+
+class WatchedLoop(WorkerLoop):
+    """Counts launches, and those for which the device has nothing left to do."""
+
+    num_launched = num_drained = 0
+
+    def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
+        self.num_launched += 1
+        self.num_drained += not self._in_flight
+        super()._launch(planned, updates)
+
+
+class FixedCosts(CostMeter):
+    """Costs that steps do not change."""
+
+    def end_step(self) -> None:
+        pass
+
+    def note(self, rows: int, seconds: float) -> None:
+        if len(self._known) < 2:
+            super().note(rows, seconds)
+
+
+def build_eager_speculator(
+    drafters: Mapping[str, Drafter], is_ahead: bool = False, step_s: float = 0.0
+) -> Speculator:  # fmt: skip
+    """A speculator that drafts as many tokens as allowed: rows seem free, as on a GPU.
+
+    step_s: what every forward takes; 0: what steps measure.
+    """
+    meter = FixedCosts() if step_s else CostMeter()
+    for rows in (1, 256):
+        meter.note(rows, (step_s or 1.0) + rows * NOT_SPARING)
+    return Speculator(drafters, meter, "off", 0, is_ahead)
+
+
+def build_speculators(
+    engine: Engine, chunk_tokens: int, is_ahead: bool = False, step_s: float = 0.0
+) -> Mapping[str, Speculator]:  # fmt: skip
+    """Drafter's name |-> an eager speculator with that drafter alone."""
+    assert engine.draft_runner is not None
+    drafters: dict[str, Drafter] = {
+        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
+    }  # fmt: skip
+    built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
+    return {"off": NO_SPECULATION, **built}
+
+
+def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
+    """A scheduler for as many sequences as the engine has rows, with an empty cache.
+
+    num_pages: of the engine's; 0: all.
+    """
+    cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
+    max_running = engine.rows.num_rows // num_rows_for(1)
+    return Scheduler(KVCacheManager(cache, engine.pool.shape.page_tokens), max_running, LEASE_S)
+
+
+def decode(
+    engine: Engine,
+    requests: Seq[SequenceParams],
+    speculator: Speculator = NO_SPECULATION,
+    *,
+    steps_ahead: int | None = None,
+    num_pages: int = 0,
+    at_once: int = 0,
+    aborted: Mapping[int, int] = {},
+    chunk_tokens: int = 64,
+    is_checked: bool = False,
+) -> Answers:
+    """Run all requests, prefill included, until they end; then no page is held.
+
+    steps_ahead: None for the device's default. num_pages: of the engine's; 0: all. at_once: requests admitted together;
+    0: all. aborted: handle |-> number of its tokens after which it is aborted. is_checked: the scheduler, every step.
+    """
+    scheduler, updates = build_scheduler(engine, num_pages), list[Update]()
+    metrics, started = DecodeMetrics(scheduler), time.perf_counter()
+    loop = WatchedLoop(
+        DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool,
+        build_budget(chunk_tokens, "--chunk-tokens", engine.device.type), lambda _step, some: updates.extend(some),
+        metrics, engine.steps_ahead if steps_ahead is None else steps_ahead,
+    )  # fmt: skip
+    done, waiting, sequences = Answers(scheduler, metrics, loop.chunks), deque(requests), list[Sequence]()
+    while waiting or len(scheduler):
+        while waiting and len(scheduler) < (at_once or len(requests)):
+            try:
+                sequences.append(scheduler.admit(waiting[0], time.monotonic()))
+            except NoRoomError:
+                break
+            waiting.popleft()
+        updates.clear()
+        assert loop.step(), "no step is left although requests are unfinished"
+        done.take(updates, aborted)
+        if len([update for update in updates if update.token_ids]) == len(requests):
+            done.full.append((time.perf_counter(), len(done.tokens[requests[0].handle])))
+        if is_checked:
+            scheduler.check()
+    scheduler.check()
+    assert not scheduler.kv.cache.num_held and not scheduler.num_launched
+    (metric,) = metrics.step_seconds.collect()
+    (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
+    assert total < time.perf_counter() - started, "time was counted twice"
+    done.num_drafted, done.num_accepted = (
+        sum(getattr(one, name) for one in sequences) for name in ("num_drafted", "num_accepted")
+    )
+    done.num_launched, done.num_drained = loop.num_launched, loop.num_drained
+    return done
