@@ -28,9 +28,6 @@ class ApiOptions:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
-    tokenise_timeout_s: float = 30.0
-    tokenise_threads: int = 2
-    max_waiting_tokenise: int = 64  # long prompts; more are refused with 429
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"

@@ -22,9 +22,11 @@ def read_arguments(text: str) -> dict[str, Any]:
     return read_object(text) if text.strip() else {}
 
 
-def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
-    """Raises ApiError for a result whose id is missing or names no earlier call. `params`: the ids' fields."""
+def check_results(messages: Sequence[Message], params: Sequence[str] | None) -> None:
+    """Raises ApiError for a result whose id is missing or names no earlier call. `params`: as in Chat."""
     call_ids: set[str] = set()
+    if params is None:
+        params = [f"messages[{at}].tool_call_id" for at, message in enumerate(messages) if message["role"] == "tool"]
     names = iter(params)
     for message in messages:
         call_ids.update(call["id"] for call in message.get("tool_calls", ()))
@@ -32,9 +34,8 @@ def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
             continue
         param, call_id = next(names), message.get("tool_call_id")
         if not call_id:
-            raise bad_request(
-                f"{param} is missing; it names the call that this message answers", param, "missing_field"
-            )
+            why = f"{param} is missing; it names the call that this message answers"
+            raise bad_request(why, param, "missing_field")
         if call_id not in call_ids:
             raise bad_request(f"{param} is {call_id[:80]!r}, which is the id of no call before it", param)
 

@@ -153,7 +153,7 @@ def _chat(messages: Sequence[pb.ChatMessage]) -> Chat:
         }
         fields = {name: value for name, value in optional.items() if value}
         plain.append({"role": given.role, "content": given.content, **fields})
-    return Chat(plain, [f"messages[{at}].tool_call_id" for at, one in enumerate(messages) if one.role == "tool"])
+    return Chat(plain)
 
 
 def _call(given: pb.ToolCall, path: str) -> dict[str, Any]:

@@ -145,7 +145,6 @@ class TemplateFields(Body):
         effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
         chat = Chat(
             [message.plain() for message in messages],
-            [f"messages[{index}].tool_call_id" for index, one in enumerate(messages) if one.role == "tool"],
             options={**effort, **given},  # the client's own override those of the effort
             wishes={"reasoning_effort": ""} if self.reasoning_effort not in (None, "none") else {},
             add_generation_prompt=self.add_generation_prompt is not False,
