@@ -4,6 +4,7 @@ The only file of the gateway that imports transformers.
 """
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -16,10 +17,20 @@ import msgspec
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from gateway.text.checkpoint import read_model_facts
+from wire.sampling import SamplingParams
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions")
+_DEFAULT_CONTEXTS = {"gemma3_text": 131_072}  # of files that leave it out
+# Prompts for the page, of which each model that follows instructions can answer some. A folder may bring its own.
+_EXAMPLES = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "Give me three names for a small grey cat.",
+)
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
@@ -31,8 +42,20 @@ class Tokenizer:
     """Tokenizer of one checkpoint folder. Thread-safe: only a cache changes after construction."""
 
     def __init__(self, folder: Path, max_context_tokens: int | None = None) -> None:
-        """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit."""
-        facts = read_model_facts(folder)
+        """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit.
+
+        Raises ValueError saying what is wrong.
+        """
+        config, generation = (_read_object(folder / name) for name in ("config.json", "generation_config.json"))
+        config = config.get("text_config") or config  # multimodal checkpoints nest the language model
+        context_tokens = _context_tokens(config, folder)
+        self.context_tokens = min(context_tokens, max_context_tokens or context_tokens)
+        given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
+        self.sampling_defaults = SamplingParams(**given)  # for parameters that a request does not set
+        path = folder / "examples.json"
+        self.examples: Sequence[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _EXAMPLES
+        if not all(isinstance(one, str) for one in self.examples):
+            raise ValueError(f"{path} must hold a list of texts")
         self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
@@ -45,11 +68,10 @@ class Tokenizer:
         )
         self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
         self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on the token before
-        self.vocab_size: int = facts.vocab_size or self._backend.get_vocab_size()
-        self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
-        self.eos_token_ids = facts.eos_token_ids | ({self._hf.eos_token_id} - {None})
-        self.sampling_defaults = facts.defaults
-        self.examples = facts.examples
+        self.vocab_size: int = config.get("vocab_size") or self._backend.get_vocab_size()  # rows of the embedding
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        listed: Sequence[int | None] = eos if isinstance(eos, list) else [eos]
+        self.eos_token_ids = frozenset(one for one in (*listed, self._hf.eos_token_id) if one is not None)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
@@ -223,3 +245,30 @@ def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
     if kinds == ["ByteLevel"]:
         return byte_level
     return byte_fallback if "ByteFallback" in kinds else lambda token_id: None
+
+
+def _context_tokens(config: Mapping[str, Any], folder: Path) -> int:
+    """Most tokens of prompt and answer together.
+
+    With yarn it is longer: recipes that add it leave max_position_embeddings at the original.
+    """
+    context = next((config[key] for key in _CONTEXT_KEYS if key in config), None)
+    context = context or _DEFAULT_CONTEXTS.get(str(config.get("model_type")))
+    if not isinstance(context, int) or context < 2:
+        raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return context
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = rope.get("factor")
+    is_sane = isinstance(original, int) and isinstance(factor, int | float) and 0 < factor < 2**53
+    return max(context, int(original * factor)) if is_sane else context  # the workers report the error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
