@@ -43,7 +43,7 @@ def build_served_model(
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
-        names=ServedNames.of(served_names),
+        names=ServedNames(served_names),
         options=options,
         metrics=RequestMetrics(registry),
         created_s=int(time.time()),

@@ -78,7 +78,15 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
-            document["components"]["schemas"] |= _answer_schemas()
+            _, schemas = msgspec.json.schema_components(
+                [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
+            )
+            # msgspec does not know the types of these fields: they hold JSON that was encoded before
+            schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(answers.TokenLogprob)
+            by_token = {"type": "object", "additionalProperties": {"type": "number"}}
+            schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
+            schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
+            document["components"]["schemas"] |= schemas
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)
@@ -90,18 +98,6 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
         return app.openapi_schema or {}
 
     app.openapi = build_whole  # type: ignore[method-assign]
-
-
-def _answer_schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(
-        [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
-    )
-    # msgspec does not know the types of these fields: they hold JSON that was encoded before
-    schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(answers.TokenLogprob)
-    by_token = {"type": "object", "additionalProperties": {"type": "number"}}
-    schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
-    schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
-    return schemas
 
 
 def _responses(path: str) -> dict[str, Any]:

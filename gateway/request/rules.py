@@ -7,8 +7,8 @@ checks whether a schema, expression or grammar is valid.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar, cast
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import pydantic_core
 
@@ -51,22 +51,18 @@ def shown(number: float) -> str:
     return text if len(text) <= 40 else f"a number of {len(text)} digits"
 
 
-@dataclass(frozen=True, slots=True)
 class ServedNames:
     """The model's names in requests."""
 
-    listed: tuple[str, ...]  # at least one; requests that name none are answered under the first
-    takes_any: bool = False  # other names are served, too
-
-    @classmethod
-    def of(cls, given: Sequence[str]) -> Self:
-        """`given`: names, and perhaps ANY_NAME."""
-        return cls(tuple(name for name in given if name != ANY_NAME), ANY_NAME in given)
+    def __init__(self, given: Sequence[str]) -> None:
+        """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first."""
+        self.listed = tuple(name for name in given if name != ANY_NAME)
+        self._takes_any = ANY_NAME in given
 
     def check(self, model: str | None) -> str:
         """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
         name = model or self.listed[0]
-        if name in self.listed or (self.takes_any and len(name) <= MAX_NAME_CHARS):
+        if name in self.listed or (self._takes_any and len(name) <= MAX_NAME_CHARS):
             return name
         raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
 

@@ -10,10 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.answer.choice_text import Ending, ShownToken
-from gateway.answer.choices import Totals, timing_fields
+from gateway.answer.choices import Totals
 from gateway.api.http.answer import encode
 from runtime.hardware import OWN_VERSION
-from wire.timing import Timing
 
 SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"
 _LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
@@ -241,10 +240,6 @@ def usage_of(totals: Totals) -> Usage:
     num_prompt, num_completion = totals.num_prompt, totals.num_completion
     details = CompletionDetails(totals.num_reasoning) if totals.job.reasoning else UNSET
     return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptDetails(totals.num_cached), details)
-
-
-def timing_of(timing: Timing) -> TimingBody:
-    return TimingBody(**timing_fields(timing, TimingBody.__struct_fields__))
 
 
 def prompt_logprob(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw:

@@ -203,15 +203,3 @@ class StructuredOutputs(Body):
             message = f"structured_outputs has {len(forms)} forms; give exactly one of regex, grammar, choice and json"
             raise bad_request(message, "structured_outputs")
         return forms[0]
-
-
-def pick_form(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
-) -> AnswerForm | None:
-    """The form that a request asks for, if any. Raises ApiError if it asks for two."""
-    form = None if response_format is None else response_format.form()
-    if structured_outputs is None:
-        return form
-    if form is not None:
-        raise bad_request("structured_outputs and response_format are both given; drop one", "structured_outputs")
-    return structured_outputs.form()

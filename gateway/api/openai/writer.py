@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
-from gateway.answer.choices import Totals
+from gateway.answer.choices import Totals, timing_fields
 from gateway.api.http.answer import COMMENT_PING, data_event, encode
 from gateway.api.http.errors import build_error
 from gateway.api.openai import answers
@@ -155,7 +155,9 @@ class AnswerWriter:
         return ids if self._raw.with_token_ids else UNSET
 
     def _timing(self, piece: OutputDelta) -> answers.TimingBody | UnsetType:
-        return answers.timing_of(piece.timing) if self._raw.with_timing and piece.timing is not None else UNSET
+        if piece.timing is None or not self._raw.with_timing:
+            return UNSET
+        return answers.TimingBody(**timing_fields(piece.timing, answers.TimingBody.__struct_fields__))
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> Any:
         if self._raw.num_logprobs is None:
