@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.detokenize import IncrementalDetokenizer, last_with_text
 from gateway.text.stops import StopStrings
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.tokenizer import IncrementalDetokenizer, TemplateRefusalError, Tokenizer
 from tests.support.texts import KINDS, edges, split, tiny
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, CONTEXT, write_byte_level
 
@@ -81,7 +80,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
     spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
     ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     before, after = ids[:cut], ids[cut:]
-    detokenizer = tokenizer.detokenizer(before=last_with_text(tokenizer, before))
+    detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(before))
     text = detokenizer.push(after) + detokenizer.flush()
     prompt = "".join(_deltas(tokenizer, before, []))
     if prompt + text != "".join(_deltas(tokenizer, ids, [])):
