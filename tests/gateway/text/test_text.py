@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -136,7 +136,7 @@ class Words:
     ],
 )
 def test_what_came_before_is_told_apart(tokens: list[bytes | None], pushed: list[tuple[str, str]]) -> None:
-    detokenizer = IncrementalDetokenizer(Words(tokens))
+    detokenizer = IncrementalDetokenizer(cast(Any, Words(tokens)))
     assert [detokenizer.push_token(rank) for rank in range(len(tokens))] == pushed
 
 
@@ -146,7 +146,7 @@ some_bytes = st.lists(st.sampled_from(b"x\x80\x82\xa0\xac\xbd\xbf\xe0\xe2\xed\xe
 @given(st.lists(some_bytes, max_size=8))
 @example([b"\xed\xa0", b"\x80"])
 def test_a_token_begins_at_the_character_of_its_first_byte(tokens: list[bytes]) -> None:
-    detokenizer = IncrementalDetokenizer(Words(tokens))
+    detokenizer = IncrementalDetokenizer(cast(Any, Words(tokens)))
     before, text = b"", ""
     for rank, token in enumerate(tokens):
         ended, more = detokenizer.push_token(rank)
