@@ -25,7 +25,6 @@ from gateway.tools.reasoning import resolve_reasoning
 from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
-_CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
 def build_served_model(
@@ -37,22 +36,17 @@ def build_served_model(
     tracing: Tracing | None = None,
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
-    offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
-    tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
-    reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
-    names = ServedNames.of(served_names)
-    metrics, created_s = RequestMetrics(registry), int(time.time())
     return ServedModel(
         tokenizer=tokenizer,
-        offload=offload,
-        tool_format=tool_format,
-        reasoning=reasoning,
+        offload=Offload(),
+        tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
+        reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
-        names=names,
+        names=ServedNames(served_names),
         options=options,
-        metrics=metrics,
-        created_s=created_s,
+        metrics=RequestMetrics(registry),
+        created_s=int(time.time()),
         tracing=tracing,
     )
 
