@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.input_batch import InputBatch
+from engine.kernels.adapter_rows import AdapterTiles, HostTiles, sort_rows
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.staging import Stager, upload
 
@@ -53,8 +54,16 @@ UNJUDGED, STATE_FROM = (ForwardRow._fields.index(name) for name in ("num_unjudge
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
+class StepAdapters(NamedTuple):
+    """Which of a step's tokens and rows with logits have which adapter."""
+
+    slots: NDArray[np.int32]  # [T] slot of each token, or NO_SLOT
+    tokens: HostTiles
+    outputs: HostTiles  # of the S rows with logits
+
+
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last three are uploaded, in this order.
+    """T new tokens of B sequences, on the host. All but the last four are uploaded, in this order.
 
     Where drafts are unjudged, positions and lengths are the most that they can be.
     """
@@ -70,6 +79,7 @@ class Layout(NamedTuple):
     query_lens: NDArray[np.int32]  # [B]
     split: int | None  # see `States`
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
+    adapters: StepAdapters | None  # None: no row has one
 
 
 def take_turns(row: int, step: int) -> tuple[int, int]:
@@ -104,6 +114,7 @@ class Batch:
     seq_lens_host: NDArray[np.int32]  # [B], the same on the host
     is_lagging: bool = False  # some sequences may begin earlier: see `shift`
     states: States | None = None  # if the model has some
+    adapters: tuple[AdapterTiles, AdapterTiles] | None = None  # of the tokens, and of the rows with logits
 
 
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
@@ -116,6 +127,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
     starts, num_sequences = find_starts(counts), len(set(columns[0]))
+    logits_rows = join_ranges(starts[1:] - num_logits, num_logits)[1]
     return Layout(
         places=token_rows * rows.width + positions,
         positions=positions,
@@ -123,12 +135,20 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         seq_lens=ends.astype(np.int32),
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
         slot_mapping=rows.slots(token_rows, positions),
-        logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
+        logits_rows=logits_rows,
         slots=find_slots(rows, columns[STATE_FROM:]),
         query_lens=counts.astype(np.int32),
         split=num_sequences if num_sequences < len(row) else None,
         lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
+        adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
     )
+
+
+def find_adapters(slots: NDArray[np.int32], logits_rows: Ints) -> StepAdapters | None:
+    """slots: [T]. None if no token has an adapter."""
+    if not np.count_nonzero(slots >= 0):
+        return None
+    return StepAdapters(slots, sort_rows(slots), sort_rows(slots[logits_rows]))
 
 
 def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
@@ -154,13 +174,20 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     Arrays that are the same objects as in the stager's last layout keep their tensors. See `shift` for a layout with
     `lag_rows`.
     """
-    places, *fields = stager.upload(layout[:-3])
+    places, *fields = stager.upload(layout[:-4])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
         states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
+        adapters=None if layout.adapters is None else upload_tiles(layout.adapters, rows.device),
     )  # fmt: skip
+
+
+def upload_tiles(adapters: StepAdapters, device: torch.device) -> tuple[AdapterTiles, AdapterTiles]:
+    """Those of the tokens, and of the rows with logits."""
+    token_rows, token_tiles, output_rows, output_tiles = upload([*adapters.tokens, *adapters.outputs], device)
+    return AdapterTiles(token_rows, token_tiles), AdapterTiles(output_rows, output_tiles)
 
 
 def shift(batch: Batch, places: Tensor, lag: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:

@@ -15,16 +15,19 @@ from engine.graphs import CudaCapture, OnCaptured
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.largest_step import LargestStep, find_step_bytes
+from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
 from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.models.peft import PeftReader
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
+from engine.weights.table import Shard
 from wire.kv_layout import KvPart, PagePart, StatePart
 from wire.names import KvDType as KvDType
 
@@ -51,6 +54,8 @@ class Engine:
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
+    adapters: Adapters | None = None  # slots for adapters; None: none are taken
+    read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
@@ -190,6 +195,7 @@ def build_engine(
     kv_dtype: KvDType = "auto",
     place: Place = ALONE,
     largest_step: LargestStep | None = None,
+    adapter_limits: AdapterLimits = NO_ADAPTERS,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
@@ -203,7 +209,7 @@ def build_engine(
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
-        loaded = _load(folder, dtype, device, quantization, ranks, on_progress)
+        loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = _load_draft(draft_model, loaded.decoder, context_tokens, quantization, ranks) if draft_model else None
     return assemble_engine(
@@ -257,6 +263,11 @@ def assemble_engine(
         whole = slots.page_parts(model.state_parts)
         states = Pool(slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole))
         rows.states = states.shape.split(states.pages)
+    adapters, read_adapter = decoder.adapters, None
+    if adapters is not None:
+        rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
+        reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
+        read_adapter = partial(reader.read, sites=adapters.sites)
     draft_runner = None
     if draft is not None and pool.draft_tensor is not None:
         draft_runner = place.build_runner(1, draft.decoder, attention[1].backend, pool.draft_tensor, rows, True)
@@ -276,6 +287,8 @@ def assemble_engine(
         draft_runner=draft_runner,
         quantization=quantization,
         why_unshared=decoder.why_unshared,
+        adapters=adapters,
+        read_adapter=read_adapter,
     )
 
 
@@ -300,10 +313,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _load(
     folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks)
+    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits)
     whole = decoder.config if ranks.size == 1 else load_config(folder)
     return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts, whole.state_parts)
 

@@ -18,6 +18,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
+from engine.kernels.adapter_rows import NO_SLOT, AdapterTiles, sort_rows
 from engine.kernels.sampling_fields import PARAMS, SamplingTensors, to_bytes, to_row
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
@@ -76,14 +77,16 @@ class DecodeGraph:
         rows: InputBatch,
         padding_page: int,
         judges: bool,
+        has_adapters: bool = False,
     ) -> None:
-        """padding_page: a page that no sequence has. judges: whether it counts right drafts."""
+        """padding_page: a page that no sequence has. judges: whether it counts right drafts. has_adapters: of rows."""
         self.shape = shape
         self._model, self._pages, self._rows = model, pages, rows
         width = rows.page_table.shape[1]
         self._attention = attention.for_graph(shape.num_sequences, shape.num_tokens, shape.num_sequences * width)
         device, num_rows = rows.device, shape.num_sequences * shape.num_tokens
         self._block = StaticBlock(_build_padding(shape, rows, padding_page), device)
+        self._has_adapters = has_adapters
         self._page_table = torch.full((shape.num_sequences, width), padding_page, dtype=torch.int32, device=device)
         self._last_table: NDArray[np.int32] | None = None  # last content of `_page_table`
         self._masks = torch.full((num_rows, -(-rows.vocab_size // 32)), -1, dtype=torch.int32, device=device)
@@ -114,6 +117,7 @@ class DecodeGraph:
     def _build_batch(self, num_rows: int) -> Batch:
         take, (num_sequences, num_tokens) = self._block.tensor, self.shape
         every = torch.arange(num_rows + 1, device=self._rows.device)
+        tiles = AdapterTiles(take("adapter_rows"), take("adapter_tiles").view(-1, 3))
         return Batch(
             token_ids=self._places,  # `_forward` replaces it by the tokens
             positions=take("positions"),
@@ -125,6 +129,7 @@ class DecodeGraph:
             query_lens_host=np.full(num_sequences, num_tokens, np.int32),
             seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
             states=States(self._rows.states, take("state_from"), take("state_to")) if self._rows.states else None,
+            adapters=(tiles, tiles) if self._has_adapters else None,
         )
 
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
@@ -178,6 +183,12 @@ class DecodeGraph:
                 arrays["judged_rows"][step.drafts.requests] = step.drafts.rows
                 arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
+            if layout.adapters is not None:
+                slots = np.full(len(arrays["places"]), NO_SLOT, np.int32)
+                slots[rows] = layout.adapters.slots
+                found = sort_rows(slots)
+                arrays["adapter_rows"][: len(found.rows)] = found.rows
+                arrays["adapter_tiles"][: found.tiles.size] = found.tiles.reshape(-1)
             seq_lens = arrays["seq_lens"].copy()
         self._attention.plan(self._pages, replace(self._batch, seq_lens_host=seq_lens))
         self._replay_forward()
@@ -291,6 +302,8 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "params": to_bytes(np.full(size, np.array(to_row(SamplingParams(temperature=0.0)), PARAMS))),
         "counts_line": repeat(-1, np.int32),
         "bias_starts": np.zeros(size + 1, np.int32),
+        "adapter_rows": repeat(0, np.int32),
+        "adapter_tiles": np.full(3 * size, NO_SLOT, np.int32),  # at most a tile a row
     }
 
 
@@ -311,11 +324,14 @@ class DecodeGraphs:
     ) -> None:
         """Captures all, the largest first, so that the others fit into its memory."""
         rows.reserve_counts()
-        self._graphs: dict[Shape, DecodeGraph] = {}
+        self._graphs: dict[tuple[Shape, bool], DecodeGraph] = {}  # shape, whether rows have adapters
+        kinds = [False] if model.adapters is None else [False, True]
         for shape in sorted(shapes, key=prod, reverse=True):
-            self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges)
-            graph.capture(capture)
-            on_progress(len(self._graphs), len(shapes))
+            for kind in kinds:
+                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges, kind)
+                graph.capture(capture)
+                self._graphs[shape, kind] = graph
+            on_progress(len(self._graphs) // len(kinds), len(shapes))
         self.shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_sequences))
 
     def find(self, step: Prepared) -> DecodeGraph | None:
@@ -331,5 +347,6 @@ class DecodeGraphs:
         least = int(layout.seq_lens.min()) - (0 if layout.lag_rows is None else MAX_DRAFT_TOKENS)
         for shape in self.shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
-                return self._graphs[shape] if shape.num_tokens == 1 or least >= shape.num_tokens else None
+                is_long_enough = shape.num_tokens == 1 or least >= shape.num_tokens
+                return self._graphs[shape, layout.adapters is not None] if is_long_enough else None
         return None

@@ -4,12 +4,13 @@ A sequence has a row from `open` to `close`. Changes arrive as deltas, so a step
 the length of each sequence; its latest tokens may exist only on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.kernels.adapter_rows import NO_SLOT
 from engine.kernels.sampling_fields import PARAMS, SEEN_BIT, to_row
 from engine.ranges import Ints, join_ranges
 from engine.staging import upload
@@ -22,6 +23,10 @@ def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
     """Finite numbers; values beyond float32 become its largest."""
     most = np.finfo(np.float32).max
     return np.clip(np.array(values, np.float64), -most, most).astype(np.float32)
+
+
+def _put_nothing(slot: int, digest: str) -> None:
+    raise ValueError(f"no slots for adapters: set --max-loras, for adapter {digest} in slot {slot}")
 
 
 class InputBatch:
@@ -50,11 +55,18 @@ class InputBatch:
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [k, V], see SEEN_BIT
         self.counts_line = np.full(num_rows, -1, np.int32)  # row |-> line of `counts`; -1 without penalties
         self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are counted
+        self.adapter_slots = np.full(num_rows, NO_SLOT, np.int32)  # row |-> slot of its sequence's adapter
+        self.num_adapted = 0  # rows that have one
+        # Of the engine's adapters, if it has any.
+        self.put_adapter: Callable[[int, str], None] = _put_nothing
+        self.forget_adapter: Callable[[str], None] = lambda digest: None
         self._answer_begin = np.zeros(num_rows, np.int64)
         self._free_lines: list[int] = []
 
-    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
-        """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer.
+    def open(
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
+    ) -> None:
+        """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer. slot: of its adapter.
 
         A bias beyond the vocabulary fails the steps that sample a token for it.
         """
@@ -67,6 +79,8 @@ class InputBatch:
             self.has_bias[row] = True
         if sampling.has_penalties:
             self.counts_line[row] = self._take_line()
+        if slot != NO_SLOT:
+            self.adapter_slots[row], self.num_adapted = slot, self.num_adapted + 1
         self.write_tokens(row, 0, token_ids)
 
     def close(self, row: int) -> None:
@@ -74,6 +88,8 @@ class InputBatch:
         self.version += 1
         self.pages_version += 1
         self.page_table[row] = 0
+        if self.adapter_slots[row] != NO_SLOT:
+            self.adapter_slots[row], self.num_adapted = NO_SLOT, self.num_adapted - 1
         if self.has_bias[row]:
             self.has_bias[row] = False
             del self.bias[row]
@@ -99,6 +115,14 @@ class InputBatch:
         """[T], [T]: where the KV of these positions is, page * page_tokens + offset in the page."""
         pages, offsets = np.divmod(positions, self.page_tokens)
         return self.page_table[rows, pages].astype(np.int64) * self.page_tokens + offsets
+
+    def fill_slot(self, slot: int, digest: str) -> None:
+        """Put an adapter into a slot that no open row has."""
+        self.put_adapter(slot, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Free an adapter's memory on the host: no slot gets it any more. Idempotent."""
+        self.forget_adapter(digest)
 
     def count_tokens(self, rows: Ints, ends: Ints) -> None:
         """[N], [N]: count tokens[row, :end] of rows that have penalties. `ends` never shrink."""

@@ -224,10 +224,11 @@ class Runner:
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
         """[S, H], and the batch at the positions that it really has."""
         layout, rows = step.layout, self._rows
-        pieces = None if self._pieces is None else self._pieces.find(len(layout.places))
-        if pieces is None and layout.lag_rows is None:
+        pieces = self._pieces
+        piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
+        if piece is None and layout.lag_rows is None:
             return self._model.forward(batch, self._pages, self._attention), batch
-        run_planned = self._model.run_planned if pieces is None else pieces.run
+        run_planned = self._model.run_planned if piece is None else piece.run
         self._attention.plan(self._pages, batch)
         if layout.lag_rows is None:
             return run_planned(batch, self._attention), batch

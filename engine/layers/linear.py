@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.layers.config import Activation
 from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
@@ -24,6 +25,75 @@ class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [T, K] in the model's dtype |-> [T, N] in the same, contiguous."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class AdaptersStep:
+    """What products with adapters need to know of the step that runs. See `layers.adapters`."""
+
+    tiles: AdapterTiles | None = None  # of the rows that they get now; None: none has an adapter
+    outputs: AdapterTiles | None = None  # the same of rows with logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """The adapters (LoRA) of one product, in all slots."""
+
+    weights: AdapterWeights
+    step: AdaptersStep
+    ops: Ops
+    is_panelled: bool  # its columns are two parts in panels that alternate
+
+    @property
+    def is_idle(self) -> bool:
+        return self.step.tiles is None
+
+    def add_(self, out: Tensor, rows: Tensor) -> Tensor:
+        """out: [T, N], the product of rows [T, K]; changed in place and returned."""
+        if self.step.tiles is not None:
+            self.ops.add_adapters_(out, rows.contiguous(), self.step.tiles, self.weights)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedLinear:
+    """A product whose rows may have adapters: y = x W^T + b + B A x."""
+
+    own: Linear
+    site: Site
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.site.add_(self.own(rows), rows)
+
+
+class Gated(Linear, Protocol):
+    """A product of gate and up that joins them, in one step or in two."""
+
+    def split(self, rows: Tensor) -> Tensor:
+        """[T, K] |-> [T, N]: gate and up before they are joined, in an order of its own."""
+        ...
+
+    def join(self, gate_up: Tensor) -> Tensor:
+        """What `split` returned |-> [T, I]. May overwrite it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedGated:
+    """The same for a product that joins gate and up."""
+
+    own: Gated
+    site: Site
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self.site.is_idle:
+            return self.own(rows)
+        return self.own.join(self.site.add_(self.own.split(rows), rows))
+
+
+def without_adapters(linear: Linear) -> Linear:
+    """The product alone, if the step has no adapters; else itself."""
+    return linear.own if isinstance(linear, AdaptedLinear | AdaptedGated) and linear.site.is_idle else linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +136,10 @@ class Mlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, H] |-> [T, H]"""
-        if isinstance(self.gated, GatedLinear) and isinstance(self.down, Fp8Linear):
-            return self.down.multiply_gated(self.gated.gate_up(rows), self.gated.activation)
-        return self.down(self.gated(rows))
+        gated, down = without_adapters(self.gated), without_adapters(self.down)
+        if isinstance(gated, GatedLinear) and isinstance(down, Fp8Linear):
+            return down.multiply_gated(gated.gate_up(rows), gated.activation)
+        return down(gated(rows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +151,15 @@ class GatedLinear:
     activation: Activation = "silu"
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self.ops.gate(self.gate_up(rows), self.activation)
+        return self.join(self.split(rows))
+
+    def split(self, rows: Tensor) -> Tensor:
+        """[T, K] |-> [T, 2 I]"""
+        return self.gate_up(rows)
+
+    def join(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] |-> [T, I]. May overwrite it."""
+        return self.ops.gate(gate_up, self.activation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.layers.adapters import Adapters
 from engine.layers.config import DeltaNetConfig
 from engine.layers.embedding import Embedding, SummedEmbedding
-from engine.layers.linear import Linear, Mlp, Normed, PlainLinear, SummedLinear, WidenedLinear
+from engine.layers.linear import (
+    AdaptedGated,
+    AdaptedLinear,
+    Linear,
+    Mlp,
+    Normed,
+    PlainLinear,
+    Site,
+    SummedLinear,
+    WidenedLinear,
+)
 from engine.layers.moe import Experts, MixtureOfExperts
 from engine.layers.recurrent import DeltaNet, GatedConv
 from engine.layers.token_inputs import InputBlock, TokenInputs
@@ -17,6 +28,7 @@ from engine.models.table import Table, build_table, shard_config
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
+from engine.weights.packed import PackedLinear
 from engine.weights.table import Product, Shard
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
@@ -29,20 +41,25 @@ UNUSED_PARTS = ("self_attn.k_", "self_attn.v_")  # of layers that read the keys 
 MAX_FAULTS_SHOWN = 8
 
 
-def build_decoder(config: ModelConfig, format: PlainFormat, ranks: Ranks = ONE_RANK) -> Decoder:
-    """config: of the whole model, whose checkpoint has passed `check_tensors`. The format reads this rank's part."""
+def build_decoder(
+    config: ModelConfig, format: PlainFormat, ranks: Ranks = ONE_RANK, adapters: Adapters | None = None
+) -> Decoder:
+    """config: of the whole model, whose checkpoint has passed `check_tensors`. The format reads this rank's part.
+
+    adapters: gets a site for each product that may have some; None: none may.
+    """
     reader, table = format.reader, build_table(_as_stored(config, format.reader.checkpoint))
     config = shard_config(config, Shard(ranks.rank, ranks.size))
     embedding, head = format.embed(table.products["embedding"], _find_head(config, table, reader.checkpoint))
     top = _Builder(config, format, ranks, table)
     layers = [
-        _Builder(config, format, ranks, layer).build_layer(own)
-        for own, layer in zip(config.layers, table.layers, strict=True)
+        _Builder(config, format, ranks, layer, adapters, index).build_layer(own)
+        for index, (own, layer) in enumerate(zip(config.layers, table.layers, strict=True))
     ]
     inputs = top.build_token_inputs() if config.token_input_size else None
     final_norm = top.norm("final_norm")
     reader.finish()
-    return Decoder(config, top.sum_rows(embedding), layers, final_norm, head, format.ops, ranks, inputs)
+    return Decoder(config, top.sum_rows(embedding), layers, final_norm, head, format.ops, ranks, inputs, adapters)
 
 
 def _as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -67,15 +84,33 @@ def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Pro
 class _Builder:
     """Reads one rank's part of a model or of a layer."""
 
-    def __init__(self, config: ModelConfig, format: PlainFormat, ranks: Ranks, table: Table) -> None:
-        """config: of this rank's part."""
+    def __init__(
+        self, config: ModelConfig, format: PlainFormat, ranks: Ranks, table: Table,
+        adapters: Adapters | None = None, index: int = 0,
+    ) -> None:  # fmt: skip
+        """config: of this rank's part. index: of the layer."""
         self._config = config
         self._format = format
         self._ranks = ranks
         self._table = table
+        self._adapters = adapters
+        self._index = index
 
     def linear(self, name: str) -> Linear:
-        return self._format.linear(self._table.products[name])
+        own = self._format.linear(self._table.products[name])
+        return own if self._adapters is None else AdaptedLinear(own, self._add_site(self._adapters, name))
+
+    def gated(self, name: str) -> Linear:
+        """A product of gate and up, joined."""
+        own = self._format.gated(self._table.products[name], self._config.activation)
+        if self._adapters is None:
+            return own
+        return AdaptedGated(own, self._add_site(self._adapters, name, is_panelled=isinstance(own, PackedLinear)))
+
+    def _add_site(self, adapters: Adapters, name: str, *, is_panelled: bool = False) -> Site:
+        product, shard = self._table.products[name], self._format.reader.shard
+        key = (self._index, name)
+        return adapters.add_site(key, product.depth(shard), product.num_rows(shard), is_panelled=is_panelled)
 
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
         """[n]; None: there is none."""
@@ -147,8 +182,7 @@ class _Builder:
 
     def _build_mlp(self, field: str) -> Linear:
         """This rank's part of the sum."""
-        gate_up = self._table.products[f"{field}gate_up_proj"]
-        return Mlp(self._format.gated(gate_up, self._config.activation), self.linear(f"{field}down_proj"))
+        return Mlp(self.gated(f"{field}gate_up_proj"), self.linear(f"{field}down_proj"))
 
     def _build_input_block(self) -> InputBlock:
         return InputBlock(self.linear("input_gate"), self.linear("input_projection"), self._config.activation)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch, States
+from engine.layers.adapters import Adapters
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
@@ -83,6 +84,7 @@ class Decoder:
         ops: Ops,
         ranks: Ranks = ONE_RANK,
         token_inputs: TokenInputs | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 
@@ -100,6 +102,7 @@ class Decoder:
         self._places = _find_places(config.layers)
         self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks
+        self.adapters = adapters  # None: its products take none
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
         dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
@@ -126,6 +129,12 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
+        if self.adapters is None or batch.adapters is None:
+            return self._run_planned(batch, attention)
+        with self.adapters.during(*batch.adapters):
+            return self._run_planned(batch, attention)
+
+    def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         flow, parts = self.embed(batch.token_ids, batch.positions), _divide(batch)
         for index, layer in enumerate(self._layers):
             if layer.recurrent is None:
@@ -190,6 +199,8 @@ class Decoder:
         if rows is not None:
             attended, flow.sums = _keep_rows(attended, rows), _keep_rows(flow.sums, rows)  # [S, ...]
             inputs = None if inputs is None else _keep_rows(inputs, rows)
+            if self.adapters is not None:
+                self.adapters.keep_outputs()
         sums = flow.sums
         normed = self._add_product(sums, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
         if layer.input_block is not None and inputs is not None:

@@ -32,6 +32,7 @@ class FallbackModel:
         self.ops = ops_for(self.device)
         self.ranks: Ranks = ONE_RANK
         self.mapped_bytes = 0
+        self.adapters = None
         self.why_unshared: str | None = None
         if self.device.type == "cpu":
             self.why_unshared = f"{config.family} runs by transformers' code, which shares no weights"

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 
 from engine.json_values import read_json
 from engine.kernels.build import cache_folder
+from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, check_tensors
 from engine.models.config import FallbackConfig, ModelConfig
@@ -88,6 +89,7 @@ def load_model(
     on_progress: OnProgress | None = None,
     quantization: Quantization = "none",
     ranks: Ranks = ONE_RANK,
+    adapter_limits: AdapterLimits = NO_ADAPTERS,
 ) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
@@ -98,6 +100,8 @@ def load_model(
     """
     check_quantization(quantization, dtype, device)
     if not has_native_code(folder):
+        if adapter_limits.num_slots:
+            raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
         return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks)
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
@@ -114,7 +118,8 @@ def load_model(
     def build(weights: Weights | None) -> Decoder:
         """weights: memory for packed ones; None: not packed."""
         reader = ShardReader(checkpoint, chosen, device, report, Shard(ranks.rank, ranks.size))
-        return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks)
+        adapters = Adapters(*adapter_limits, chosen, device, ops) if adapter_limits.num_slots else None
+        return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks, adapters)
 
     is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
     num_bytes = 2 * sum(math.prod(entry.shape) for entry in checkpoint.entries.values()) // ranks.size  # at most

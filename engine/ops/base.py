@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.layers import recurrent
 from engine.layers.config import Activation
@@ -57,6 +58,20 @@ class Ops:
         """rows: [T, K], weight: [N, K], bias: [N] |-> [T, N] in the dtype of the rows, to which weights are rounded."""
         product = multiply_widened(rows, weight.dense().to(rows.dtype))
         return (product if bias is None else product.add_(bias)).to(rows.dtype)
+
+    def add_adapters_(self, out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
+        """Add B A x to the rows of `out`, [T, N], for those of `rows`, [T, K], that have an adapter."""
+        max_rank = weights.b.shape[1]
+        for slot, first, count in tiles.tiles.tolist():
+            if slot < 0 or not weights.ranks[slot]:
+                continue
+            own = tiles.rows[first : first + count].long()
+            shrunk = rows[own].float() @ weights.a[slot].float().T  # [count, P R]
+            added = torch.zeros(count, out.shape[1], device=out.device)
+            for begin, end, part in weights.blocks.tolist():
+                part_of = shrunk[:, part * max_rank : (part + 1) * max_rank]
+                added[:, begin:end] = part_of @ weights.b[slot, :, begin:end].float()
+            out[own] = (out[own].float() + added).to(out.dtype)
 
     def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
         """LFM2's short convolution: out gate * conv(gate * value). Reads the states at `sources`, writes to `targets`.

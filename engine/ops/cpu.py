@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine.kernels import cpu_layers, cpu_states
+from engine.kernels import cpu_adapters, cpu_layers, cpu_states
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 
@@ -21,6 +22,10 @@ class CpuOps(Ops):
         if is_sum and cpu_layers.fits(delta, weight):
             return cpu_layers.add_norm(hidden, delta, weight, eps)
         return super().add_norm_(hidden, delta, weight, eps)
+
+    def add_adapters_(self, out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
+        add = cpu_adapters.add_adapters_ if cpu_adapters.can_add(out, rows) else super().add_adapters_
+        add(out, rows, tiles, weights)
 
     def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
         if cpu_states.fits_gated_conv(rows, *layer, *at[:3], states):

@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_blocks, gpu_experts, gpu_groups, gpu_layers, gpu_linear, gpu_sampling, gpu_states
+from engine.kernels import (
+    gpu_adapters,
+    gpu_blocks,
+    gpu_experts,
+    gpu_groups,
+    gpu_layers,
+    gpu_linear,
+    gpu_sampling,
+    gpu_states,
+)
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.layers.config import Activation
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
@@ -48,6 +58,9 @@ class CudaOps(Ops):
         """Few rows are multiplied by the codes; for many, a part of the weights at a time is widened to their dtype."""
         multiply = gpu_groups.multiply if len(rows) <= gpu_linear.MAX_ROWS else gpu_groups.multiply_many
         return multiply(rows, *weight, bias)
+
+    def add_adapters_(self, out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
+        gpu_adapters.add_adapters_(out, rows, tiles, weights)
 
     def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
         return gpu_states.gated_conv(rows, *layer, *at[:3], states)

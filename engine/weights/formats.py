@@ -13,6 +13,7 @@ from engine.layers.config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import (
     Fp8Linear,
+    Gated,
     GatedLinear,
     GroupsLinear,
     Int8Linear,
@@ -54,7 +55,7 @@ class PlainFormat:
     def linear(self, product: Product) -> Linear:
         return PlainLinear(self.reader.fuse(product), self.reader.bias(product))
 
-    def gated(self, product: Product, activation: Activation = "silu") -> Linear:
+    def gated(self, product: Product, activation: Activation = "silu") -> Gated:
         """gate and up of a product of two parts, joined."""
         return GatedLinear(self.linear(product), self.ops, activation)
 
@@ -108,7 +109,7 @@ class PackedFormat(PlainFormat):
     def linear(self, product: Product) -> Linear:
         return PackedLinear(self._pack(product), self._bias(product), torch_rows=self.torch_rows)
 
-    def gated(self, product: Product, activation: Activation = "silu") -> Linear:
+    def gated(self, product: Product, activation: Activation = "silu") -> Gated:
         """See `PlainFormat.gated`. The kernel multiplies gate and up and joins them by silu."""
         if activation != "silu":
             return super().gated(product, activation)

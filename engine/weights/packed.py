@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import cpu_adapters
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
 from engine.layers.embedding import Embedding
@@ -196,29 +197,54 @@ class PackedLinear:
         self._multiply, self._arguments = matrix.product()
         self._arguments.w = matrix.memory.data_ptr()
         self._arguments.bias = None if bias is None else bias.data_ptr()
-        self._arguments.num_columns, self._arguments.depth = shape.num_columns, shape.depth
-        self._arguments.epilogue = epilogue
+        self._arguments.depth = shape.depth
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [T, K] bfloat16 |-> [T, num_outputs]"""
+        if self._is_for_torch(rows):
+            out = self.split(rows)
+            if self._epilogue is Epilogue.GATED:
+                return self.join(out)
+            return out[:, : self.num_outputs].contiguous()
+        dtype = torch.float32 if self._epilogue is Epilogue.FLOATS else torch.bfloat16
+        return self._multiply_into(torch.empty(len(rows), self.num_outputs, dtype=dtype), rows, self._epilogue)
+
+    def split(self, rows: Tensor) -> Tensor:
+        """Without the epilogue: [T, K] bfloat16 |-> [T, N padded], gate and up in panels that alternate."""
+        if self._is_for_torch(rows):
+            return self._by_torch(rows)
+        out = torch.empty(len(rows), self._matrix.shape.num_padded, dtype=torch.bfloat16)
+        return self._multiply_into(out, rows, Epilogue.ROUNDED)
+
+    def join(self, gate_up: Tensor) -> Tensor:
+        """What `split` returned |-> [T, num_outputs]"""
+        if len(gate_up) < self._torch_rows:
+            return cpu_adapters.join(gate_up, self.num_outputs)
+        gate, up = gate_up.view(len(gate_up), -1, 2, PANEL_COLUMNS).unbind(2)
+        return functional.silu(gate).mul_(up).flatten(1)[:, : self.num_outputs].contiguous()
+
+    def _is_for_torch(self, rows: Tensor) -> bool:
+        """Checks the rows, too."""
         depth = self._matrix.shape.depth
         if rows.dim() != 2 or rows.shape[1] != depth or rows.dtype is not torch.bfloat16 or not rows.is_cpu:
             raise ValueError(
                 f"rows are {rows.dtype} {tuple(rows.shape)} on {rows.device}, expected bfloat16 [T, {depth}] on cpu"
             )
-        rows = rows.contiguous()
-        if len(rows) >= self._torch_rows and isinstance(self._matrix, PackedMatrix):
-            return self._by_torch(self._matrix, rows)
-        dtype = torch.float32 if self._epilogue is Epilogue.FLOATS else torch.bfloat16
-        out = torch.empty(len(rows), self.num_outputs, dtype=dtype)
-        arguments = self._arguments
+        return len(rows) >= self._torch_rows
+
+    def _multiply_into(self, out: Tensor, rows: Tensor, epilogue: Epilogue) -> Tensor:
+        rows, arguments = rows.contiguous(), self._arguments
         arguments.x, arguments.out, arguments.num_rows = rows.data_ptr(), out.data_ptr(), len(rows)
-        arguments.num_threads = torch.get_num_threads()
+        arguments.epilogue, arguments.num_threads = epilogue, torch.get_num_threads()
+        is_split = self._epilogue is Epilogue.GATED and epilogue is Epilogue.ROUNDED
+        arguments.num_columns = self._matrix.shape.num_padded if is_split else self._matrix.shape.num_columns
         self._multiply(ctypes.addressof(arguments))
         return out
 
-    def _by_torch(self, matrix: PackedMatrix, rows: Tensor) -> Tensor:
-        """The same with torch's product, of a part of the columns at a time."""
+    def _by_torch(self, rows: Tensor) -> Tensor:
+        """[T, N padded] by torch's product, of a part of the columns at a time."""
+        matrix = self._matrix
+        assert isinstance(matrix, PackedMatrix)
         num_panels = matrix.shape.num_padded // PANEL_COLUMNS
         at_once = max(UNPACKED_VALUES // (matrix.shape.depth * PANEL_COLUMNS), 1)
         out = torch.empty(len(rows), num_panels * PANEL_COLUMNS, dtype=torch.bfloat16)
@@ -227,10 +253,7 @@ class PackedLinear:
             columns = slice(first * PANEL_COLUMNS, first * PANEL_COLUMNS + len(weight))
             bias = None if self._bias is None else self._bias[columns].bfloat16()
             out[:, columns] = functional.linear(rows, weight, bias)
-        if self._epilogue is Epilogue.GATED:
-            gate, up = out.view(len(rows), -1, 2, PANEL_COLUMNS).unbind(2)
-            out = functional.silu(gate).mul_(up).flatten(1)
-        return out[:, : self.num_outputs].contiguous()
+        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

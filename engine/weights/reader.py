@@ -36,7 +36,7 @@ class ShardReader:
     def vector(self, vector: Vector, dtype: torch.dtype | None = None) -> Tensor:
         """[n]"""
         self._count(vector.name)
-        tensor = self._rows_of(self.checkpoint.tensor(vector.name), vector.axis)
+        tensor = _rows_of(self.checkpoint.tensor(vector.name), vector.axis, self.shard)
         return tensor.to(self.device, dtype or self.dtype)
 
     def weights(self, product: Product) -> list[Tensor]:
@@ -73,8 +73,8 @@ class ShardReader:
         for part in product.parts:
             if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
                 self._count(part.bias)
-                own = _select(_matrix(self.checkpoint.tensor(part.bias), part), part)
-                found.append(self._rows_of(own, part.rows).to(self.device, self.dtype))
+                own = cut_rows(_matrix(self.checkpoint.tensor(part.bias), part), part, self.shard)
+                found.append(own.to(self.device, self.dtype))
         return found
 
     def bias(self, product: Product) -> Tensor | None:
@@ -90,7 +90,7 @@ class ShardReader:
         else:
             tensor = stored.dense() if part.index is None else stored.dense().T
         columns = product.inputs.of(self.shard)
-        rows = self._rows_of(_select(tensor.T if part.is_transposed else tensor, part), part.rows)
+        rows = cut_rows(tensor.T if part.is_transposed else tensor, part, self.shard)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
 
     def _coded(self, product: Product, take: Callable[[StoredMatrix], Matrix | None]) -> list[Matrix] | None:
@@ -109,17 +109,10 @@ class ShardReader:
         """The part's own; None if its columns cut what shares a scale."""
 
         def cut(rows: Tensor) -> Tensor:
-            return self._rows_of(_select(rows, part), part.rows)
+            return cut_rows(rows, part, self.shard)
 
         columns = product.inputs.of(self.shard)
         return matrix.each(cut).columns(columns.start, len(columns))
-
-    def _rows_of(self, tensor: Tensor, rows: Axis) -> Tensor:
-        own = rows.of(self.shard)
-        tensor = tensor.narrow(0, own.start, len(own))
-        if rows.order:
-            tensor = tensor.unflatten(0, (-1, rows.width))[:, list(rows.order)].flatten(0, 1)  # type: ignore[no-untyped-call]
-        return tensor
 
     def count(self, product: Product) -> None:
         """The product's tensors need not be read."""
@@ -144,6 +137,14 @@ def _matrix(tensor: Tensor, part: Part) -> Tensor:
     return tensor if part.index is None else tensor[part.index]
 
 
-def _select(rows: Tensor, part: Part) -> Tensor:
-    """The part's rows, of all ranks."""
-    return rows[part.first : part.first + part.step * part.rows.size : part.step]
+def cut_rows(stored: Tensor, part: Part, shard: Shard) -> Tensor:
+    """The shard's rows of a part, of the rows that its tensors have."""
+    return _rows_of(stored[part.first : part.first + part.step * part.rows.size : part.step], part.rows, shard)
+
+
+def _rows_of(tensor: Tensor, rows: Axis, shard: Shard) -> Tensor:
+    own = rows.of(shard)
+    tensor = tensor.narrow(0, own.start, len(own))
+    if rows.order:
+        tensor = tensor.unflatten(0, (-1, rows.width))[:, list(rows.order)].flatten(0, 1)  # type: ignore[no-untyped-call]
+    return tensor

@@ -31,6 +31,7 @@ from engine import kernels, ops, sampling
 from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
 from engine.kernels import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.kernels.gpu_experts import add_slots, mix
@@ -177,6 +178,15 @@ def launch_experts(activation: str, hidden: int, width: int, has_bias: bool, top
     add_slots(empty(ids.numel(), hidden), weights, ids, BF16)
 
 
+def launch_adapters() -> None:
+    """gate and up of an 8B model, eight slots of rank 16, on tiles of 64 rows at most."""
+    weights = AdapterWeights(
+        empty(8, 32, 4096), empty(8, 16, 28_672), empty(8, dtype=torch.int32), empty(448, 3, dtype=torch.int32)
+    )
+    tiles = AdapterTiles(empty(64, dtype=torch.int32), empty(64, 3, dtype=torch.int32))
+    CudaOps().add_adapters_(empty(64, 28_672), empty(64, 4096), tiles, weights)
+
+
 def launch_pages() -> None:
     pages = empty(3, dtype=torch.int64)
     copy_pages(16, 1 << 16, empty(4, 1 << 16, dtype=torch.int32), pages, pages)
@@ -255,12 +265,13 @@ CASES: dict[str, Callable[[], None]] = {
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
     **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
     "states": launch_states,
+    "adapters": launch_adapters,
     "pages": launch_pages,
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,
 }
 SMALL = {"layers", "write bf16 128 norm", "bf16 row", "widen 4 bits", "sums of 2 ranks", "states", "pages", "sampling"}
-TILES = {"bf16 rows in splits", "4 bits rows in splits", "8 bits row", "experts clamped biased"}
+TILES = {"bf16 rows in splits", "4 bits rows in splits", "8 bits row", "adapters", "experts clamped biased"}
 FP8_TILES = {"write fp8 128 norm", "fp8 rounding", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
+from engine.kernels.adapter_rows import NO_SLOT
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
@@ -34,9 +35,11 @@ class LateRows(InputBatch):
         self.num_opened = np.zeros(num_rows, np.int64)
         super().__init__(num_rows, context_tokens, page_tokens, vocab_size, device)
 
-    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+    def open(
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
+    ) -> None:
         self.num_opened[row] += 1
-        super().open(row, token_ids, sampling, answer_begin)
+        super().open(row, token_ids, sampling, answer_begin, slot)
 
     def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
         put = super()._put

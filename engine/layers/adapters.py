@@ -1,0 +1,109 @@
+"""The slots for adapters (LoRA) that a model has on a device, and which rows of a step have which."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns
+from engine.layers.linear import AdaptersStep, Site
+from engine.ops.base import Ops
+
+PANEL_COLUMNS = 16  # of packed products that join gate and up, see weights/packed.py
+SiteKey = tuple[int, str]  # layer, name of the product in its table
+
+
+class SiteAdapter(NamedTuple):
+    """One adapter's part of one product of P parts, on the host."""
+
+    a: Tensor  # [P r, K]
+    b: tuple[Tensor, ...]  # of each part, [N of the part, r]
+
+
+class AdapterLimits(NamedTuple):
+    """Of one model on one device."""
+
+    num_slots: int  # adapters in steps at once
+    max_rank: int
+
+
+NO_ADAPTERS = AdapterLimits(0, 1)
+HostAdapter = Mapping[SiteKey, SiteAdapter]
+
+
+@dataclass(slots=True, eq=False)
+class Adapters:
+    """Owns the slots. One caller at a time, between steps."""
+
+    num_slots: int
+    max_rank: int
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    step: AdaptersStep = field(default_factory=AdaptersStep)
+    sites: dict[SiteKey, Site] = field(default_factory=dict)
+    hosted: dict[str, HostAdapter] = field(default_factory=dict)  # digest |-> adapter, those that slots can get
+
+    def add_site(self, key: SiteKey, depth: int, part_sizes: list[int], *, is_panelled: bool = False) -> Site:
+        """Allocate the slots of a product. part_sizes: columns of each part."""
+        if is_panelled:
+            part_sizes = [-(-size // PANEL_COLUMNS) * PANEL_COLUMNS for size in part_sizes]
+            blocks = divide_columns(part_sizes, PANEL_COLUMNS, alternates=True)
+        else:
+            blocks = divide_columns(part_sizes)
+        self.sites[key] = site = Site(
+            AdapterWeights(
+                self._zeros(len(part_sizes) * self.max_rank, depth), self._zeros(self.max_rank, sum(part_sizes)),
+                self._zeros(dtype=torch.int32), torch.from_numpy(blocks).to(self.device),
+            ),
+            self.step, self.ops, is_panelled,
+        )  # fmt: skip
+        return site
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(self.num_slots, *shape, dtype=dtype or self.dtype, device=self.device)
+
+    def fill(self, slot: int, digest: str) -> None:
+        """Put an adapter into a slot that no sequence has, after everything launched before. KeyError if unknown."""
+        adapter = self.hosted[digest]
+        for key, site in self.sites.items():
+            a, b, ranks, _blocks = site.weights
+            own = adapter.get(key)
+            if own is None:
+                ranks[slot] = 0
+                continue
+            rank = own.b[0].shape[1]
+            a[slot].view(len(own.b), self.max_rank, -1)[:, :rank].copy_(own.a.view(len(own.b), rank, -1))
+            b[slot, :rank].copy_(_join(own.b, site.is_panelled).T)
+            for rest in (a[slot].view(len(own.b), self.max_rank, -1)[:, rank:], b[slot, rank:]):
+                rest.zero_()
+            ranks[slot] = rank
+
+    def forget(self, digest: str) -> None:
+        """No slot gets it any more; slots that have it keep it. Idempotent."""
+        self.hosted.pop(digest, None)
+
+    @contextmanager
+    def during(self, tiles: AdapterTiles, outputs: AdapterTiles) -> Iterator[None]:
+        """Around a step with adapters. tiles: of its tokens; outputs: of its rows with logits."""
+        self.step.tiles, self.step.outputs = tiles, outputs
+        try:
+            yield
+        finally:
+            self.step.tiles = self.step.outputs = None
+
+    def keep_outputs(self) -> None:
+        """From here on products get the rows with logits alone."""
+        self.step.tiles = self.step.outputs
+
+
+def _join(parts: tuple[Tensor, ...], is_panelled: bool) -> Tensor:
+    """[N of the part, r] each |-> [N, r], in the order of the product's columns."""
+    if not is_panelled:
+        return torch.cat(parts)
+    padded = [functional.pad(part, (0, 0, 0, -len(part) % PANEL_COLUMNS)) for part in parts]
+    return torch.stack([part.view(-1, PANEL_COLUMNS, part.shape[1]) for part in padded], 1).flatten(0, 2)
