@@ -131,7 +131,7 @@ class Decoder:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
         if self.adapters is None or batch.adapters is None:
             return self._run_planned(batch, attention)
-        with self.adapters.during(*batch.adapters):
+        with self.adapters.during(batch):
             return self._run_planned(batch, attention)
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
