@@ -73,6 +73,11 @@ class Layout(NamedTuple):
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
     adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
 
+    @property
+    def owners(self) -> Ints:
+        """[T] the sequence of each token."""
+        return np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+
 
 def take_turns(row: int, step: int) -> tuple[int, int]:
     """state_from and state_to of the `step`-th request of a row with two slots, 2 row and 2 row + 1, of its own."""
@@ -96,6 +101,7 @@ class Batch:
     """T new tokens of B sequences. Built by `build_batch`; immutable."""
 
     token_ids: Tensor  # [T] int64
+    places: Tensor  # [T] int64, where they are in the flat InputBatch.tokens
     positions: Tensor  # [T] int64
     cu_seqlens_q: Tensor  # [B + 1] int32, row of each sequence's first new token; ends with T
     seq_lens: Tensor  # [B] int32, tokens in KV after this step, the new ones included
@@ -107,6 +113,8 @@ class Batch:
     is_lagging: bool = False  # some sequences may begin earlier: see `shift`
     states: States | None = None  # if the model has some
     adapters: tuple[AdapterTiles, AdapterTiles] | None = None  # of the tokens, and of the rows with logits
+    taps: Tensor | None = None  # [T, N H] to be written for a draft head: see `Decoder.tap`
+    hidden: Tensor | None = None  # [T, H] of a draft head's step: rows that go with the tokens
 
 
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
@@ -169,7 +177,8 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     places, *fields = stager.upload(layout[:-4])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
-        rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
+        rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
+        logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
         states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
         adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
@@ -182,22 +191,36 @@ def upload_tiles(tokens: HostTiles, outputs: HostTiles, device: torch.device) ->
     return AdapterTiles(token_rows, token_tiles), AdapterTiles(output_rows, output_tiles)
 
 
-def shift(batch: Batch, places: Tensor, lag: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
+def shift(batch: Batch, lag: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
     """The batch with sequence b begun lag[b] positions earlier. Only launches.
 
-    places: [T] as laid out; lag: [B]; owners: [T] sequence of each token. Slots from `padding_slot` on stay.
+    lag: [B]; owners: [T] sequence of each token. Slots from `padding_slot` on stay.
     """
     of_tokens = lag.index_select(0, owners)  # [T]
-    positions = batch.positions - of_tokens
+    places = batch.places - of_tokens
+    token_ids = rows.flat_tokens.index_select(0, places).long()
+    moved = _move(batch, batch.positions - of_tokens, lag, owners, rows, padding_slot)
+    return replace(moved, token_ids=token_ids, places=places)
+
+
+def step_back(batch: Batch, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
+    """The same tokens one position earlier, as a draft head has them. No position is 0. Only launches."""
+    one = torch.ones_like(batch.seq_lens)
+    moved = _move(batch, batch.positions - 1, one, owners, rows, padding_slot)
+    return replace(moved, seq_lens_host=batch.seq_lens_host - 1)
+
+
+def _move(
+    batch: Batch, positions: Tensor, shorter: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int
+) -> Batch:  # fmt: skip
     pages = batch.page_table.view(-1).index_select(
         0, owners * batch.page_table.shape[1] + positions // rows.page_tokens
     )
     slots = pages.long() * rows.page_tokens + positions % rows.page_tokens
     return replace(
         batch,
-        token_ids=rows.flat_tokens.index_select(0, places - of_tokens).long(),
         positions=positions,
-        seq_lens=batch.seq_lens - lag.to(torch.int32),
+        seq_lens=batch.seq_lens - shorter.to(torch.int32),
         slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
     )
 
@@ -217,7 +240,7 @@ def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor]:
     sequences, tokens, outputs_here, cu_seqlens_q, own_rows = upload(fields, batch.token_ids.device)
     states = batch.states
     part = Batch(
-        batch.token_ids[tokens], batch.positions[tokens], cu_seqlens_q, batch.seq_lens[sequences],
+        batch.token_ids[tokens], batch.places[tokens], batch.positions[tokens], cu_seqlens_q, batch.seq_lens[sequences],
         batch.page_table[sequences], batch.slot_mapping[tokens], own_rows, batch.query_lens_host[chosen],
         batch.seq_lens_host[chosen],
         states=states and states._replace(sources=states.sources[sequences], targets=states.targets[sequences]),

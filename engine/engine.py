@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graph_shapes import CHUNK_VALUES, choose_shapes
@@ -19,16 +20,19 @@ from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters, HostAda
 from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.models.head import HeadDecoder
+from engine.models.load import load_head, load_model, resolve_model_folder, weight_fingerprint
 from engine.models.peft import PeftReader
 from engine.models.read_config import load_config
+from engine.models.read_head import is_draft_head
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
-from engine.runner import Runner
+from engine.runner import HeadRunner, Runner
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from engine.weights.table import Shard
 from wire.kv_layout import KvPart, PagePart, StatePart
+from wire.names import MTP
 from wire.names import KvDType as KvDType
 
 NO_DRAFTS = "the model's layers keep states, which cannot be taken back after a wrong draft"
@@ -57,6 +61,11 @@ class Engine:
     adapters: Adapters | None = None  # slots for adapters; None: none are taken
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
+
+    @property
+    def has_head(self) -> bool:
+        """Whether what drafts is a head, which each step of the model leads."""
+        return isinstance(self.draft_runner, HeadRunner)
 
     @property
     def num_pages(self) -> int:
@@ -164,6 +173,7 @@ class Place:
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
+    build_head_runner: Callable[..., HeadRunner] = HeadRunner
 
 
 ALONE = Place()
@@ -211,7 +221,9 @@ def build_engine(
     with explain_full_gpu(device, folder):
         loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
-        draft = _load_draft(draft_model, loaded.decoder, context_tokens, quantization, ranks) if draft_model else None
+        draft = None
+        if draft_model:
+            draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
     return assemble_engine(
         loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place, largest_step
     )
@@ -240,8 +252,7 @@ def assemble_engine(
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
-        measured = [*zip([one.decoder for one in models], attention, shapes, strict=True)]
-        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, measured, rows))
+        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, attention, shapes, rows))
     sizes = size_pool(
         config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
         sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
@@ -268,9 +279,7 @@ def assemble_engine(
         rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    draft_runner = None
-    if draft is not None and pool.draft_tensor is not None:
-        draft_runner = place.build_runner(1, draft.decoder, attention[1].backend, pool.draft_tensor, rows, True)
+    runner, draft_runner = _build_runners(place, models, attention, [pool.tensor, pool.draft_tensor], rows)
     return Engine(
         folder=model.folder,
         config=config,
@@ -282,13 +291,31 @@ def assemble_engine(
         states=states,
         padding_page=num_pages if has_padding else None,
         rows=rows,
-        runner=place.build_runner(0, decoder, attention[0].backend, pool.tensor, rows),
+        runner=runner,
         draft_weights=draft.weights if draft else "",
         draft_runner=draft_runner,
         quantization=quantization,
         why_unshared=decoder.why_unshared,
         adapters=adapters,
         read_adapter=read_adapter,
+    )
+
+
+def _build_runners(
+    place: Place, models: Sequence[Loaded], attention: Sequence[AttentionChoice], pages: Sequence[Tensor | None],
+    rows: InputBatch,
+) -> tuple[Runner, Runner | None]:  # fmt: skip
+    """Of the model and, if there are two, of what drafts for it. pages: of each."""
+    decoders, backends = [one.decoder for one in models], [one.backend for one in attention]
+    if len(models) == 1:
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
+    if isinstance(decoders[1], HeadDecoder):
+        decoders[0].tap(decoders[1].head.taps)
+        head = place.build_head_runner(decoders[1], backends[1], pages[1], rows)
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head), head
+    return (
+        place.build_runner(0, decoders[0], backends[0], pages[0], rows),
+        place.build_runner(1, decoders[1], backends[1], pages[1], rows, True),
     )
 
 
@@ -322,13 +349,16 @@ def _load(
 
 
 def _load_draft(
-    draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization, ranks: Ranks
+    draft_model: str, model_folder: Path, target: Decoder, context_tokens: int, quantization: Quantization, ranks: Ranks
 ) -> Loaded:  # fmt: skip
-    """The draft model, with the dtype, device and quantization of `target`.
+    """The draft model or head, with the dtype, device and quantization of `target`.
 
     ValueError if it does not fit the model, or takes fewer than `context_tokens`, the longest sequence.
     """
-    folder = resolve_model_folder(draft_model)
+    is_mtp = draft_model == MTP
+    folder = model_folder if is_mtp else resolve_model_folder(draft_model)
+    if is_mtp or is_draft_head(folder):
+        return _load_head(folder, target, quantization, is_mtp=is_mtp)
     loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
     decoder = loaded.decoder
     if target.config.state_parts or decoder.config.state_parts:
@@ -351,6 +381,19 @@ def _load_draft(
     return loaded
 
 
+def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_mtp: bool) -> Loaded:
+    if target.config.state_parts:
+        raise ValueError(f"draft head {folder}: {NO_DRAFTS}; set --draft-model none")
+    try:
+        decoder, kv_parts = load_head(folder, target, quantization, is_mtp=is_mtp)
+    except ValueError as error:
+        raise ValueError(
+            f"draft head {folder} does not fit the model: {error}; choose another --draft-model"
+        ) from error
+    prefix = f"{MTP}:" if is_mtp else ""
+    return Loaded(folder, prefix + weight_fingerprint(folder, quantization), decoder, kv_parts)
+
+
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
     config = decoder.config
     return choose_for_layers(
@@ -367,18 +410,18 @@ def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:
 
 
 def _measure_step(
-    step: LargestStep, models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]], rows: InputBatch
-) -> int:
+    step: LargestStep, models: Sequence[Loaded], attention: Sequence[AttentionChoice], shapes: Sequence[PoolShape],
+    rows: InputBatch,
+) -> int:  # fmt: skip
     """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
     try:
-        if states := models[0][0].config.state_parts:  # one slot, which all sequences write
+        if states := models[0].decoder.config.state_parts:  # one slot, which all sequences write
             slot = PoolShape(1, states, 1, torch.float32)
             rows.states = slot.split(torch.zeros(1, slot.page_elements, device=rows.device))
-        runners = [
-            Runner(decoder, attention.backend, torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device), rows)
-            for decoder, attention, shape in models
-        ]
-        return find_step_bytes(step, runners, rows)
+        pages = [torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device) for shape in shapes]
+        runner, draft_runner = _build_runners(ALONE, models, attention, pages, rows)
+        drafting = [] if draft_runner is None or isinstance(draft_runner, HeadRunner) else [draft_runner]
+        return find_step_bytes(step, [runner, *drafting], rows)
     except Exception as error:
         raise explain_failed_step(error, step.setting, step.chunk_tokens) from error
 

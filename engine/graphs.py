@@ -120,6 +120,7 @@ class DecodeGraph:
         tiles = AdapterTiles(take("adapter_rows"), take("adapter_tiles").view(-1, 3))
         return Batch(
             token_ids=self._places,  # `_forward` replaces it by the tokens
+            places=self._places,
             positions=take("positions"),
             cu_seqlens_q=every[::num_tokens].to(torch.int32),
             seq_lens=take("seq_lens"),
@@ -251,7 +252,7 @@ class DecodeGraph:
     def _forward(self) -> None:
         """Only launches; reads and writes only tensors that outlive the step."""
         lag = self._rows.lag.index_select(0, self._lag_rows)  # [B]
-        batch = shift(self._batch, self._places, lag, self._owners, self._rows, self._padding_slot)
+        batch = shift(self._batch, lag, self._owners, self._rows, self._padding_slot)
         self._attention.correct(batch, lag)
         self.hidden.copy_(self._model.run_planned(batch, self._attention))
         self._token_ids.copy_(batch.token_ids)

@@ -97,6 +97,7 @@ class PieceGraph:
         self._positions[:count].copy_(batch.positions)
         for index, replay in enumerate(self._replays):
             replay()
+            model.write_taps(index, self._sums[:count], batch)
             wanted = self._wanted[index]
             rope = wanted.heads.rope
             if rope is not None:
@@ -108,8 +109,7 @@ class PieceGraph:
                 return attended.new_empty(0, model.config.hidden_size)
             self._attended[:count].copy_(attended)
         flow = Flow(self._sums[:count], self._sums[:count], self._rotations, None)
-        model.finish_layer(len(self._replays) - 1, flow, self._attended[:count], batch.logits_rows)
-        return flow.normed
+        return model.finish(flow, self._attended[:count], batch)
 
 
 class PieceGraphs:

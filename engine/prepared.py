@@ -61,6 +61,7 @@ class Prepared:
     outputs: SampleSpec
     chunks: list[LogitsChunk]
     drafts: DraftSpec | None = None
+    has_drafted: bool = False  # some requests' last tokens are drafts of the one that makes the next
 
 
 def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:
@@ -91,7 +92,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
         chunks.append(_plan_chunk(rows, outputs, span, counted[own], ranks[span] < num_given[own], num_top[span]))
     masks = {at: mask for at, mask in enumerate(columns[MASK]) if mask is not None}
     chunks = with_masks(chunks, requests, masks, rows.vocab_size)
-    return Prepared(layout, outputs, chunks, _plan_drafts(requests, layout))
+    return Prepared(layout, outputs, chunks, _plan_drafts(requests, layout), bool(np.count_nonzero(num_drafted)))
 
 
 def with_masks(

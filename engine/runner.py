@@ -8,16 +8,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
+from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift, step_back
 from engine.graph_shapes import CHUNK_VALUES, Shape
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
+from engine.models.head import HeadDecoder
+from engine.out_of_memory import is_device_lost
 from engine.pieces import PieceGraphs
 from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
 from engine.ranges import Ints
@@ -27,6 +30,7 @@ from engine.staging import Stager, download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
+log = structlog.get_logger()
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
 NO_PADDING = 1 << 62  # no slot is so high
 LAG_LENGTHS, WRONG_DRAFTS, LAG_ERROR = (16, 48, 512, 4096), 3, 0.1  # of find_lag_error; the last: rounding in bfloat16
@@ -87,11 +91,16 @@ class Runner:
     """Owns a model and the attention backend. Writes KV into the pages of `rows`, and sampled tokens into `rows`."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch, drafts: bool = False
-    ) -> None:
-        """pages: this model's part of a pool. Runners of two models may share rows; one that drafts judges nothing."""
+        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch, drafts: bool = False,
+        head: "HeadRunner | None" = None,
+    ) -> None:  # fmt: skip
+        """pages: this model's part of a pool. Runners of two models may share rows; one that drafts judges nothing.
+
+        head: of this model; it follows each step.
+        """
         self._model = model
         self._drafts = drafts
+        self._head = head
         self._attention = attention
         self._pages = pages
         self._rows = rows
@@ -223,26 +232,32 @@ class Runner:
 
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
         """[S, H], and the batch at the positions that it really has."""
-        layout, rows = step.layout, self._rows
-        pieces = self._pieces
+        layout, pieces = step.layout, self._pieces
         piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
-        if piece is None and layout.lag_rows is None:
+        if self._head is not None:
+            batch = replace(batch, taps=self._model.new_taps(len(layout.places)))
+        shifted, lag = self._shift(layout, batch)
+        if self._head is not None:
+            self._head.plan(batch, shifted, lag)
+        if piece is None and lag is None:
             return self._model.forward(batch, self._pages, self._attention), batch
         run_planned = self._model.run_planned if piece is None else piece.run
-        self._attention.plan(self._pages, batch)
-        if layout.lag_rows is None:
-            return run_planned(batch, self._attention), batch
-        owners = np.repeat(np.arange(len(layout.query_lens)), layout.query_lens)
-        lag_rows, of_tokens, places = upload([layout.lag_rows, owners, layout.places], rows.device)
-        lag = rows.lag.index_select(0, lag_rows)  # [B]
-        shifted = shift(batch, places, lag, of_tokens, rows, NO_PADDING)
-        self._attention.correct(shifted, lag)
+        plan(self._attention, self._pages, batch, shifted, lag)
         return run_planned(shifted, self._attention), shifted
+
+    def _shift(self, layout: Layout, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """The batch at the positions that it really has, and how much earlier sequences begin, [B]; None: none does."""
+        if layout.lag_rows is None:
+            return batch, None
+        lag_rows, owners = upload([layout.lag_rows, layout.owners], self._rows.device)
+        lag = self._rows.lag.index_select(0, lag_rows)  # [B]
+        return shift(batch, lag, owners, self._rows, NO_PADDING), lag
 
     @torch.inference_mode()
     def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:
         rows = self._rows
         if not step.chunks:
+            self._lead_head(batch, step)
             return Launched(hidden.new_empty(0, dtype=torch.int64), [])
         (places,) = upload([step.outputs.places], rows.device)  # [S]
         if step.layout.lag_rows is not None:
@@ -261,11 +276,24 @@ class Runner:
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
         if step.drafts is None or self._drafts:
+            self._lead_head(batch, step)
             return Launched(tokens, scores)
         _, of_rows, num_drafts, inputs, outputs = upload(list(step.drafts), rows.device)
         accepted = count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
         rows.lag.index_copy_(0, of_rows, num_drafts - accepted)
+        self._lead_head(batch, step, num_drafts - accepted)
         return Launched(tokens, scores, step.drafts.requests.tolist(), accepted)
+
+    def _lead_head(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
+        """Have the head follow. Drafts are worse if it cannot; ranks would differ then."""
+        if self._head is None:
+            return
+        try:
+            self._head.follow(batch, step, num_wrong)
+        except Exception as error:
+            if self._model.ranks.size > 1 or is_device_lost(error):
+                raise
+            log.warning("the draft head could not follow a step", reason=str(error))
 
     def _shift_outputs(self, step: Prepared, batch: Batch, places: Tensor) -> tuple[Prepared, Tensor]:
         """The outputs' positions and places as they really are."""
@@ -308,6 +336,72 @@ class Runner:
             taken = self._rows.tokens.take(drafts)
             extra_ids = taken if taken.is_cuda else taken.numpy()
         return chunk.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
+
+
+class HeadRunner(Runner):
+    """Runs a draft head behind its model: `follow` after each of its steps, `launch` for drafts, one token a request.
+
+    The head's row of the token at position i, and its KV, are at position i - 1: nothing in a page depends on the page
+    after it but through one token (see wire/page_keys.py).
+    """
+
+    def __init__(self, model: HeadDecoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch) -> None:
+        """See `Runner`."""
+        super().__init__(model, attention, pages, rows, drafts=True)
+        self._fuse = model.fuse
+        sizes = rows.num_rows + 1, model.config.hidden_size
+        # What the head gives after a row's last token: one that the model chose, and one that the head chose.
+        self._known = torch.zeros(sizes, dtype=model.dtype, device=rows.device)
+        self._guessed = torch.zeros(sizes, dtype=model.dtype, device=rows.device)
+
+    def plan(self, planned: Batch, batch: Batch, lag: Tensor | None) -> None:
+        """A step of the model is about to be launched, at the positions of `batch`: `follow` comes next."""
+        plan(self._attention, self._pages, planned, batch, lag)
+
+    def follow(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
+        """The model's step has written its taps and its tokens. num_wrong: [J] of its drafts. Only launches."""
+        rows, lasts = self._rows, find_lasts(step.outputs.rows)
+        of_rows = step.outputs.rows[lasts]
+        logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], rows.device)
+        if num_wrong is not None and step.drafts is not None:
+            (which,) = upload([np.flatnonzero(np.isin(of_rows, step.drafts.rows))], rows.device)
+            logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
+        self._known.index_copy_(0, row_ids, self._run_after(batch, logits_rows))
+
+    def _run_after(self, batch: Batch, logits_rows: Tensor) -> Tensor:
+        """[S] rows of the batch |-> [S, H] what the head gives there."""
+        assert batch.taps is not None
+        token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
+        own = replace(
+            batch, token_ids=token_ids, hidden=self._fuse(batch.taps), taps=None, logits_rows=logits_rows,
+            adapters=None, states=None,
+        )  # fmt: skip
+        return self._model.run_planned(own, self._attention)
+
+    def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
+        layout, rows = step.layout, self._rows
+        shifted, lag = self._shift(layout, batch)
+        row_ids, owners = upload([step.outputs.rows, layout.owners], rows.device)
+        if not step.has_drafted:
+            hidden = self._known.index_select(0, row_ids)
+        else:
+            own = replace(step_back(shifted, owners, rows, NO_PADDING), hidden=self._guessed.index_select(0, row_ids))
+            plan(self._attention, self._pages, step_back(batch, owners, rows, NO_PADDING), own, lag)
+            hidden = self._model.run_planned(own, self._attention)
+        self._guessed.index_copy_(0, row_ids, hidden)
+        return hidden, shifted
+
+
+def plan(attention: AttentionBackend, pages: Tensor, planned: Batch, batch: Batch, lag: Tensor | None) -> None:
+    """Plan a step on what the host knows, then correct it. lag: [B], see `AttentionBackend`; None: it is as planned."""
+    attention.plan(pages, planned)
+    if lag is not None:
+        attention.correct(batch, lag)
+
+
+def find_lasts(rows: Ints) -> Ints:
+    """[S] rows of a step's outputs |-> each row's last output."""
+    return np.flatnonzero(np.append(rows[1:] != rows[:-1], True)) if len(rows) else rows
 
 
 def _score(chunk: LogitsChunk, logprobs: Tensor, tokens: Tensor) -> Scores:

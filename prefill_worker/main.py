@@ -7,6 +7,7 @@ import grpc
 
 from engine.batch import ForwardRow
 from engine.runner import Begun, Launched, Runner
+from engine.steps import Launcher
 from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
 from prefill_worker.metrics import PrefillMetrics
@@ -39,7 +40,9 @@ class PrefillRole(Role):
         def publish(step: int, updates: list[Update]) -> None:
             asyncio_loop.call_soon_threadsafe(self._service.on_updates, updates)
 
-        runner = engine.runner if engine.draft_runner is None else BothRunners(engine.runner, engine.draft_runner)
+        runner: Launcher = engine.runner  # which leads its head, if it has one
+        if engine.draft_runner is not None and not engine.has_head:
+            runner = BothRunners(engine.runner, engine.draft_runner)
         budget = build_budget(config.chunk_tokens, "--chunk-tokens", engine.device.type)
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead

@@ -5,3 +5,4 @@ from typing import Literal
 Quantization = Literal["none", "fp8", "int8", "int4"]  # of layers; on CPUs int8 and int4 of embedding and head too
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
+MTP = "mtp"  # as a draft model: the model's own layer that predicts several tokens ahead

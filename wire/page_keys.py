@@ -2,7 +2,8 @@
 
     root = H(model, cache_salt, adapter)        key[i] = H(key[i - 1], tokens of page i)        H: BLAKE2b, 128 bits
 
-A key stands for all tokens up to its page's end, since KV depends on everything before it. Different models, salts or
+A key stands for all tokens up to its page's end, since KV depends on everything before it. A draft head's KV depends on
+the token after it, too: with one, a key stands for the first token of the next page as well. Different models, salts or
 adapters never share keys. Workers key their pages with them, and the gateway remembers which keys it sent where.
 """
 
@@ -25,9 +26,13 @@ def next_key(parent: PageKey, packed_tokens: bytes) -> PageKey:
     return blake2b(parent + packed_tokens, digest_size=KEY_BYTES).digest()
 
 
-def page_keys(parent: PageKey, packed_tokens: bytes, page_tokens: int) -> Iterator[PageKey]:
-    """Keys of the whole pages that these tokens fill, in order, after the page of `parent`. 0.7 us each."""
+def page_keys(parent: PageKey, packed_tokens: bytes, page_tokens: int, num_after: int = 0) -> Iterator[PageKey]:
+    """Keys of the whole pages that these tokens fill, in order, after the page of `parent`. 0.7 us each.
+
+    num_after: tokens after each page that its key stands for too.
+    """
     page_bytes = page_tokens * TOKEN_BYTES
-    for begin in range(0, len(packed_tokens) - page_bytes + 1, page_bytes):
-        parent = next_key(parent, packed_tokens[begin : begin + page_bytes])
+    key_bytes = page_bytes + num_after * TOKEN_BYTES
+    for begin in range(0, len(packed_tokens) - key_bytes + 1, page_bytes):
+        parent = next_key(parent, packed_tokens[begin : begin + key_bytes])
         yield parent

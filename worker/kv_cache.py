@@ -28,6 +28,7 @@ class KVCacheManager:
     cache: PrefixCache  # of pages
     page_tokens: int
     model: str = ""  # fingerprint of the weights
+    num_after: int = 0  # tokens after a page that its KV depends on: 1 with a draft head
     states: StateSlots = field(default_factory=no_states)
     max_offer_pages: int = ANY_NUMBER  # bounds the duration of a read
     num_queried: int = 0  # prompt tokens looked up
@@ -39,7 +40,8 @@ class KVCacheManager:
 
     def keys_of(self, params: SequenceParams) -> list[PageKey]:
         """Keys of the whole pages before `params.end`. 6 ms for 128k tokens: computed before locking."""
-        return list(page_keys(self._root_of(params), params.prompt[: params.end * TOKEN_BYTES], self.page_tokens))
+        tokens = params.prompt[: (params.end + self.num_after) * TOKEN_BYTES]
+        return list(page_keys(self._root_of(params), tokens, self.page_tokens, self.num_after))
 
     def _root_of(self, params: SequenceParams) -> PageKey:
         """The parent key of the first page."""
@@ -89,10 +91,12 @@ class KVCacheManager:
         """KV of positions [0, computed) is in its pages: whole pages and checkpoints get their keys."""
         sequence.computed = computed
         size = self.page_tokens
-        while (at := sequence.num_named) < computed // size:
+        last = min(computed, len(sequence.tokens) - self.num_after) // size
+        while (at := sequence.num_named) < last:
             if at == len(sequence.keys):
                 parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.params)
-                sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
+                tokens = sequence.tokens[at * size : (at + 1) * size + self.num_after]
+                sequence.keys.append(next_key(parent, tokens.tobytes()))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
         self.states.finish_step(sequence)

@@ -32,7 +32,7 @@ from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
 from worker.rank_children import RANKS_S, RankChildren
 from worker.ranked_pool import RankedPool, build_pools
-from worker.ranks import Leader, LedInputBatch, LedRunner
+from worker.ranks import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
 from worker.states import StateSlots, choose_spacing, no_states
 from worker.thread import call_in_thread
@@ -114,7 +114,10 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
-    place = Place(ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader))
+    place = Place(
+        ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
+        partial(LedHeadRunner, leader, 1),
+    )  # fmt: skip
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
     return Built(config, engine, incarnation, children)
@@ -236,7 +239,8 @@ def build_worker(
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
-    kv = KVCacheManager(cache, config.page_tokens, engine.weights, build_states(engine))
+    states, num_after = build_states(engine), int(engine.has_head)
+    kv = KVCacheManager(cache, config.page_tokens, engine.weights, num_after, states)
     adapters = AdapterSlots(engine.adapters.num_slots if engine.adapters else 0)
     scheduler = Scheduler(kv, config.max_running, config.lease_s, adapters)
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))

@@ -18,7 +18,7 @@ from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import NO_SLOT
 from engine.out_of_memory import end_process
-from engine.runner import Begun, Launched, Masks, Runner
+from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
 from wire.sampling import SamplingParams
 from worker.rank_ring import RingFollower, RingLeader
 
@@ -217,6 +217,10 @@ class LedRunner(Runner):
                 log.exception("a step of several ranks failed; this process ends")
                 end_process()
             raise
+
+
+class LedHeadRunner(LedRunner, HeadRunner):
+    """Rank 0's runner of a draft head: only drafts are sent, since each rank's head follows its model by itself."""
 
 
 def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> None:

@@ -48,6 +48,10 @@ class Drafter:
         """A draft for each sequence; shorter than asked, or empty, if the drafter has none."""
         raise NotImplementedError
 
+    def num_behind(self, sequence: Sequence, begin: int) -> int | None:
+        """Positions before a step's `begin` that it computes before its first draft; None: it cannot draft yet."""
+        return 0
+
     def cost(self) -> CostCurve | None:
         """Seconds of one more token, by the number of sequences; None if negligible or unknown."""
         return None
@@ -121,7 +125,7 @@ class ModelDrafter(Drafter):
         answers = [Draft()] * len(wanted)
         late, ready, left = [], [], self._chunk_tokens if self._is_ahead else self._chunks.alone
         for i, one in enumerate(wanted):
-            begin, end = _find_begin(one), one.end - 1 if one.count else one.end if one.is_prompt else 0
+            begin, end = self._find_begin(one), one.end - 1 if one.count else one.end if one.is_prompt else 0
             count = min(max(end - begin, 0), left)
             left -= count
             if one.count and begin + count >= end:
@@ -140,6 +144,9 @@ class ModelDrafter(Drafter):
             count = wanted[i].count
             answers[i] = Draft(token_ids, count - len(token_ids), count - 1)
         return answers
+
+    def num_behind(self, sequence: Sequence, begin: int) -> int | None:
+        return max(begin - sequence.draft_launched, 0)
 
     def _run_ahead(self, wanted: Seq[Wanted]) -> list[list[int]]:
         """The drafts of each sequence; the device keeps them to itself if nothing here needs them."""
@@ -163,7 +170,7 @@ class ModelDrafter(Drafter):
     def _next_request(self, one: Wanted, depth: int) -> ForwardRow:
         """The forward that drafts after `depth` drafts, which the runner has written behind the sequence's tokens."""
         end = one.end + depth
-        begin = end - 1 if depth else _find_begin(one)
+        begin = end - 1 if depth else self._find_begin(one)
         words = allowed_words(None, one.sequence.forbidden_at(end), self._runner.vocab_size)
         mask = None if words is None else words[None]
         return ForwardRow(
@@ -185,10 +192,29 @@ class ModelDrafter(Drafter):
         if not self._is_ahead:
             self._meter.end_step()
 
+    def _find_begin(self, one: Wanted) -> int:
+        """The first position that the draft model computes.
 
-def _find_begin(one: Wanted) -> int:
-    """The first position that the draft model computes.
+        After unjudged drafts it lacks the last of these at most, and the token after them: KV of right drafts stays.
+        """
+        return one.end - 2 if one.num_unjudged else min(one.sequence.draft_launched, one.end - 1)
 
-    After unjudged drafts it lacks the last of these at most, and the token after them: KV of right drafts stays.
-    """
-    return one.end - 2 if one.num_unjudged else min(one.sequence.draft_launched, one.end - 1)
+
+class HeadDrafter(ModelDrafter):
+    """A draft head (EAGLE-3, MTP), which has followed each step of the model: it lacks nothing, and its first draft
+    needs no forward."""
+
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
+        drafts = iter(self._run_ahead([one for one in wanted if one.count]))
+        answers = []
+        for one in wanted:
+            token_ids = next(drafts) if one.count else []
+            answers.append(Draft(token_ids, one.count - len(token_ids)))
+        return answers
+
+    def num_behind(self, sequence: Sequence, begin: int) -> int | None:
+        is_followed = sequence.num_steps > 0 or sequence.num_coming > 1  # 1: the step that is planned
+        return 0 if is_followed else None
+
+    def _find_begin(self, one: Wanted) -> int:
+        return one.end - 1

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
-from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import (
     NEWEST_SHARE,
     Acceptance,
@@ -26,7 +26,7 @@ from engine.engine import NO_DRAFTS, Engine
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
-from engine.runner import Runner
+from engine.runner import HeadRunner, Runner
 from runtime.config import DecodeConfig
 from runtime.settings import ConfigError
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -107,7 +107,10 @@ class Speculator:
 
     def _candidate(self, step: ScheduledSequence, most: int) -> Candidate:
         sequence = step.sequence
-        num_behind = 0 if step.num_unjudged else max(step.begin - sequence.draft_launched, 0)
+        drafter, begin = self._drafters.get(sequence.params.drafter), 0 if step.num_unjudged else step.begin
+        num_behind = None if drafter is None else drafter.num_behind(sequence, begin)
+        if num_behind is None:
+            num_behind, most = 0, 0
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
         return Candidate(
             self._acceptance.get(sequence, Acceptance()).rate,
@@ -182,8 +185,8 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        meter = _measure_aside(engine.draft_runner, engine.rows)
-        drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
+        meter, kind = _measure_aside(engine.draft_runner, engine.rows), HeadDrafter if engine.has_head else ModelDrafter
+        drafters["draft"] = kind(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)
@@ -200,7 +203,7 @@ def measure(runner: Runner, rows: InputBatch) -> CostMeter:
     meter = CostMeter()
     counts = [count for count in MEASURED_ROWS if count <= rows.num_rows]
     for row in range(max(counts)):
-        rows.open(row, np.zeros(1, np.int32), SamplingParams(temperature=0.0), 1)
+        rows.open(row, np.zeros(2, np.int32), SamplingParams(temperature=0.0), 2)
         rows.write_pages(row, 0, [0])
     _time(runner, 1)  # the first one allocates and warms up
     began = time.perf_counter()
@@ -218,5 +221,7 @@ def measure(runner: Runner, rows: InputBatch) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    runner.launch([ForwardRow(row, 0, 1, num_logits=1, state_to=0) for row in range(count)]).collect()
+    is_head = isinstance(runner, HeadRunner)  # which computes nothing for its first draft
+    one = ForwardRow(0, 1, 1, num_logits=1, num_drafted=int(is_head), state_to=0)
+    runner.launch([one._replace(row=row) for row in range(count)]).collect()
     return time.perf_counter() - started

@@ -24,7 +24,8 @@ from engine.layers.recurrent import DeltaNet, GatedConv
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.table import Table, build_table, shard_config
+from engine.models.head import HeadDecoder, HeadInputs
+from engine.models.table import Table, build_table, find_optional, shard_config
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
@@ -38,6 +39,7 @@ OTHER_PARTS = (
     "visual.",
 )  # fmt: skip
 UNUSED_PARTS = ("self_attn.k_", "self_attn.v_")  # of layers that read the keys and values of others
+OF_EITHER = ("embedding", "lm_head")  # what a draft head may take from its model
 MAX_FAULTS_SHOWN = 8
 
 
@@ -60,6 +62,31 @@ def build_decoder(
     final_norm = top.norm("final_norm")
     reader.finish()
     return Decoder(config, top.sum_rows(embedding), layers, final_norm, head, format.ops, ranks, inputs, adapters)
+
+
+def build_head(config: ModelConfig, format: PlainFormat, model: Decoder, target_ids: Tensor | None) -> HeadDecoder:
+    """A draft head of `model`, from which it takes what its checkpoint, which has passed `check_tensors`, lacks."""
+    reader, ranks, head = format.reader, model.ranks, config.draft_head
+    assert head is not None
+    config = _as_stored(config, reader.checkpoint)
+    table = build_table(config)
+    config = shard_config(config, Shard(ranks.rank, ranks.size))
+    top = _Builder(config, format, ranks, table)
+    layer = _Builder(config, format, ranks, table.layers[0]).build_layer(config.layers[0])
+    inputs = HeadInputs(
+        top.linear("fc"), top.norm("hidden_norm"), top.optional_norm("embedding_norm"), top.optional_norm("input_norm"),
+        [top.norm(name) for name in table.vectors if name.startswith("fc_norm.")],
+    )  # fmt: skip
+    has = {name: next(table.products[name].stored()).name in reader.checkpoint.entries for name in OF_EITHER}
+    embedding, lm_head = model.embedding, model.lm_head
+    if has["embedding"]:
+        embedding = top.sum_rows(Embedding(reader.fuse(table.products["embedding"])))
+    if has["lm_head"]:
+        product = table.products["lm_head"]
+        lm_head = format.embed(product, product)[1]
+    norm = top.norm("final_norm")
+    reader.finish()
+    return HeadDecoder(config, head, embedding, layer, norm, lm_head, format.ops, ranks, inputs, target_ids)
 
 
 def _as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -244,7 +271,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raises ValueError naming every tensor that is missing, unexpected or mis-shaped (with both shapes)."""
     table, entries = build_table(_as_stored(config, checkpoint)), checkpoint.entries
     expected = {stored.name: stored.shape for stored in table.stored()}
-    optional = {stored.name for stored in table.products["lm_head"].stored()} if config.is_tied else set()
+    optional = find_optional(config, table)
     faults = [
         f"missing: {name}, expected shape {list(shape)}"
         for name, shape in expected.items()

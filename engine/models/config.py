@@ -66,6 +66,21 @@ class Moe:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftHead:
+    """What makes a decoder of one layer a draft head. Its row at position i is of the model's hidden rows there and of
+    the token after it, and predicts the token after that."""
+
+    kind: Literal["eagle3", "mtp"]  # the layer's attention takes both side by side; or their product is the layer's row
+    taps: tuple[int, ...]  # the model's layers whose input it takes; the number of its layers: the last rows, normed
+    tap_size: int  # of one such row
+    vocab_size: int  # of its own lm_head
+    norm_before_fc: bool = False  # one norm of all taps together
+    fc_norm: bool = False  # a norm of each tap
+    norm_before_residual: bool = False
+    norm_output: bool = False  # drafts go on from normed rows
+
+
+@dataclass(frozen=True, slots=True)
 class LayerConfig:
     """What may differ from layer to layer."""
 
@@ -126,6 +141,7 @@ class ModelConfig:
     scheme: Scheme | None = None  # of quantised weights; None: plain ones, or a format of its own
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
+    draft_head: DraftHead | None = None  # of a draft head
 
     @property
     def kv_layers(self) -> tuple[LayerConfig, ...]:

@@ -93,10 +93,10 @@ class Decoder:
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self._embedding = embedding
+        self.embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
-        self._lm_head = lm_head
+        self.lm_head = lm_head
         self._token_inputs = token_inputs
         self._last_writer = max(index for index, layer in enumerate(config.layers) if layer.kv_layer is None)
         self._places = _find_places(config.layers)
@@ -115,6 +115,25 @@ class Decoder:
         if config.rounds_multiplier:
             self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=self.dtype))
         self.ops = ops
+        self.taps: tuple[int, ...] = ()
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """From now on steps write the input rows of these layers, ascending, into `Batch.taps` where that is there; of
+        the number of layers the last rows, normed."""
+        self.taps = tuple(layers)
+        last = len(self._layers)
+        self._last_writer = max(self._last_writer, *layers) if last not in layers else last
+
+    def new_taps(self, num_tokens: int) -> Tensor:
+        """[T, N H] for `Batch.taps`."""
+        width = len(self.taps) * self.config.hidden_size
+        return torch.empty(num_tokens, width, dtype=self.dtype, device=self.device)
+
+    def write_taps(self, index: int, rows: Tensor, batch: Batch) -> None:
+        """rows: [T, H] that enter a layer."""
+        if batch.taps is not None and index in self.taps:
+            size, place = self.config.hidden_size, self.taps.index(index)
+            batch.taps[:, place * size : (place + 1) * size].copy_(rows)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
@@ -135,15 +154,30 @@ class Decoder:
             return self._run_planned(batch, attention)
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        flow, parts = self.embed(batch.token_ids, batch.positions), _divide(batch)
+        flow, parts = self.embed(batch.token_ids, batch.positions, batch.hidden), _divide(batch)
         for index, layer in enumerate(self._layers):
+            self.write_taps(index, flow.sums, batch)
             if layer.recurrent is None:
                 mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
             else:
                 mixed = self._recur(index, layer.recurrent, layer.qkv_proj(flow.normed), batch.states, parts)
             if self.is_done(index, batch):
                 return flow.normed[:0]
-            self.finish_layer(index, flow, mixed, batch.logits_rows if index == len(self._layers) - 1 else None)
+            if index < len(self._layers) - 1:
+                self.finish_layer(index, flow, mixed, None)
+        return self.finish(flow, mixed, batch)
+
+    def finish(self, flow: Flow, attended: Tensor, batch: Batch) -> Tensor:
+        """The last layer after attention |-> [S, H], what `logits` takes."""
+        index = len(self._layers) - 1
+        if batch.taps is None or index + 1 not in self.taps:
+            self.finish_layer(index, flow, attended, batch.logits_rows)
+            return self._leave(flow)
+        self.finish_layer(index, flow, attended, None)
+        self.write_taps(index + 1, flow.normed, batch)
+        return _keep_rows(flow.normed, batch.logits_rows)
+
+    def _leave(self, flow: Flow) -> Tensor:
         return flow.normed
 
     def _recur(
@@ -168,21 +202,27 @@ class Decoder:
         ]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Flow:
-        """Both [T] |-> what the first layer gets."""
-        hidden = self._embedding(token_ids)  # [T, H]
-        if self._embedding_multiplier != 1:
-            hidden = hidden * self._embedding_multiplier
+    def embed(self, token_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Flow:
+        """Both [T] |-> what the first layer gets. hidden: see `Batch`."""
+        embedded = self._embed_tokens(token_ids)
         return Flow(
-            sums=hidden.float(),
-            normed=self._norm(hidden, self._layers[0].before_attention),
-            rotations=[gather_rotation(table, positions) for table in self._rope_tables],
-            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, hidden),
+            sums=embedded.float(),
+            normed=self._norm(embedded, self._layers[0].before_attention),
+            rotations=self._rotations(positions),
+            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, embedded),
         )
+
+    def _embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """[T] |-> [T, H]"""
+        embedded = self.embedding(token_ids)
+        return embedded if self._embedding_multiplier == 1 else embedded * self._embedding_multiplier
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [gather_rotation(table, positions) for table in self._rope_tables]
 
     def is_done(self, index: int, batch: Batch) -> bool:
         """Whether nothing after this layer's attention matters: all KV and states are written, no logits are wanted."""
-        is_last = index == self._last_writer and not batch.logits_rows.numel()
+        is_last = index == self._last_writer and not batch.logits_rows.numel()  # taps count as KV
         if is_last:
             self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
         return is_last
@@ -240,12 +280,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self._scale_logits(self.ranks.all_gather(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_gather(self.lm_head(hidden)))
 
     @torch.inference_mode()
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Like `logits`, but only for the rows whose tokens this rank samples (`Ranks.own_rows`): [m, V]."""
-        return self._scale_logits(self.ranks.all_to_all(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_to_all(self.lm_head(hidden)))
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         config = self.config

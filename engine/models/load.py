@@ -7,29 +7,34 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 
 from engine.json_values import read_json
 from engine.kernels.build import cache_folder
 from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from engine.layers.linear import Quantization
-from engine.models.assemble import build_decoder, check_tensors
+from engine.models.assemble import build_decoder, build_head, check_tensors
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.gguf import GgufCheckpoint
 from engine.models.gguf_config import PAIRED, architecture_of
 from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
+from engine.models.head import HeadDecoder
 from engine.models.read_config import has_native_code, load_config
+from engine.models.read_head import name_eagle3, name_mtp, read_eagle3, read_mtp
 from engine.models.table import build_table, shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
-from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
+from engine.weights.checkpoint import FLOATS, Checkpoint, RenamedCheckpoint, SafetensorsCheckpoint
 from engine.weights.entry import TensorEntry
 from engine.weights.files import is_path, list_shards, read_header
 from engine.weights.formats import choose_format
@@ -39,7 +44,9 @@ from engine.weights.packed import can_pack
 from engine.weights.quantised import QuantisedCheckpoint
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
+from wire.kv_layout import KvPart
 
+DecoderT = TypeVar("DecoderT", bound=Decoder)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
@@ -121,13 +128,73 @@ def load_model(
         adapters = Adapters(*adapter_limits, chosen, device, ops) if adapter_limits.num_slots else None
         return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks, adapters)
 
-    is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
+    name = partial(_name_weights, folder, quantization, ranks)
+    return _build_packed(build, name, checkpoint, chosen, device, quantization, ranks)
+
+
+def load_head(
+    folder: Path, model: Decoder, quantization: Quantization, *, is_mtp: bool
+) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
+    """A draft head of a loaded model, in its dtype and on its device and ranks, and its KV over all ranks.
+
+    is_mtp: from the model's own folder.
+
+    Raises like `load_model`; ValueError also if it is the head of another model.
+    """
+    if not isinstance(model.config, ModelConfig):
+        raise ValueError(f"{model.config.family} runs by transformers' code, which takes no draft heads")
+    device, ranks, stored = model.device, model.ranks, SafetensorsCheckpoint(folder)
+    if is_mtp:
+        own = load_config(folder)
+        config, names = read_mtp(folder, own), name_mtp(own, stored.entries)
+    else:
+        own = model.config
+        config, names = read_eagle3(folder, own), name_eagle3(stored.entries)
+    checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
+    if config.scheme is not None:
+        wanted = {tensor.name for tensor in build_table(config).stored()}
+        checkpoint = QuantisedCheckpoint(checkpoint, config.scheme, wanted)
+    target_ids = _read_target_ids(stored, config, device)
+    if config.vocab_size != own.vocab_size:
+        raise ValueError(f"its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
+    check_tensors(config, checkpoint)
+
+    def build(weights: Weights | None) -> HeadDecoder:
+        """See `load_model`."""
+        shard = Shard(ranks.rank, ranks.size)
+        reader = ShardReader(checkpoint, model.dtype, device, lambda done, total: None, shard)
+        return build_head(config, choose_format(reader, model.ops, quantization, weights), model, target_ids)
+
+    name = partial(_name_weights, folder, quantization, ranks, "mtp" if is_mtp else "head")
+    return _build_packed(build, name, checkpoint, model.dtype, device, quantization, ranks), config.kv_parts
+
+
+def _read_target_ids(stored: Checkpoint, config: ModelConfig, device: torch.device) -> Tensor | None:
+    """[draft vocabulary] int64: the model's ids of a head's tokens; None: they are the same. `d2t` has differences."""
+    head = config.draft_head
+    assert head is not None
+    if "d2t" not in stored.entries:
+        if head.vocab_size != config.vocab_size:
+            raise ValueError(f"d2t is missing, for draft_vocab_size {head.vocab_size} of {config.vocab_size}")
+        return None
+    differences = stored.tensor("d2t").long()
+    found = differences + torch.arange(len(differences))
+    if found.shape != (head.vocab_size,) or not 0 <= int(found.min()) <= int(found.max()) < config.vocab_size:
+        raise ValueError(f"d2t does not give {head.vocab_size} of the model's {config.vocab_size} tokens")
+    return found.to(device)
+
+
+def _build_packed(
+    build: Callable[[Weights | None], DecoderT], name: Callable[[], str], checkpoint: Checkpoint, dtype: torch.dtype,
+    device: torch.device, quantization: Quantization, ranks: Ranks,
+) -> DecoderT:  # fmt: skip
+    """`build` with memory for packed weights, where they are packed: in the file `name`, if they are large."""
+    is_packed = device.type == "cpu" and dtype is torch.bfloat16 and quantization != "fp8" and can_pack()
     num_bytes = 2 * sum(math.prod(entry.shape) for entry in checkpoint.entries.values()) // ranks.size  # at most
     if not is_packed or num_bytes < SMALLEST_FILE_BYTES:
         return build(Weights() if is_packed else None)
-    name = _name_weights(folder, quantization, ranks)
     try:
-        shared = share_weights(cache_folder(), name, num_bytes, build)
+        shared = share_weights(cache_folder(), name(), num_bytes, build)
     except (CannotShareError, OSError) as error:  # of which a folder that cannot be made
         decoder = build(Weights())
         decoder.why_unshared = str(error)
@@ -154,12 +221,13 @@ def _load_without_native_code(
     return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress))
 
 
-def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks) -> str:
+def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks, part: str = "") -> str:
     """The file name of packed weights: a hash of everything they depend on. It includes file times, since the
     fingerprint may miss small edits of a checkpoint."""
     stats = [path.stat() for path in list_shards(folder)]
     files = [(status.st_size, status.st_mtime_ns) for status in stats]
     parts = [PACKED_VERSION, weight_fingerprint(folder, quantization), files, ranks.rank, ranks.size]
+    parts += [part] if part else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

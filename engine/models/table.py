@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine.layers.config import DeltaNetConfig, GatedConvConfig, rope_order
-from engine.models.config import LayerConfig, ModelConfig, Moe
+from engine.models.config import DraftHead, LayerConfig, ModelConfig, Moe
 from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed, undivided
 from wire.kv_layout import can_divide, heads_of
 
@@ -32,7 +32,7 @@ class Table:
 
 
 def build_table(config: ModelConfig) -> Table:
-    """config: of the whole model. Its lm_head is there too if it is tied, when the checkpoint may lack it."""
+    """config: of the whole model, or of a draft head. `find_optional` says what the checkpoint may lack."""
     hidden, words, prefix = undivided(config.hidden_size), Axis(config.vocab_size), config.prefix
     products = {
         "embedding": Product((module(f"{prefix}embed_tokens", words),), hidden),
@@ -47,7 +47,37 @@ def build_table(config: ModelConfig) -> Table:
         }
         vectors["token_norm"] = Vector(f"{prefix}per_layer_projection_norm.weight", undivided(size))
     layers = tuple(_Layer(config, index).build() for index in range(config.num_layers))
+    if config.draft_head is not None:
+        layers = (_add_head(config, config.draft_head, layers[0], products, vectors),)
     return Table(products, vectors, layers=layers)
+
+
+def _add_head(
+    config: ModelConfig, head: DraftHead, layer: Table, products: dict[str, Product], vectors: dict[str, Vector]
+) -> Table:
+    """Adds what a draft head has beside its layer. Returns the layer."""
+    hidden = undivided(config.hidden_size)
+    joined, taps = undivided(2 * config.hidden_size), undivided(len(head.taps) * head.tap_size)
+    vectors["hidden_norm"] = Vector(f"{config.prefix}hidden_norm.weight", hidden)
+    products["lm_head"] = Product((module(config.head, Axis(head.vocab_size)),), hidden)
+    if head.kind == "mtp":
+        vectors["embedding_norm"] = Vector(f"{config.prefix}embedding_norm.weight", hidden)
+        products["fc"] = Product((module(f"{config.prefix}fc", hidden),), joined)
+        return layer
+    products["fc"] = Product((module(f"{config.prefix}fc", hidden),), taps)
+    if head.norm_before_fc:
+        vectors["input_norm"] = Vector(f"{config.prefix}input_norm.weight", taps)
+    if head.fc_norm:
+        for index in range(len(head.taps)):
+            vectors[f"fc_norm.{index}"] = Vector(f"{config.prefix}fc_norm.{index}.weight", undivided(head.tap_size))
+    qkv = replace(layer.products["qkv_proj"], inputs=joined)
+    return replace(layer, products={**layer.products, "qkv_proj": qkv})
+
+
+def find_optional(config: ModelConfig, table: Table) -> set[str]:
+    """Tensors that a checkpoint may lack: the lm_head of a tied model; what a draft head can take from the model."""
+    names = ["embedding", "lm_head"] if config.draft_head is not None else ["lm_head"] if config.is_tied else []
+    return {stored.name for name in names for stored in table.products[name].stored()}
 
 
 class _Layer:

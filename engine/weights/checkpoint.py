@@ -4,7 +4,7 @@ A tensor that needs no conversion stays a view of the file's mapping: all proces
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +75,22 @@ class SafetensorsCheckpoint(Checkpoint):
         with nullcontext(self._files[path]) if is_kept else _open(path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+class RenamedCheckpoint(Checkpoint):
+    """Some tensors of another checkpoint, under other names."""
+
+    def __init__(self, stored: Checkpoint, names: Mapping[str, str]) -> None:
+        """names: here |-> there."""
+        self.dtypes = stored.dtypes
+        self.entries = {name: stored.entries[theirs] for name, theirs in names.items()}
+        self._stored, self._names = stored, names
+
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        return self._stored.tensor(self._names[name], is_kept=is_kept)
+
+    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
+        return self._stored.coded(self._names[name], index)
 
 
 def _open(path: Path) -> Any:

@@ -156,7 +156,7 @@ def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> Non
         assert isinstance(layer, GroupsLinear) and isinstance(exact, PlainLinear)
         assert torch.equal(layer.weight.dense(), round_to_4_bits(exact.weight.bfloat16()).dense())
         assert layer.weight.second is None and layer.weight.scale.dtype is torch.float16
-    assert torch.equal(decoder._embedding.weight, plain._embedding.weight.bfloat16())
+    assert torch.equal(decoder.embedding.weight, plain.embedding.weight.bfloat16())
 
 
 def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,8 @@ def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
     edit_weights(folder, {"lm_head.weight": embedding.clone()})
     decoder = load_model(folder, "auto", CPU)
     torch.testing.assert_close(logits_of(decoder, ids), plain)
-    assert isinstance(decoder._lm_head, WidenedLinear)
-    assert decoder._lm_head.weight is decoder._embedding.weight
+    assert isinstance(decoder.lm_head, WidenedLinear)
+    assert decoder.lm_head.weight is decoder.embedding.weight
     edit_weights(folder, {"lm_head.weight": 2 * embedding})
     torch.testing.assert_close(logits_of(load_model(folder, "auto", CPU), ids), 2 * plain)
 

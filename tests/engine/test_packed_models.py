@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_products_are_torchs(tmp_path: Path) -> None:
     decoder = load_model(write_checkpoint(tmp_path, "llama", layers=1), "bfloat16", CPU)
-    assert isinstance(decoder._lm_head, WidenedLinear)
+    assert isinstance(decoder.lm_head, WidenedLinear)
     assert decoder.logits(torch.randn(2, decoder.config.hidden_size).bfloat16()).dtype is torch.float32
 
 

@@ -148,7 +148,7 @@ class SimWorker(Process):
         self.memory = Memory(self.num_pages, self.num_ranks, self.num_slots)
         cache = PrefixCache(self.num_pages, self.memory.generations)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
-        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, StateSlots(slots, PAGE_TOKENS, SPACING))
+        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=StateSlots(slots, PAGE_TOKENS, SPACING))
         self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
