@@ -99,8 +99,12 @@ def read_eagle3(folder: Path, model: ModelConfig) -> ModelConfig:
 
 def name_eagle3(entries: Collection[str]) -> dict[str, str]:
     """Names of the head's table |-> in its checkpoint."""
-    names = {re.sub("^midlayer\\.", "layers.0.", name.removeprefix("model.")): name for name in entries}
-    return {name: theirs for name, theirs in names.items() if name not in UNUSED}
+    found = dict[str, str]()
+    for theirs in entries:
+        name = re.sub("^midlayer\\.", "layers.0.", theirs.removeprefix("model."))
+        if name not in UNUSED:
+            found["hidden_norm.weight" if name == "layers.0.hidden_norm.weight" else name] = theirs
+    return found
 
 
 def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:

@@ -1,0 +1,187 @@
+"""Random draft heads beside random models, and what they compute by plain torch, whole sequences at a time."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
+
+DRAFT_VOCAB = 48
+SIZES: dict[str, Any] = {"num_hidden_layers": 6}
+LAYER: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1000.0, "hidden_act": "silu",
+    "max_position_embeddings": 64, "vocab_size": VOCAB, "attention_bias": False,
+}  # fmt: skip
+
+
+class Head(NamedTuple):
+    """A head's folder, or "mtp", and its truth."""
+
+    draft_model: str
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """[n] tokens, [n, H] hidden rows that go with them |-> [n, H] rows to go on from, [n, V] logits"""
+    fuse: Callable[[Sequence[Tensor]], Tensor]
+    """transformers' hidden states of n tokens, [n, H] each |-> [n, H]"""
+
+
+def write_target(folder: Path, model_type: str = "llama", **special: Any) -> Any:
+    """A random model of transformers, saved there."""
+    model = tiny_model(tiny_config(model_type, **{**SIZES, **special}))
+    model.save_pretrained(folder)
+    return model
+
+
+def write_eagle3(
+    folder: Path, target: Any, flags: Mapping[str, bool] = {}, *, is_speculators: bool = False,
+    has_all_words: bool = False, seed: int = 0,
+) -> Head:  # fmt: skip
+    """In SpecForge's form or that of `speculators`, which has other flags and a layer of Qwen 3."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int) -> Tensor:
+        drawn = torch.randn(*sizes, generator=dice)
+        return 1 + 0.1 * drawn if len(sizes) == 1 else 0.2 * drawn
+
+    hidden, inner, heads, kv_heads, dim, taps = 64, 96, 4, 2, 16, (1, 3, 4)
+    weights = {
+        "fc.weight": draw(hidden, len(taps) * hidden), "norm.weight": draw(hidden),
+        "midlayer.hidden_norm.weight": draw(hidden), "midlayer.input_layernorm.weight": draw(hidden),
+        "midlayer.post_attention_layernorm.weight": draw(hidden),
+        "midlayer.self_attn.q_proj.weight": draw(heads * dim, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": draw(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": draw(kv_heads * dim, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": draw(hidden, heads * dim),
+        "midlayer.mlp.gate_proj.weight": draw(inner, hidden), "midlayer.mlp.up_proj.weight": draw(inner, hidden),
+        "midlayer.mlp.down_proj.weight": draw(hidden, inner),
+    }  # fmt: skip
+    words = torch.arange(VOCAB)
+    if not has_all_words:
+        words = torch.randperm(VOCAB, generator=dice)[:DRAFT_VOCAB].sort().values
+        weights["d2t"] = words - torch.arange(DRAFT_VOCAB)
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, words, True)
+    weights["lm_head.weight"] = draw(len(words), hidden)
+    if flags.get("norm_before_fc"):
+        weights["input_norm.weight"] = draw(len(taps) * hidden)
+    if flags.get("fc_norm"):
+        weights |= {f"fc_norm.{index}.weight": draw(hidden) for index in range(len(taps))}
+    layer, own = dict(LAYER), {"draft_vocab_size": len(words), **flags}
+    if is_speculators:
+        layer["model_type"] = "qwen3"
+        weights |= {f"midlayer.self_attn.{name}_norm.weight": draw(dim) for name in "qk"}
+        weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
+        weights["embed_tokens.weight"] = draw(VOCAB, hidden)
+        config = {
+            **own, "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+            "eagle_aux_hidden_state_layer_ids": list(taps), "transformer_layer_config": layer,
+        }  # fmt: skip
+    else:
+        config = {
+            **layer, **own, "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True},
+        }  # fmt: skip
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
+    embedding = weights.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
+
+    def norm(rows: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(rows, rows.shape[-1:], weights[f"{name}.weight"], 1e-5)
+
+    def fuse(states: Sequence[Tensor]) -> Tensor:
+        chosen = [states[tap] for tap in taps]
+        if flags.get("fc_norm"):
+            chosen = [norm(rows, f"fc_norm.{index}") for index, rows in enumerate(chosen)]
+        joined = torch.cat(chosen, -1)
+        return (norm(joined, "input_norm") if flags.get("norm_before_fc") else joined) @ weights["fc.weight"].T
+
+    def run(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        normed = norm(rows, "layers.0.hidden_norm")
+        joined = torch.cat((norm(embedding[tokens], "layers.0.input_layernorm"), normed), -1)
+        query, key, value = (
+            (joined @ weights[f"layers.0.self_attn.{name}_proj.weight"].T).view(len(tokens), -1, dim) for name in "qkv"
+        )
+        if is_speculators:
+            query, key = norm(query, "layers.0.self_attn.q_norm"), norm(key, "layers.0.self_attn.k_norm")
+        query, key = turn(query), turn(key)
+        attended = functional.scaled_dot_product_attention(
+            *(one.transpose(0, 1)[None] for one in (query, key, value)), is_causal=True, enable_gqa=True
+        )[0]
+        out = normed if flags.get("norm_before_residual") else rows
+        out = out + attended.transpose(0, 1).flatten(1) @ weights["layers.0.self_attn.o_proj.weight"].T
+        inner_rows = norm(out, "layers.0.post_attention_layernorm")
+        gate, up = (inner_rows @ weights[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        out = out + (functional.silu(gate) * up) @ weights["layers.0.mlp.down_proj.weight"].T
+        last = norm(out, "norm")
+        logits = torch.full((len(tokens), VOCAB), -torch.inf)
+        logits[:, words] = last @ weights["lm_head.weight"].T
+        return last if flags.get("norm_output") else out, logits
+
+    return Head(str(folder), run, fuse)
+
+
+def turn(heads: Tensor) -> Tensor:
+    """[n, heads, D] at positions 0 to n - 1."""
+    dim = heads.shape[-1]
+    angles = torch.arange(len(heads))[:, None] * LAYER["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+    cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-second, first), -1) * sin
+
+
+def write_mtp(folder: Path, model_type: str, **special: Any) -> tuple[Any, Head]:
+    """A random model with an MTP layer in its folder: the layer that a deeper model would have."""
+    deep = write_target(folder, model_type, **special, num_hidden_layers=SIZES["num_hidden_layers"] + 1)
+    last = SIZES["num_hidden_layers"]
+    weights = load_file(folder / "model.safetensors")
+    dice = torch.Generator().manual_seed(1)
+    own = {name: 1 + 0.1 * torch.randn(64, generator=dice) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = 0.2 * torch.randn(64, 128, generator=dice)
+    own["shared_head.head"] = 0.2 * torch.randn(VOCAB, 64, generator=dice)
+    weights |= {f"model.layers.{last}.{name}.weight": tensor for name, tensor in own.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last, "num_nextn_predict_layers": 1}))
+    library: Any = AutoModelForCausalLM
+    target, eps = library.from_pretrained(folder), config["rms_norm_eps"]
+    inner = deep.model
+
+    def norm(rows: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(rows, rows.shape[-1:], own[name], eps)
+
+    def run(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = norm(inner.embed_tokens(tokens), "enorm")
+        joined = torch.cat((embedded, norm(rows, "hnorm")), -1) @ own["eh_proj"].T
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        out = inner.layers[last](
+            joined[None], attention_mask=mask, position_ids=positions,
+            position_embeddings=inner.rotary_emb(joined[None], positions),
+        )  # fmt: skip
+        out = (out[0] if isinstance(out, tuple) else out)[0]
+        return out, norm(out, "shared_head.norm") @ own["shared_head.head"].T
+
+    return target, Head("mtp", run, lambda states: states[-1])
+
+
+@torch.inference_mode()
+def draft_truth(target: Any, head: Head, tokens: Sequence[int], guesses: Sequence[int]) -> list[Tensor]:
+    """[V] log-probabilities of the head for the token after `tokens`, and after each of the `guesses` that follow."""
+    ids = torch.tensor(list(tokens))
+    states = target(input_ids=ids[None], output_hidden_states=True).hidden_states
+    hidden = head.fuse([state[0] for state in states])[:-1]
+    found, seen = list[Tensor](), ids[1:]
+    for guess in [*guesses, None]:
+        rows, logits = head.run(seen, hidden)
+        found.append(logits[-1].log_softmax(-1))
+        if guess is not None:
+            seen, hidden = torch.cat((seen, torch.tensor([guess]))), torch.cat((hidden, rows[-1:]))
+    return found
