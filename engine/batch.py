@@ -197,30 +197,17 @@ def shift(batch: Batch, lag: Tensor, owners: Tensor, rows: InputBatch, padding_s
     lag: [B]; owners: [T] sequence of each token. Slots from `padding_slot` on stay.
     """
     of_tokens = lag.index_select(0, owners)  # [T]
-    places = batch.places - of_tokens
-    token_ids = rows.flat_tokens.index_select(0, places).long()
-    moved = _move(batch, batch.positions - of_tokens, lag, owners, rows, padding_slot)
-    return replace(moved, token_ids=token_ids, places=places)
-
-
-def step_back(batch: Batch, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
-    """The same tokens one position earlier, as a draft head has them. No position is 0. Only launches."""
-    one = torch.ones_like(batch.seq_lens)
-    moved = _move(batch, batch.positions - 1, one, owners, rows, padding_slot)
-    return replace(moved, seq_lens_host=batch.seq_lens_host - 1)
-
-
-def _move(
-    batch: Batch, positions: Tensor, shorter: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int
-) -> Batch:  # fmt: skip
+    places, positions = batch.places - of_tokens, batch.positions - of_tokens
     pages = batch.page_table.view(-1).index_select(
         0, owners * batch.page_table.shape[1] + positions // rows.page_tokens
     )
     slots = pages.long() * rows.page_tokens + positions % rows.page_tokens
     return replace(
         batch,
+        token_ids=rows.flat_tokens.index_select(0, places).long(),
+        places=places,
         positions=positions,
-        seq_lens=batch.seq_lens - shorter.to(torch.int32),
+        seq_lens=batch.seq_lens - lag.to(torch.int32),
         slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
     )
 

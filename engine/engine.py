@@ -312,7 +312,7 @@ def _build_runners(
     if isinstance(decoders[1], HeadDecoder):
         decoders[0].tap(decoders[1].head.taps)
         head = place.build_head_runner(decoders[1], backends[1], pages[1], rows)
-        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head), head
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.follower), head
     return (
         place.build_runner(0, decoders[0], backends[0], pages[0], rows),
         place.build_runner(1, decoders[1], backends[1], pages[1], rows, True),

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
+from engine.head_follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import NO_SLOT, AdapterTiles
 from engine.kernels.sampling_fields import PARAMS, SamplingTensors, to_bytes, to_row
@@ -78,12 +79,19 @@ class DecodeGraph:
         padding_page: int,
         judges: bool,
         has_adapters: bool = False,
+        head: HeadFollower | None = None,
+        carried: Tensor | None = None,
     ) -> None:
-        """padding_page: a page that no sequence has. judges: whether it counts right drafts. has_adapters: of rows."""
+        """padding_page: a page that no sequence has. judges: whether it counts right drafts. has_adapters: of rows.
+
+        head: follows the step. carried: [rows + 1, H], of a draft head the rows that a step goes on from and leaves.
+        """
         self.shape = shape
         self._model, self._pages, self._rows = model, pages, rows
         width = rows.page_table.shape[1]
-        self._attention = attention.for_graph(shape.num_sequences, shape.num_tokens, shape.num_sequences * width)
+        sizes = shape.num_sequences, shape.num_tokens, shape.num_sequences * width
+        self._attention = attention.for_graph(*sizes)
+        self._head, self._carried = None if head is None else head.for_graph(*sizes), carried
         device, num_rows = rows.device, shape.num_sequences * shape.num_tokens
         self._block = StaticBlock(_build_padding(shape, rows, padding_page), device)
         self._has_adapters = has_adapters
@@ -105,9 +113,10 @@ class DecodeGraph:
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
         self._answer_positions, self._lag_rows = map(self._block.tensor, ("answer_positions", "lag_rows"))
         self._judged_rows, self._num_drafts = map(self._block.tensor, ("judged_rows", "num_drafts"))
+        self._row_ids = self._block.tensor("rows")
         self._shifted_places = self._answer_places.clone()
         self._judges = judges
-        self._batch = self._build_batch(num_rows)
+        self._batch = self._shifted = self._build_batch(num_rows)
         self._sampling = self._build_sampling(num_rows)
         own = model.ranks.own_rows(num_rows)  # tokens that this rank samples
         self._own_sampling, self._own_tokens = self._sampling.take(own), self._tokens[own]
@@ -131,6 +140,7 @@ class DecodeGraph:
             seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
             states=States(self._rows.states, take("state_from"), take("state_to")) if self._rows.states else None,
             adapters=(tiles, tiles) if self._has_adapters else None,
+            taps=None if self._head is None else self._model.new_taps(num_rows),
         )
 
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
@@ -153,7 +163,7 @@ class DecodeGraph:
         """Call once, before the first replay. Works on padding alone."""
         with self._block.fill():
             pass
-        self._attention.plan(self._pages, self._batch)
+        self._plan(self._batch)
         self._replay_forward = capture(self._forward)
         self._replay_sampling = capture(self._sample)
 
@@ -178,6 +188,8 @@ class DecodeGraph:
             if sampling.counts_line is not None:
                 arrays["counts_line"][outs] = sampling.counts_line
             arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
+            if self._head is not None or self._carried is not None:
+                arrays["rows"][:num_sequences] = layout.places[layout.cu_seqlens_q[:-1]] // self._rows.width
             if layout.lag_rows is not None:
                 arrays["lag_rows"][:num_sequences] = layout.lag_rows
             if step.drafts is not None:
@@ -189,9 +201,14 @@ class DecodeGraph:
                 arrays["adapter_rows"][: len(tokens.rows)] = rows[tokens.rows]
                 arrays["adapter_tiles"][: tokens.tiles.size] = tokens.tiles.reshape(-1)
             seq_lens = arrays["seq_lens"].copy()
-        self._attention.plan(self._pages, replace(self._batch, seq_lens_host=seq_lens))
+        self._plan(replace(self._batch, seq_lens_host=seq_lens))
         self._replay_forward()
         return outs
+
+    def _plan(self, batch: Batch) -> None:
+        self._attention.plan(self._pages, batch)
+        if self._head is not None:
+            self._head.plan(batch)
 
     def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor, Tensor | None]:
         """Launch the rest of the last `forward`'s step, given the same step, perhaps with masks, and its rows.
@@ -254,7 +271,14 @@ class DecodeGraph:
         lag = self._rows.lag.index_select(0, self._lag_rows)  # [B]
         batch = shift(self._batch, lag, self._owners, self._rows, self._padding_slot)
         self._attention.correct(batch, lag)
+        if self._head is not None:
+            self._head.correct(batch, lag)
+        if self._carried is not None:
+            batch = replace(batch, hidden=self._carried.index_select(0, self._row_ids))
         self.hidden.copy_(self._model.run_planned(batch, self._attention))
+        if self._carried is not None:
+            self._carried.index_copy_(0, self._row_ids, self.hidden)
+        self._shifted = batch  # stays in the graphs' memory
         self._token_ids.copy_(batch.token_ids)
         of_rows = lag.index_select(0, self._owners)
         self._shifted_places.copy_(self._answer_places - of_rows)
@@ -274,6 +298,10 @@ class DecodeGraph:
             drafts, chosen = self._token_ids.view(self.shape)[:, 1:], tokens.view(self.shape)[:, :-1]
             self._accepted.copy_(count_right(drafts, chosen, self._num_drafts))
             rows.lag.index_copy_(0, self._judged_rows, self._num_drafts - self._accepted)
+        if self._head is not None:
+            num_wrong = self._num_drafts - self._accepted if self.shape.num_tokens > 1 else 0
+            lasts = self._batch.cu_seqlens_q[1:].long() - 1 - num_wrong
+            self._head.run(self._shifted, lasts, self._row_ids)
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
@@ -292,6 +320,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
         "lag_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
+        "rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "judged_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "num_drafts": np.zeros(shape.num_sequences, np.int64),
         "state_from": np.full(shape.num_sequences, -1, np.int64),
@@ -320,14 +349,16 @@ class DecodeGraphs:
         judges: bool,
         capture: Capture,
         on_progress: OnCaptured,
+        head: HeadFollower | None = None,
+        carried: Tensor | None = None,
     ) -> None:
-        """Captures all, the largest first, so that the others fit into its memory."""
+        """Captures all, the largest first, so that the others fit into its memory. Parameters: see `DecodeGraph`."""
         rows.reserve_counts()
         self._graphs: dict[tuple[Shape, bool], DecodeGraph] = {}  # shape, whether rows have adapters
         kinds = [False] if model.adapters is None else [False, True]
         for shape in sorted(shapes, key=prod, reverse=True):
             for kind in kinds:
-                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges, kind)
+                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges, kind, head, carried)
                 graph.capture(capture)
                 self._graphs[shape, kind] = graph
             on_progress(len(self._graphs) // len(kinds), len(shapes))

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift, step_back
+from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift
 from engine.graph_shapes import CHUNK_VALUES, Shape
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
+from engine.head_follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
@@ -92,11 +93,11 @@ class Runner:
 
     def __init__(
         self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch, drafts: bool = False,
-        head: "HeadRunner | None" = None,
+        head: HeadFollower | None = None,
     ) -> None:  # fmt: skip
         """pages: this model's part of a pool. Runners of two models may share rows; one that drafts judges nothing.
 
-        head: of this model; it follows each step.
+        head: follows each step.
         """
         self._model = model
         self._drafts = drafts
@@ -119,7 +120,7 @@ class Runner:
         """Capture graphs; from now on steps that fit run as graphs. See `DecodeGraphs`."""
         self._graphs = DecodeGraphs(
             shapes, self._model, self._attention, self._pages, self._rows, padding_page, not self._drafts, capture,
-            on_progress,
+            on_progress, self._head,
         )  # fmt: skip
 
     def capture_pieces(self, sizes: Collection[int], capture: Capture, on_captured: Callable[[], None]) -> None:
@@ -209,13 +210,16 @@ class Runner:
     @torch.inference_mode()
     def _begin(self, step: Prepared) -> Callable[[Prepared], Launched]:
         """Launch the forward. Returns what launches the rest, given the same step, perhaps with masks."""
-        graph = None if self._graphs is None else self._graphs.find(step)
+        graph = self._find_graph(step)
         if graph is not None:
             rows = graph.forward(step)
             return lambda completed: self._finish_graph(graph, completed, rows)
         batch = build_batch(step.layout, self._rows, self._stager)
         hidden, shifted = self._forward(step, batch)
         return lambda completed: self._finish(completed, shifted, hidden)
+
+    def _find_graph(self, step: Prepared) -> DecodeGraph | None:
+        return None if self._graphs is None else self._graphs.find(step)
 
     @torch.inference_mode()
     def _finish_graph(self, graph: DecodeGraph, step: Prepared, rows: Ints) -> Launched:
@@ -236,13 +240,16 @@ class Runner:
         piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
         if self._head is not None:
             batch = replace(batch, taps=self._model.new_taps(len(layout.places)))
+            self._head.plan(batch)
         shifted, lag = self._shift(layout, batch)
-        if self._head is not None:
-            self._head.plan(batch, shifted, lag)
         if piece is None and lag is None:
             return self._model.forward(batch, self._pages, self._attention), batch
         run_planned = self._model.run_planned if piece is None else piece.run
-        plan(self._attention, self._pages, batch, shifted, lag)
+        self._attention.plan(self._pages, batch)
+        if lag is not None:
+            self._attention.correct(shifted, lag)
+            if self._head is not None:
+                self._head.correct(shifted, lag)
         return run_planned(shifted, self._attention), shifted
 
     def _shift(self, layout: Layout, batch: Batch) -> tuple[Batch, Tensor | None]:
@@ -297,8 +304,9 @@ class Runner:
 
     def _shift_outputs(self, step: Prepared, batch: Batch, places: Tensor) -> tuple[Prepared, Tensor]:
         """The outputs' positions and places as they really are."""
-        positions = batch.positions.index_select(0, batch.logits_rows) + 1  # [S]
+        actual = batch.places.index_select(0, batch.logits_rows) + 1  # [S]
         (laid_out,) = upload([step.outputs.positions], places.device)
+        positions = laid_out - (places - actual)
         chunks = []
         for chunk in step.chunks:
             own = positions[chunk.span]
@@ -306,7 +314,7 @@ class Runner:
                 own = own.index_select(0, upload([chunk.chosen], places.device)[0])
             moved = chunk.sampling._replace(positions=own if own.is_cuda else own.numpy())
             chunks.append(chunk._replace(sampling=moved))
-        return replace(step, chunks=chunks), places - laid_out + positions
+        return replace(step, chunks=chunks), actual
 
     def _choose(self, chunk: LogitsChunk, logits: Tensor, places: Tensor) -> Tensor:
         """[n, V], [n] places of the tokens in the flat InputBatch.tokens -> [n] int64. Modifies `logits`."""
@@ -339,69 +347,50 @@ class Runner:
 
 
 class HeadRunner(Runner):
-    """Runs a draft head behind its model: `follow` after each of its steps, `launch` for drafts, one token a request.
+    """Drafts with a head: one token a request. The first one needs no forward, since the head has followed the model.
 
-    The head's row of the token at position i, and its KV, are at position i - 1: nothing in a page depends on the page
-    after it but through one token (see wire/page_keys.py).
+    The head has the token at position i, and its KV, at position i - 1.
     """
 
     def __init__(self, model: HeadDecoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch) -> None:
         """See `Runner`."""
         super().__init__(model, attention, pages, rows, drafts=True)
-        self._fuse = model.fuse
-        sizes = rows.num_rows + 1, model.config.hidden_size
-        # What the head gives after a row's last token: one that the model chose, and one that the head chose.
-        self._known = torch.zeros(sizes, dtype=model.dtype, device=rows.device)
-        self._guessed = torch.zeros(sizes, dtype=model.dtype, device=rows.device)
+        self.follower = HeadFollower(model, attention, pages, rows)
+        self._guessed = self.follower.known.clone()  # what the head gives after the last draft of each row
 
-    def plan(self, planned: Batch, batch: Batch, lag: Tensor | None) -> None:
-        """A step of the model is about to be launched, at the positions of `batch`: `follow` comes next."""
-        plan(self._attention, self._pages, planned, batch, lag)
-
-    def follow(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
-        """The model's step has written its taps and its tokens. num_wrong: [J] of its drafts. Only launches."""
-        rows, lasts = self._rows, find_lasts(step.outputs.rows)
-        of_rows = step.outputs.rows[lasts]
-        logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], rows.device)
-        if num_wrong is not None and step.drafts is not None:
-            (which,) = upload([np.flatnonzero(np.isin(of_rows, step.drafts.rows))], rows.device)
-            logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
-        self._known.index_copy_(0, row_ids, self._run_after(batch, logits_rows))
-
-    def _run_after(self, batch: Batch, logits_rows: Tensor) -> Tensor:
-        """[S] rows of the batch |-> [S, H] what the head gives there."""
-        assert batch.taps is not None
-        token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
-        own = replace(
-            batch, token_ids=token_ids, hidden=self._fuse(batch.taps), taps=None, logits_rows=logits_rows,
-            adapters=None, states=None,
+    def capture_graphs(
+        self, shapes: Collection[Shape], capture: Capture, padding_page: int,
+        on_progress: OnCaptured = lambda done, total: None,
+    ) -> None:  # fmt: skip
+        own = [shape for shape in shapes if shape.num_tokens == 1]
+        self._graphs = DecodeGraphs(
+            own, self._model, self._attention, self._pages, self._rows, padding_page, False, capture, on_progress,
+            carried=self._guessed,
         )  # fmt: skip
-        return self._model.run_planned(own, self._attention)
+
+    def warm_up(self, padding_page: int) -> None:
+        """The model's, which this follows, does it."""
+
+    def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
+        step = super()._prepare(requests)
+        if not step.has_drafted:
+            return step
+        layout, positions = step.layout, step.layout.positions - 1
+        slots = self._rows.slots(step.outputs.rows, positions)
+        layout = layout._replace(positions=positions, seq_lens=layout.seq_lens - 1, slot_mapping=slots)
+        return replace(step, layout=layout)
+
+    def _find_graph(self, step: Prepared) -> DecodeGraph | None:
+        return super()._find_graph(step) if step.has_drafted else None
 
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
-        layout, rows = step.layout, self._rows
-        shifted, lag = self._shift(layout, batch)
-        row_ids, owners = upload([step.outputs.rows, layout.owners], rows.device)
-        if not step.has_drafted:
-            hidden = self._known.index_select(0, row_ids)
+        (row_ids,) = upload([step.outputs.rows], self._rows.device)
+        if step.has_drafted:
+            hidden, shifted = super()._forward(step, replace(batch, hidden=self._guessed.index_select(0, row_ids)))
         else:
-            own = replace(step_back(shifted, owners, rows, NO_PADDING), hidden=self._guessed.index_select(0, row_ids))
-            plan(self._attention, self._pages, step_back(batch, owners, rows, NO_PADDING), own, lag)
-            hidden = self._model.run_planned(own, self._attention)
+            hidden, shifted = self.follower.known.index_select(0, row_ids), self._shift(step.layout, batch)[0]
         self._guessed.index_copy_(0, row_ids, hidden)
         return hidden, shifted
-
-
-def plan(attention: AttentionBackend, pages: Tensor, planned: Batch, batch: Batch, lag: Tensor | None) -> None:
-    """Plan a step on what the host knows, then correct it. lag: [B], see `AttentionBackend`; None: it is as planned."""
-    attention.plan(pages, planned)
-    if lag is not None:
-        attention.correct(batch, lag)
-
-
-def find_lasts(rows: Ints) -> Ints:
-    """[S] rows of a step's outputs |-> each row's last output."""
-    return np.flatnonzero(np.append(rows[1:] != rows[:-1], True)) if len(rows) else rows
 
 
 def _score(chunk: LogitsChunk, logprobs: Tensor, tokens: Tensor) -> Scores:
