@@ -58,7 +58,9 @@ class HeadFollower:
             batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,
             adapters=None, states=None,
         )  # fmt: skip
-        self.known.index_copy_(0, row_ids, self._model.run_planned(own, self._attention))
+        given = self._model.run_planned(own, self._attention)
+        if len(row_ids):
+            self.known.index_copy_(0, row_ids, given)
 
 
 def find_lasts(rows: Ints) -> Ints:

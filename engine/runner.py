@@ -21,7 +21,7 @@ from engine.head_follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
-from engine.out_of_memory import is_device_lost
+from engine.out_of_memory import is_out_of_memory
 from engine.pieces import PieceGraphs
 from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
 from engine.ranges import Ints
@@ -298,7 +298,7 @@ class Runner:
         try:
             self._head.follow(batch, step, num_wrong)
         except Exception as error:
-            if self._model.ranks.size > 1 or is_device_lost(error):
+            if self._model.ranks.size > 1 or not is_out_of_memory(error):
                 raise
             log.warning("the draft head could not follow a step", reason=str(error))
 

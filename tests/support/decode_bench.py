@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +9,19 @@ import numpy as np
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import ALONE, Engine, Place, build_engine
 from engine.graph_shapes import choose_shapes
-from engine.models.load import load_model
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import NO_SPECULATION, Answers, build_speculators, decode
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
-from tests.support.late_runner import LateRows, LateRunner
+from tests.support.late_runner import LateHeadRunner, LateRows, LateRunner
 from worker.sequences import SequenceParams
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
+
+
+LATE = Place(
+    build_rows=LateRows, build_runner=lambda _number, *parts: LateRunner(*parts), build_head_runner=LateHeadRunner
+)
 
 
 def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
@@ -26,16 +29,6 @@ def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
         lambda *_: (NUM_PAGES + 1, 0), lambda _done, _total: None, CONTEXT, place=place,
     )  # fmt: skip
-
-
-def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
-    rows = LateRows(NUM_ROWS, CONTEXT, PAGE_TOKENS, DEMO_SIZE, engine.device)
-    assert engine.pool.draft_tensor is not None
-    runner, draft_runner = (
-        LateRunner(load_model(path, "float32", engine.device), engine.attention.backend, pages, rows, drafts)
-        for path, pages, drafts in ((folder, engine.pool.tensor, False), (draft_folder, engine.pool.draft_tensor, True))
-    )
-    return capture(replace(engine, rows=rows, runner=runner, draft_runner=draft_runner))
 
 
 def capture(engine: Engine) -> Engine:

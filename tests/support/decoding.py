@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
@@ -110,8 +110,9 @@ def build_speculators(
 ) -> Mapping[str, Speculator]:  # fmt: skip
     """Drafter's name |-> an eager speculator with that drafter alone."""
     assert engine.draft_runner is not None
+    kind = HeadDrafter if engine.has_head else ModelDrafter
     drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
+        "ngram": NgramDrafter(), "draft": kind(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
     }  # fmt: skip
     built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
     return {"off": NO_SPECULATION, **built}
@@ -124,7 +125,8 @@ def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
     """
     cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
-    return Scheduler(KVCacheManager(cache, engine.pool.shape.page_tokens), max_running, LEASE_S)
+    kv = KVCacheManager(cache, engine.pool.shape.page_tokens, num_after=int(engine.has_head))
+    return Scheduler(kv, max_running, LEASE_S)
 
 
 def decode(

@@ -41,16 +41,21 @@ def write_target(folder: Path, model_type: str = "llama", **special: Any) -> Any
 
 def write_eagle3(
     folder: Path, target: Any, flags: Mapping[str, bool] = {}, *, is_speculators: bool = False,
-    has_all_words: bool = False, seed: int = 0,
+    has_all_words: bool = False, seed: int = 0, given: Mapping[str, Tensor] = {},
 ) -> Head:  # fmt: skip
-    """In SpecForge's form or that of `speculators`, which has other flags and a layer of Qwen 3."""
+    """In SpecForge's form or that of `speculators`, which has other flags and a layer of Qwen 3.
+
+    given: weights that are not random.
+    """
     dice = torch.Generator().manual_seed(seed)
 
     def draw(*sizes: int) -> Tensor:
         drawn = torch.randn(*sizes, generator=dice)
         return 1 + 0.1 * drawn if len(sizes) == 1 else 0.2 * drawn
 
-    hidden, inner, heads, kv_heads, dim, taps = 64, 96, 4, 2, 16, (1, 3, 4)
+    hidden, inner, heads, kv_heads, dim = 64, 96, 4, 2, 16
+    num_layers, vocab = target.config.num_hidden_layers, target.config.vocab_size
+    taps = (1, 3, 4) if num_layers > 4 else (0, num_layers - 1)
     weights = {
         "fc.weight": draw(hidden, len(taps) * hidden), "norm.weight": draw(hidden),
         "midlayer.hidden_norm.weight": draw(hidden), "midlayer.input_layernorm.weight": draw(hidden),
@@ -62,22 +67,23 @@ def write_eagle3(
         "midlayer.mlp.gate_proj.weight": draw(inner, hidden), "midlayer.mlp.up_proj.weight": draw(inner, hidden),
         "midlayer.mlp.down_proj.weight": draw(hidden, inner),
     }  # fmt: skip
-    words = torch.arange(VOCAB)
+    words = torch.arange(vocab)
     if not has_all_words:
-        words = torch.randperm(VOCAB, generator=dice)[:DRAFT_VOCAB].sort().values
+        words = torch.randperm(vocab, generator=dice)[:DRAFT_VOCAB].sort().values
         weights["d2t"] = words - torch.arange(DRAFT_VOCAB)
-        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, words, True)
+        weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, words, True)
     weights["lm_head.weight"] = draw(len(words), hidden)
+    weights |= given
     if flags.get("norm_before_fc"):
         weights["input_norm.weight"] = draw(len(taps) * hidden)
     if flags.get("fc_norm"):
         weights |= {f"fc_norm.{index}.weight": draw(hidden) for index in range(len(taps))}
-    layer, own = dict(LAYER), {"draft_vocab_size": len(words), **flags}
+    layer, own = LAYER | {"vocab_size": vocab}, {"draft_vocab_size": len(words), **flags}
     if is_speculators:
         layer["model_type"] = "qwen3"
         weights |= {f"midlayer.self_attn.{name}_norm.weight": draw(dim) for name in "qk"}
         weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
-        weights["embed_tokens.weight"] = draw(VOCAB, hidden)
+        weights["embed_tokens.weight"] = draw(vocab, hidden)
         config = {
             **own, "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
             "eagle_aux_hidden_state_layer_ids": list(taps), "transformer_layer_config": layer,
@@ -121,11 +127,51 @@ def write_eagle3(
         gate, up = (inner_rows @ weights[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         out = out + (functional.silu(gate) * up) @ weights["layers.0.mlp.down_proj.weight"].T
         last = norm(out, "norm")
-        logits = torch.full((len(tokens), VOCAB), -torch.inf)
+        logits = torch.full((len(tokens), vocab), -torch.inf)
         logits[:, words] = last @ weights["lm_head.weight"].T
         return last if flags.get("norm_output") else out, logits
 
     return Head(str(folder), run, fuse)
+
+
+def write_oracle(folder: Path, *, vocab: int = VOCAB, noise: float = 0.0, num_layers: int = 2) -> tuple[Any, Head]:
+    """A model whose next token depends on the last one alone, and a head that knows how: with noise, sometimes.
+
+    A token's row has 32 signs. Queries and keys are the first 16, so that attention finds the token itself.
+    """
+    target = write_target(
+        folder / "model", "llama", vocab_size=vocab, num_hidden_layers=num_layers, tie_word_embeddings=False
+    )
+    dice = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        rows = target.get_input_embeddings().weight
+        rows.zero_()[:, :32].copy_(torch.randint(0, 2, (vocab, 32), generator=dice) * 2.0 - 1)
+        target.model.norm.weight.fill_(1)
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    target.save_pretrained(folder / "model")
+
+    def place(rows: int, columns: int, *blocks: tuple[int, int, float]) -> Tensor:
+        """(first row, first column, value) of diagonals of 16."""
+        made, own = torch.zeros(rows, columns), torch.arange(16)
+        for row, column, value in blocks:
+            made[row + own, column + own] = value
+        return made
+
+    lm_head = target.lm_head.weight.detach()
+    given = {
+        "fc.weight": torch.zeros(64, 128), "norm.weight": torch.ones(64),
+        "midlayer.input_layernorm.weight": torch.ones(64), "midlayer.hidden_norm.weight": torch.zeros(64),
+        "midlayer.self_attn.q_proj.weight": place(64, 128, *((row, 0, 30.0) for row in (0, 16, 32, 48))),
+        "midlayer.self_attn.k_proj.weight": place(32, 128, (0, 0, 30.0), (16, 0, 30.0)),
+        "midlayer.self_attn.v_proj.weight": place(32, 128, (0, 0, 1.0), (16, 16, 1.0)),
+        "midlayer.self_attn.o_proj.weight": place(64, 64, (0, 0, 1.0), (16, 32, 1.0)),
+        "midlayer.mlp.down_proj.weight": torch.zeros(64, 96),
+        "lm_head.weight": lm_head + noise * torch.randn(lm_head.shape, generator=dice),
+    }  # fmt: skip
+    flags = {"norm_before_residual": True}  # with a norm of zeros, so that nothing is left of the row before
+    return target, write_eagle3(folder / "head", target, flags, has_all_words=True, given=given)
 
 
 def turn(heads: Tensor) -> Tensor:

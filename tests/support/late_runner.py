@@ -6,6 +6,7 @@ fails.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from engine.kernels.adapter_rows import NO_SLOT
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
+from engine.runner import Begun, HeadRunner, Launched, Masks, ModelOutput, Runner
 from wire.sampling import SamplingParams
 
 POISON = -1
@@ -81,9 +82,9 @@ class LateRunner(Runner):
     """Runs over `LateRows`, which several runners may share."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows, drafts: bool = False
+        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows, *others: Any
     ) -> None:
-        super().__init__(model, attention, pages, rows, drafts)
+        super().__init__(model, attention, pages, rows, *others)
         self._late_rows = rows
 
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
@@ -124,3 +125,7 @@ class LateRunner(Runner):
         flat = self._late_rows.tokens.view(-1)
         flat[torch.from_numpy(places)] = flat[torch.from_numpy(places)].clamp(min=0)
         return self._begin(step)
+
+
+class LateHeadRunner(LateRunner, HeadRunner):
+    """A draft head, which follows late steps."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,14 @@ from engine.ranks import join_group
 from engine.runner import Launched, Runner
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, build, build_requests, capture, make_late, run, speculators
+from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
 from tests.support.decoding import Answers
+from tests.support.draft_heads import write_oracle
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
 from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
-from worker.ranks import Leader, LedInputBatch, LedRunner
+from worker.ranks import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.sequences import SequenceParams
 
 __all__ = ["one_thread"]  # a fixture
@@ -63,21 +65,31 @@ def alone(folders: tuple[Path, Path]) -> Engine:
 @pytest.fixture(scope="module")
 def late(folders: tuple[Path, Path]) -> Engine:
     """Is late and has graphs."""
-    return make_late(build(*folders), *folders)
+    return capture(build(*folders, LATE))
 
 
 @pytest.fixture(scope="module")
-def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a head that is sometimes right."""
+    folder = tmp_path_factory.mktemp("head")
+    write_oracle(folder, vocab=DEMO_SIZE, noise=0.05)
+    return folder / "model", folder / "head"
+
+
+@contextmanager
+def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[Engine]:
     """Rank 0 of 2."""
-    rendezvous, fds, pool_fd = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1), create_file()
-    command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), rendezvous, "1", "2"]
+    fds, pool_fd = open_ring(1), create_file()
+    command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
     passed = (pool_fd, *fds)
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(RingLeader(fds))
-    ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
-    place = Place(ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader))
+    ranks = join_group(str(rendezvous), 0, 2, CPU, MEET_S)
+    place = Place(
+        ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader),
+        partial(LedHeadRunner, leader, 1),
+    )  # fmt: skip
     engine = capture(build(*folders, place))
-    assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
     leader.is_leading = True
     yield engine
     assert follower.poll() is None, "the follower ended by itself"
@@ -88,10 +100,33 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
         os.close(fd)
 
 
+@pytest.fixture
+def led(folders: tuple[Path, Path], alone: Engine, tmp_path: Path) -> Iterator[Engine]:
+    with lead(folders, tmp_path / "meet") as engine:
+        assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
+        yield engine
+
+
+@pytest.fixture
+def led_head(headed: tuple[Path, Path], tmp_path: Path) -> Iterator[Engine]:
+    with lead(headed, tmp_path / "meet") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def late_head(headed: tuple[Path, Path]) -> Engine:
+    return capture(build(*headed, LATE))
+
+
 @pytest.fixture(scope="module")
 def expected(alone: Engine) -> Answers:
     """Step by step, without drafts, with enough pages."""
     return run(alone, build_requests("off"))
+
+
+@pytest.fixture(scope="module")
+def expected_head(headed: tuple[Path, Path]) -> Answers:
+    return run(build(*headed), build_requests("off"))
 
 
 ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
@@ -102,6 +137,7 @@ ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
     [
         ("late", 1, "off", 26, ABORTS), ("late", 1, "ngram", 26, {}), ("late", 1, "draft", NUM_PAGES, {}),
         ("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
+        ("late_head", 1, "draft", 26, ABORTS), ("led_head", 1, "draft", NUM_PAGES, {}),
     ],
 )  # fmt: skip
 def test_answers_are_those_of_one_process_step_by_step(
@@ -110,10 +146,10 @@ def test_answers_are_those_of_one_process_step_by_step(
     drafter: str,
     num_pages: int,
     aborted: dict[int, int],
-    expected: Answers,
     request: pytest.FixtureRequest,
 ) -> None:
     engine: Engine = request.getfixturevalue(which)
+    expected: Answers = request.getfixturevalue("expected_head" if which.endswith("head") else "expected")
     requests, speculator = build_requests(drafter), speculators(engine, is_ahead=steps_ahead > 0)[drafter]
     answers = run(engine, requests, speculator, steps_ahead, num_pages, aborted)
     if num_pages == NUM_PAGES:

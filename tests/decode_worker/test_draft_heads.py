@@ -1,0 +1,134 @@
+"""Draft heads in a decode worker's loop: every draft is what plain torch computes, and no answer depends on them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode_worker.speculation.drafters import Draft, HeadDrafter, Wanted
+from decode_worker.speculation.lengths import CostMeter
+from engine.engine import Engine, build_engine
+from tests.support.decoding import build_eager_speculator, decode
+from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target
+from tests.support.tiny_models import VOCAB
+from wire.sampling import SamplingParams
+from worker.sequences import SequenceParams
+
+GREEDY = SamplingParams(temperature=0.0)
+PAGE_TOKENS = 8
+SHARED = [(number * 7) % 100 + 3 for number in range(4 * PAGE_TOKENS)]  # whole pages
+
+
+def build(model: Path, draft_model: str, num_pages: int) -> Engine:
+    return build_engine(
+        str(model), draft_model, "float32", "cpu", 1, PAGE_TOKENS, 16, lambda *_: (num_pages, 0),
+        lambda _done, _total: None, 120,
+    )  # fmt: skip
+
+
+def ask(handle: int, prompt: Sequence[int], max_tokens: int = 20, **others: Any) -> SequenceParams:
+    given: dict[str, Any] = {"sampling": GREEDY, "drafter": "draft", "max_draft_tokens": 3} | others
+    packed = np.array(prompt, np.int32).tobytes()
+    return SequenceParams(str(handle), packed, len(prompt) - 1, max_tokens, gateway="g", handle=handle, **given)
+
+
+class CheckedDrafter(HeadDrafter):
+    """Compares each draft with the truth."""
+
+    def __init__(self, engine: Engine, target: Any, head: Head) -> None:
+        assert engine.draft_runner is not None
+        super().__init__(engine.draft_runner, CostMeter(), 64)
+        self._target, self._truth = target, head
+        self.num_checked = 0
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        drafts = super().propose(wanted)
+        for one, draft in zip(wanted, drafts, strict=True):
+            guesses = list(draft.token_ids)
+            if guesses:
+                truth = draft_truth(self._target, self._truth, one.sequence.tokens, guesses[:-1])
+                assert guesses == [int(row.argmax()) for row in truth], one.sequence.params.handle
+                self.num_checked += 1
+        return drafts
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
+    """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
+    if kind == "mtp":
+        target, head = write_mtp(tmp_path / "model", "glm4_moe")
+    else:
+        target = write_target(tmp_path / "model")
+        head = write_eagle3(tmp_path / "head", target, has_all_words=True)
+    engine = build(tmp_path / "model", head.draft_model, 40)
+    requests = [
+        ask(1, [*SHARED, 5, 6, 7]), ask(2, [*SHARED, 90]), ask(3, SHARED + [5, 6, 7, 8] * 2), ask(4, SHARED[:-1]),
+        ask(5, SHARED * 2, 30), ask(6, SHARED + [90, 91] * 4), *(ask(7 + i, SHARED[i:], 40) for i in range(5)),
+    ]  # fmt: skip
+    plain = decode(engine, [replace(one, drafter="off") for one in requests], at_once=1)
+    for at_once, num_pages in ((1, 40), (6, 24)):
+        drafter = CheckedDrafter(engine, target, head)
+        speculator = build_eager_speculator({"draft": drafter}, step_s=1.0)
+        answers = decode(
+            engine, requests, speculator, at_once=at_once, num_pages=num_pages, chunk_tokens=PAGE_TOKENS,
+            is_checked=True,
+        )  # fmt: skip
+        assert answers.tokens == plain.tokens
+        assert drafter.num_checked > 150
+        assert answers.scheduler.kv.num_hit > 0
+        assert bool(answers.scheduler.num_preemptions) == (at_once > 1)
+
+
+def test_a_page_is_found_only_if_the_next_token_is_the_same(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "model")
+    head = write_eagle3(tmp_path / "head", target)
+    engine = build(tmp_path / "model", head.draft_model, 40)
+    first, same, other = ask(1, [*SHARED, 5, 6]), ask(2, [*SHARED, 5, 9]), ask(3, [*SHARED, 90, 6])
+    answers = decode(engine, [first, same, other], at_once=1)
+    found = [end.timing.cached_tokens for end in answers.ends.values() if end.timing is not None]
+    assert found == [0, len(SHARED), len(SHARED) - PAGE_TOKENS]
+
+
+@pytest.mark.parametrize("num_pages", [60, 26], ids=["", "preemption"])
+def test_a_head_that_knows_is_always_right(tmp_path: Path, num_pages: int) -> None:
+    """At any temperature: draft and answer are chosen with the same noise."""
+    write_oracle(tmp_path)
+    engine = build(tmp_path / "model", str(tmp_path / "head"), num_pages)
+    requests = [
+        ask(handle, SHARED[handle:], 30, sampling=replace(GREEDY, temperature=handle % 3 / 2, seed=handle))
+        for handle in range(1, 9)
+    ]
+    assert engine.draft_runner is not None
+    speculator = build_eager_speculator({"draft": HeadDrafter(engine.draft_runner, CostMeter(), 64)})
+    answers = decode(engine, requests, speculator, chunk_tokens=PAGE_TOKENS, is_checked=True)
+    assert answers.tokens == decode(engine, [replace(one, drafter="off") for one in requests]).tokens
+    assert bool(answers.scheduler.num_preemptions) == (num_pages == 26)
+    assert answers.num_accepted == answers.num_drafted > 100
+
+
+def test_a_random_head_changes_no_token(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "model")
+    head = write_eagle3(tmp_path / "head", target)
+    engine = build(tmp_path / "model", head.draft_model, 60)
+    samplings = [
+        GREEDY, SamplingParams(seed=1), SamplingParams(temperature=1.7, top_k=20, seed=2),
+        SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5, seed=3),
+    ]  # fmt: skip
+    requests = [
+        ask(number, SHARED[number:], 30, sampling=sampling, num_logprobs=2, min_tokens=5 * (number % 2),
+            stop_token_ids=frozenset(range(0, VOCAB, 9)))
+        for number, sampling in enumerate(samplings * 2, start=1)
+    ]  # fmt: skip
+    assert engine.draft_runner is not None
+    speculator = build_eager_speculator({"draft": HeadDrafter(engine.draft_runner, CostMeter(), 64)})
+    drafted, plain = (
+        decode(engine, requests, speculator),
+        decode(engine, [replace(one, drafter="off") for one in requests]),
+    )
+    assert drafted.tokens == plain.tokens and drafted.num_drafted > drafted.num_accepted
+    assert {handle: end.finish_reason for handle, end in drafted.ends.items()} == {
+        handle: end.finish_reason for handle, end in plain.ends.items()
+    }
