@@ -24,12 +24,14 @@ from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel,
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.load import load_any_config
+from engine.models.read_head import is_draft_head, read_head
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
 from wire.kv_layout import PagePart
+from wire.names import MTP
 from worker.device_limits import read_headers
 from worker.models import check_models
 
@@ -101,11 +103,13 @@ def examine_model(config: ServeConfig) -> Model:
     folders = [folder for folder in found if folder is not None]
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
-    draft = folders[1] if len(folders) > 1 else None
+    is_mtp = config.draft_model == MTP
+    draft = folders[1] if len(folders) > 1 and not is_mtp else None
     headers = read_headers(folders[0], draft, config.dtype, config.kv_dtype, config.quantization)
     model, dtype, kv_dtype = headers.config, headers.dtype, headers.kv_dtype
     parts: list[PagePart] = []
-    for one in map(load_any_config, folders):
+    drafting = [_read_draft(folder, model, is_mtp=is_mtp) for folder in folders[1:]]
+    for one in (model, *drafting):
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
@@ -129,6 +133,13 @@ def examine_model(config: ServeConfig) -> Model:
         is_fallback=attention.is_fallback,
         shape=headers.shape,
     )
+
+
+def _read_draft(
+    folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool
+) -> ModelConfig | FallbackConfig:  # fmt: skip
+    """What drafts: a model, a head, or with the model's own folder its MTP layer."""
+    return read_head(folder, model, is_mtp=is_mtp) if is_mtp or is_draft_head(folder) else load_any_config(folder)
 
 
 def find_modules(model: ModelConfig | FallbackConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:

@@ -244,6 +244,7 @@ def assemble_engine(
     """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
     decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
     models = [model] if draft is None else [model, draft]
+    decoders = [one.decoder for one in models]
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
     shapes = [PoolShape(1, one.decoder.config.kv_parts, page_tokens, pool_dtype) for one in models]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
@@ -252,7 +253,8 @@ def assemble_engine(
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
-        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, attention, shapes, rows))
+        measured = [*zip(decoders, attention, shapes, strict=True)]
+        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, measured, rows))
     sizes = size_pool(
         config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
         sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
@@ -279,7 +281,7 @@ def assemble_engine(
         rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
-    runner, draft_runner = _build_runners(place, models, attention, [pool.tensor, pool.draft_tensor], rows)
+    runner, draft_runner = _build_runners(place, decoders, attention, [pool.tensor, pool.draft_tensor], rows)
     return Engine(
         folder=model.folder,
         config=config,
@@ -302,12 +304,12 @@ def assemble_engine(
 
 
 def _build_runners(
-    place: Place, models: Sequence[Loaded], attention: Sequence[AttentionChoice], pages: Sequence[Tensor | None],
+    place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor | None],
     rows: InputBatch,
 ) -> tuple[Runner, Runner | None]:  # fmt: skip
     """Of the model and, if there are two, of what drafts for it. pages: of each."""
-    decoders, backends = [one.decoder for one in models], [one.backend for one in attention]
-    if len(models) == 1:
+    backends = [one.backend for one in attention]
+    if len(decoders) == 1:
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
     if isinstance(decoders[1], HeadDecoder):
         decoders[0].tap(decoders[1].head.taps)
@@ -410,16 +412,16 @@ def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:
 
 
 def _measure_step(
-    step: LargestStep, models: Sequence[Loaded], attention: Sequence[AttentionChoice], shapes: Sequence[PoolShape],
-    rows: InputBatch,
-) -> int:  # fmt: skip
+    step: LargestStep, models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]], rows: InputBatch
+) -> int:
     """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
     try:
-        if states := models[0].decoder.config.state_parts:  # one slot, which all sequences write
+        if states := models[0][0].config.state_parts:  # one slot, which all sequences write
             slot = PoolShape(1, states, 1, torch.float32)
             rows.states = slot.split(torch.zeros(1, slot.page_elements, device=rows.device))
+        decoders, attention, shapes = zip(*models, strict=True)
         pages = [torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device) for shape in shapes]
-        runner, draft_runner = _build_runners(ALONE, models, attention, pages, rows)
+        runner, draft_runner = _build_runners(ALONE, decoders, attention, pages, rows)
         drafting = [] if draft_runner is None or isinstance(draft_runner, HeadRunner) else [draft_runner]
         return find_step_bytes(step, [runner, *drafting], rows)
     except Exception as error:

@@ -17,7 +17,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.gpus import find_card
 from runtime.hardware import available_memory_bytes
-from wire.names import KvDType, Quantization
+from wire.names import MTP, KvDType, Quantization
 from worker.limits import (
     MIB,
     SHRINKS_TO,
@@ -61,7 +61,7 @@ def read_headers(
 
 def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
     """The shape of a worker's located model, with the context limit of the settings."""
-    draft = None if config.draft_model == NO_DRAFT else resolve_model_folder(config.draft_model)
+    draft = None if config.draft_model in (NO_DRAFT, MTP) else resolve_model_folder(config.draft_model)
     folder = resolve_model_folder(config.model)
     return with_context(read_headers(folder, draft, config.dtype, config.kv_dtype, config.quantization).shape, config)
 

@@ -21,10 +21,12 @@ import msgspec
 
 from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from engine.models.read_config import has_native_code, load_config
+from engine.models.read_head import is_draft_head, read_head
 from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
+from wire.names import MTP
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
 Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
@@ -54,10 +56,12 @@ def locate_model(model: str) -> str:
 
 
 def locate_draft(model: str, draft_model: str) -> str:
-    """The folder or hub id of the draft model that goes with `model`; empty for none."""
+    """The folder or hub id of the draft model that goes with `model`, or "mtp"; empty for none."""
     if draft_model == "auto":
         return _demo_folder("draft") if model == DEMO_MODEL else ""
-    return "" if draft_model == NO_DRAFT else locate_gguf(draft_model) or draft_model
+    if draft_model in (NO_DRAFT, MTP):
+        return "" if draft_model == NO_DRAFT else MTP
+    return locate_gguf(draft_model) or draft_model
 
 
 def locate(config: WorkerConfigT) -> WorkerConfigT:
@@ -137,11 +141,23 @@ def _fetch_from_hub(repository: str, kind: str) -> Path:
 
 
 def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Path | None]:
-    """The folders of the model and its draft model, if it has one, as of `check_model`."""
-    folders = [check_model(locate_model(config.model))]
-    if draft := locate_draft(config.model, config.draft_model):
-        folders.append(check_model(draft, ("configuration", "weights"), "draft_model"))
-    return folders
+    """The folders of the model and of what drafts for it, if something does, as of `check_model`."""
+    folder = check_model(locate_model(config.model))
+    draft = locate_draft(config.model, config.draft_model)
+    if not draft:
+        return [folder]
+    drafting = folder if draft == MTP else find_folder(draft, "draft_model")
+    is_head = draft == MTP or (
+        drafting is not None and (drafting / "config.json").is_file() and is_draft_head(drafting)
+    )
+    if not is_head:
+        return [folder, check_model(draft, ("configuration", "weights"), "draft_model")]
+    if folder is not None and drafting is not None and has_native_code(folder):  # workers judge others
+        try:
+            read_head(drafting, load_config(folder), is_mtp=draft == MTP)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"the draft head in {drafting} cannot be used ({error}): set --draft-model") from error
+    return [folder, drafting]
 
 
 def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str = "model") -> Path | None:

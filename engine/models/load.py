@@ -29,7 +29,7 @@ from engine.models.gguf_config import PAIRED, architecture_of
 from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from engine.models.head import HeadDecoder
 from engine.models.read_config import has_native_code, load_config
-from engine.models.read_head import name_eagle3, name_mtp, read_eagle3, read_mtp
+from engine.models.read_head import name_eagle3, name_mtp, read_head
 from engine.models.table import build_table, shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
@@ -141,15 +141,10 @@ def load_head(
 
     Raises like `load_model`; ValueError also if it is the head of another model.
     """
-    if not isinstance(model.config, ModelConfig):
-        raise ValueError(f"{model.config.family} runs by transformers' code, which takes no draft heads")
+    own = load_config(folder) if is_mtp else model.config  # of all ranks
+    config = read_head(folder, own, is_mtp=is_mtp)
     device, ranks, stored = model.device, model.ranks, SafetensorsCheckpoint(folder)
-    if is_mtp:
-        own = load_config(folder)
-        config, names = read_mtp(folder, own), name_mtp(own, stored.entries)
-    else:
-        own = model.config
-        config, names = read_eagle3(folder, own), name_eagle3(stored.entries)
+    names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
     checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
     if config.scheme is not None:
         wanted = {tensor.name for tensor in build_table(config).stored()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.json_values import Json, collection, flag, integer, read_json
-from engine.models.config import DraftHead, LayerConfig, ModelConfig
+from engine.models.config import DraftHead, FallbackConfig, LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config
 
@@ -41,13 +41,22 @@ MTP: dict[str, MtpNames] = {
 
 
 def is_draft_head(folder: Path) -> bool:
-    """Whether the checkpoint is a head and no model. Raises FileNotFoundError or ValueError like `read_json`."""
+    """Whether the checkpoint is a head and no model, as far as its config.json shows. ValueError: it is no JSON."""
+    if not (folder / "config.json").is_file():
+        return False
     config = read_json(folder / "config.json")
     return "speculators_model_type" in config or _is_eagle3(config)
 
 
 def _is_eagle3(config: Json) -> bool:
     return any(isinstance(name, str) and "eagle3" in name.lower() for name in config.get("architectures") or [])
+
+
+def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:
+    """An MTP layer of the model's own folder, or a head's checkpoint. ValueError says what is not supported."""
+    if not isinstance(model, ModelConfig):
+        raise ValueError(f"{model.family} runs by transformers' code, which takes no draft heads")
+    return read_mtp(folder, model) if is_mtp else read_eagle3(folder, model)
 
 
 def read_eagle3(folder: Path, model: ModelConfig) -> ModelConfig:

@@ -118,9 +118,8 @@ def write_eagle3(
         if is_speculators:
             query, key = norm(query, "layers.0.self_attn.q_norm"), norm(key, "layers.0.self_attn.k_norm")
         query, key = turn(query), turn(key)
-        attended = functional.scaled_dot_product_attention(
-            *(one.transpose(0, 1)[None] for one in (query, key, value)), is_causal=True, enable_gqa=True
-        )[0]
+        query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)[0]
         out = normed if flags.get("norm_before_residual") else rows
         out = out + attended.transpose(0, 1).flatten(1) @ weights["layers.0.self_attn.o_proj.weight"].T
         inner_rows = norm(out, "layers.0.post_attention_layernorm")
