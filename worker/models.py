@@ -147,10 +147,7 @@ def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Pat
     if not draft:
         return [folder]
     drafting = folder if draft == MTP else find_folder(draft, "draft_model")
-    is_head = draft == MTP or (
-        drafting is not None and (drafting / "config.json").is_file() and is_draft_head(drafting)
-    )
-    if not is_head:
+    if draft != MTP and (drafting is None or not is_draft_head(drafting)):
         return [folder, check_model(draft, ("configuration", "weights"), "draft_model")]
     if folder is not None and drafting is not None and has_native_code(folder):  # workers judge others
         try:

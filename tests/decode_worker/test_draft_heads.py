@@ -1,6 +1,6 @@
 """Draft heads in a decode worker's loop: every draft is what plain torch computes, and no answer depends on them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,15 @@ import pytest
 
 from decode_worker.speculation.drafters import Draft, HeadDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
+from engine.batch import ForwardRow
 from engine.engine import Engine, build_engine
-from tests.support.decoding import build_eager_speculator, decode
+from tests.support.decoding import build_eager_speculator, build_scheduler, decode
 from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target
 from tests.support.tiny_models import VOCAB
 from wire.sampling import SamplingParams
-from worker.sequences import SequenceParams
+from worker import receiving
+from worker.scheduler import Scheduler
+from worker.sequences import Sequence, SequenceParams
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_TOKENS = 8
@@ -29,7 +32,7 @@ def build(model: Path, draft_model: str, num_pages: int) -> Engine:
     )  # fmt: skip
 
 
-def ask(handle: int, prompt: Sequence[int], max_tokens: int = 20, **others: Any) -> SequenceParams:
+def ask(handle: int, prompt: Seq[int], max_tokens: int = 20, **others: Any) -> SequenceParams:
     given: dict[str, Any] = {"sampling": GREEDY, "drafter": "draft", "max_draft_tokens": 3} | others
     packed = np.array(prompt, np.int32).tobytes()
     return SequenceParams(str(handle), packed, len(prompt) - 1, max_tokens, gateway="g", handle=handle, **given)
@@ -44,7 +47,7 @@ class CheckedDrafter(HeadDrafter):
         self._target, self._truth = target, head
         self.num_checked = 0
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = super().propose(wanted)
         for one, draft in zip(wanted, drafts, strict=True):
             guesses = list(draft.token_ids)
@@ -80,6 +83,40 @@ def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, ki
         assert drafter.num_checked > 150
         assert answers.scheduler.kv.num_hit > 0
         assert bool(answers.scheduler.num_preemptions) == (at_once > 1)
+
+
+def test_drafts_go_on_from_what_another_worker_computed(tmp_path: Path) -> None:
+    """Only pages are handed over, the last one in part, after pages that are cached here."""
+    target = write_target(tmp_path / "model")
+    head = write_eagle3(tmp_path / "head", target, has_all_words=True)
+    prefill, here = (build(tmp_path / "model", head.draft_model, 60) for _ in range(2))
+    requests = [
+        ask(handle, [*SHARED, 7, handle, *SHARED[: 8 + 3 * handle]], local_prefill_max_tokens=0)
+        for handle in range(1, 5)
+    ]
+    plain = decode(here, [replace(one, drafter="off", local_prefill_max_tokens=200) for one in requests])
+
+    def receive(scheduler: Scheduler, sequence: Sequence) -> None:
+        """Pages of the engine `prefill` that begin with what is here."""
+        params, begin = sequence.params, sequence.computed
+        there = build_scheduler(prefill)
+        held = there.admit(replace(params, handle=0, max_tokens=0, local_prefill_max_tokens=200), 0.0, is_kept=True)
+        held.row = 0
+        prefill.rows.open(0, np.array(held.tokens, np.int32), GREEDY, len(held.tokens))
+        prefill.rows.write_pages(0, 0, held.pages)
+        for first in range(0, params.end, 11):
+            prefill.runner.launch([ForwardRow(0, first, min(11, params.end - first))]).collect()
+        prefill.rows.close(0)
+        pages = held.pages[begin // PAGE_TOKENS :]
+        into, _ = receiving.begin_read(scheduler, sequence.id, params.attempt, begin, params.end, len(pages))
+        here.pool.pages[into] = prefill.pool.pages[pages]
+        receiving.finish_read(scheduler, sequence.id, params.end, 0.0)
+
+    drafter = CheckedDrafter(here, target, head)
+    speculator = build_eager_speculator({"draft": drafter}, step_s=1.0)
+    answers = decode(here, requests, speculator, at_once=1, is_checked=True, receive=receive)
+    assert answers.tokens == plain.tokens
+    assert drafter.num_checked > 50 and answers.scheduler.kv.num_hit >= 3 * len(SHARED)
 
 
 def test_a_page_is_found_only_if_the_next_token_is_the_same(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -140,11 +140,13 @@ def decode(
     aborted: Mapping[int, int] = {},
     chunk_tokens: int = 64,
     is_checked: bool = False,
+    receive: Callable[[Scheduler, Sequence], None] = lambda scheduler, sequence: None,
 ) -> Answers:
     """Run all requests, prefill included, until they end; then no page is held.
 
     steps_ahead: None for the device's default. num_pages: of the engine's; 0: all. at_once: requests admitted together;
     0: all. aborted: handle |-> number of its tokens after which it is aborted. is_checked: the scheduler, every step.
+    receive: brings the KV of a sequence that another worker computes.
     """
     scheduler, updates = build_scheduler(engine, num_pages), list[Update]()
     metrics, started = DecodeMetrics(scheduler), time.perf_counter()
@@ -158,6 +160,7 @@ def decode(
         while waiting and len(scheduler) < (at_once or len(requests)):
             try:
                 sequences.append(scheduler.admit(waiting[0], time.monotonic()))
+                receive(scheduler, sequences[-1])
             except NoRoomError:
                 break
             waiting.popleft()
