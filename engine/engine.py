@@ -35,7 +35,6 @@ from wire.kv_layout import KvPart, PagePart, StatePart
 from wire.names import MTP
 from wire.names import KvDType as KvDType
 
-NO_DRAFTS = "the model's layers keep states, which cannot be taken back after a wrong draft"
 NO_STEPS_AHEAD = "no step is launched ahead"
 
 
@@ -146,8 +145,6 @@ class Engine:
         found = dict(self.trouble)
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
-        if self.states is not None:
-            found["no speculation"] = NO_DRAFTS
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
@@ -363,10 +360,10 @@ def _load_draft(
         return _load_head(folder, target, quantization, is_mtp=is_mtp)
     loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
     decoder = loaded.decoder
-    if target.config.state_parts or decoder.config.state_parts:
+    if decoder.config.state_parts:
         raise ValueError(
-            f"draft model {draft_model}: drafts need steps that can be undone, which layers with states cannot; "
-            "set --draft-model none"
+            f"draft model {draft_model}: its layers keep states, which cannot be taken back after a draft; "
+            "choose another --draft-model, or none"
         )
     here, there = target.config.vocab_size, decoder.config.vocab_size
     if here != there:
@@ -384,8 +381,6 @@ def _load_draft(
 
 
 def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_mtp: bool) -> Loaded:
-    if target.config.state_parts:
-        raise ValueError(f"draft head {folder}: {NO_DRAFTS}; set --draft-model none")
     try:
         decoder, kv_parts = load_head(folder, target, quantization, is_mtp=is_mtp)
     except ValueError as error:

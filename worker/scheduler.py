@@ -188,6 +188,7 @@ class Scheduler:
 
         Drafts take no page that another sequence may need in this step. Returns the number of drafts that fit.
         """
+        count = min(count, self.kv.states.find_stop(sequence, sequence.launched - 1) - sequence.launched)
         room = len(sequence.pages) * self.kv.page_tokens - sequence.launched
         while room < count and self.kv.cache.num_spare > len(self._sequences):
             self.kv.extend(sequence, 1)
@@ -278,6 +279,9 @@ class Scheduler:
                 sequence.first_token_at = now
         reason = "stop" if is_whole else reason
         computed = sequence.computed + step.count + num_right
+        if sequence.state.held and num_right < step.num_drafted:  # the state after it has seen a wrong draft
+            computed = sequence.launched = step.begin
+            self.kv.states.take_back(step)
         if step.draft_lead is not None:
             self.kv.advance_draft(sequence, min(sequence.computed + step.count + step.draft_lead, computed))
         self.advance(sequence, min(computed, len(sequence.tokens) - 1), now)

@@ -167,7 +167,7 @@ class Sequence:
         """Whether what its next step may choose, or counts, depends on which drafts in launched steps are right."""
         params = self.params
         is_short = len(self.tokens) - self.answer_begin < params.min_tokens
-        return params.grammar is not None or params.sampling.has_penalties or is_short
+        return params.grammar is not None or params.sampling.has_penalties or is_short or bool(self.state.held)
 
     def num_to_score(self, count: int) -> int:
         """How many prompt tokens, from tokens[scored] on, get log-probabilities in the next `count` positions."""

@@ -7,6 +7,8 @@ another, so that it can be launched again, as long as no later step of its seque
     positions      0 ······ 32 ······ 48 ···· 55
     slots                   C    A         B       C: checkpoint   step 55 reads B and writes A, step 56 reads A ...
 
+After a wrong draft, the sequence goes on from the slot that the step read: its right tokens are computed again.
+
 A checkpoint is the state at a page boundary. No step writes to it, and it has the key of the page that ends there: a
 prompt that finds pages continues at the last one that has a checkpoint.
 """
@@ -69,12 +71,12 @@ class StateSlots:
     def find_stops(self, sequence: Sequence, count: int) -> list[int]:
         """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept."""
         begin, end = sequence.launched, sequence.launched + count
-        first = self._find_stop(sequence, begin)
+        first = self.find_stop(sequence, begin)
         if first >= end or sequence.num_to_score(count):
             return [min(first, end)]
-        return [first, min(self._find_stop(sequence, first), end)]
+        return [first, min(self.find_stop(sequence, first), end)]
 
-    def _find_stop(self, sequence: Sequence, launched: int) -> int:
+    def find_stop(self, sequence: Sequence, launched: int) -> int:
         """Where a step from `launched` on has to end at the latest."""
         if not sequence.state.held:
             return sequence.most_tokens
@@ -112,7 +114,7 @@ class StateSlots:
         state.checkpoint, state.checkpoint_at = state.source, at
 
     def take_back(self, step: ScheduledSequence) -> None:
-        """The sequence's last launched step is to be launched again."""
+        """The sequence's last launched step is to be launched again, from `launched` on."""
         state = step.sequence.state
         if state.source == step.slots[1]:  # otherwise a later step has begun on it, or one before it failed
             state.source = step.slots[0]

@@ -22,7 +22,7 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
-from engine.engine import NO_DRAFTS, Engine
+from engine.engine import Engine
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
@@ -178,10 +178,6 @@ def _wanted(step: ScheduledSequence) -> Wanted:
 
 def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     """A drafter for repeats and, with a draft model, one for that. Page 0 must be unused yet: it is written to."""
-    if engine.states is not None:
-        if config.speculate not in ("auto", "off"):
-            raise ConfigError(f"speculate={config.speculate!r} cannot be used: {NO_DRAFTS}: set --speculate off")
-        return Speculator({}, _measure_aside(engine.runner, engine.rows), "off", config.max_draft_tokens)
     is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:

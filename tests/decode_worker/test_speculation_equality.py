@@ -1,8 +1,6 @@
 """Speculation changes no token: all samplings, in mixed batches, with every drafter, or one whose model gives NaN."""
 
-import random
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
-from tests.support.decoding import build_eager_speculator, decode
+from tests.support.decoding import LyingDrafter, build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
@@ -46,23 +44,6 @@ GRID = {
         repetition_penalty=1.05, logit_bias=((50, 1.5),),
     ),
 }  # fmt: skip
-
-
-class LyingDrafter(Drafter):
-    """Drafts at random, sometimes right: rejections at every depth."""
-
-    def __init__(self, truth: dict[int, list[int]]) -> None:
-        self._truth = truth  # handle |-> answer
-        self._random = random.Random(0)
-
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
-        return [Draft(tuple(self._draft(one))) for one in wanted]
-
-    def _draft(self, one: Wanted) -> list[int]:
-        params = one.sequence.params
-        begin = len(one.sequence.tokens) - params.num_prompt
-        right = self._truth[params.handle][begin : begin + self._random.randint(0, one.count)]
-        return [token if self._random.random() < 0.8 else self._random.randrange(1024) for token in right]
 
 
 def build(draft_model: str, num_pages: int, model: str = "demo") -> Engine:
@@ -108,7 +89,7 @@ def test_answers_with_drafts_are_those_without(engine: Engine, tokenizer: Tokeni
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
         "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),
-        "lying": LyingDrafter(plain.tokens),
+        "lying": LyingDrafter(plain.tokens, 1024),
     }
     drafted = decode(engine, build_requests(tokenizer, name), build_eager_speculator({name: drafters[name]}))
     assert drafted.tokens == plain.tokens

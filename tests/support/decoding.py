@@ -1,5 +1,6 @@
 """A decode worker's engine loop without its process and thread: requests in, tokens out."""
 
+import random
 import statistics
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from itertools import pairwise
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.drafters import Draft, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
@@ -20,6 +21,7 @@ from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import build_budget
 from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.process import build_states
 from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import ScheduledSequence, Sequence, SequenceParams, Update
 
@@ -92,6 +94,24 @@ class FixedCosts(CostMeter):
             super().note(rows, seconds)
 
 
+class LyingDrafter(Drafter):
+    """Drafts at random, sometimes right: rejections at every depth."""
+
+    def __init__(self, truth: Mapping[int, list[int]], vocab_size: int) -> None:
+        """truth: handle |-> answer."""
+        self._truth, self._vocab_size = truth, vocab_size
+        self._random = random.Random(0)
+
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
+        return [Draft(tuple(self._draft(one))) for one in wanted]
+
+    def _draft(self, one: Wanted) -> list[int]:
+        params = one.sequence.params
+        begin = len(one.sequence.tokens) - params.num_prompt
+        right = self._truth[params.handle][begin : begin + self._random.randint(0, one.count)]
+        return [token if self._random.random() < 0.8 else self._random.randrange(self._vocab_size) for token in right]
+
+
 def build_eager_speculator(
     drafters: Mapping[str, Drafter], is_ahead: bool = False, step_s: float = 0.0
 ) -> Speculator:  # fmt: skip
@@ -125,7 +145,9 @@ def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
     """
     cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
-    kv = KVCacheManager(cache, engine.pool.shape.page_tokens, num_after=int(engine.has_head))
+    kv = KVCacheManager(
+        cache, engine.pool.shape.page_tokens, num_after=int(engine.has_head), states=build_states(engine)
+    )  # fmt: skip
     return Scheduler(kv, max_running, LEASE_S)
 
 
