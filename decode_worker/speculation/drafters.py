@@ -16,6 +16,7 @@ from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
 TOKEN_BYTES = array("i").itemsize
+ANY_SLOT = 0  # of the model's states, which what drafts does not touch
 NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2  # tokens; one alone repeats by chance all the time
 
@@ -131,7 +132,7 @@ class ModelDrafter(Drafter):
             if one.count and begin + count >= end:
                 ready.append(i)  # its first forward also computes what it lacks
             elif count:
-                late.append(ForwardRow(one.sequence.row, begin, count))
+                late.append(ForwardRow(one.sequence.row, begin, count, state_to=ANY_SLOT))
                 answers[i] = Draft(lead=begin + count - one.end)
         if late:
             started = time.perf_counter()
@@ -175,7 +176,7 @@ class ModelDrafter(Drafter):
         mask = None if words is None else words[None]
         return ForwardRow(
             one.sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth,
-            num_unjudged=one.num_unjudged,
+            num_unjudged=one.num_unjudged, state_to=ANY_SLOT,
         )  # fmt: skip
 
     def cost(self) -> CostCurve | None:

@@ -217,7 +217,7 @@ def measure(runner: Runner, rows: InputBatch) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    is_head = isinstance(runner, HeadRunner)  # which computes nothing for its first draft
-    one = ForwardRow(0, 1, 1, num_logits=1, num_drafted=int(is_head), state_to=0)
+    second = int(isinstance(runner, HeadRunner))  # a head computes nothing for position 0, and for its first draft
+    one = ForwardRow(0, second, 1, num_logits=1, num_drafted=second, state_to=0)
     runner.launch([one._replace(row=row) for row in range(count)]).collect()
     return time.perf_counter() - started

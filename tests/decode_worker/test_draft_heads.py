@@ -27,7 +27,7 @@ SHARED = [(number * 7) % 100 + 3 for number in range(4 * PAGE_TOKENS)]  # whole 
 
 def build(model: Path, draft_model: str, num_pages: int) -> Engine:
     return build_engine(
-        str(model), draft_model, "float32", "cpu", 1, PAGE_TOKENS, 16, lambda *_: (num_pages, 0),
+        str(model), draft_model, "float32", "cpu", 1, PAGE_TOKENS, 16, lambda *_: (num_pages, 40),
         lambda _done, _total: None, 120,
     )  # fmt: skip
 
@@ -58,11 +58,11 @@ class CheckedDrafter(HeadDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "glm4_moe", "qwen3_5_text"])
 def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
     """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
-    if kind == "mtp":
-        target, head = write_mtp(tmp_path / "model", "glm4_moe")
+    if kind != "eagle3":
+        target, head = write_mtp(tmp_path / "model", kind)
     else:
         target = write_target(tmp_path / "model")
         head = write_eagle3(tmp_path / "head", target, has_all_words=True)

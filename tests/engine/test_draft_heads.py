@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.engine import Engine, build_engine
 from engine.runner import HeadRunner
 from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_target
@@ -23,16 +23,18 @@ FLAGS = {
     "one norm": {"norm_before_fc": True}, "norms": {"fc_norm": True, "norm_output": True},
 }  # fmt: skip
 
+MTP = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+
 
 def build(model: Path, draft_model: str) -> Engine:
     return build_engine(
-        str(model), draft_model, "float32", "cpu", 1, 16, 4, lambda *_: (40, 0), lambda _done, _total: None, 96
+        str(model), draft_model, "float32", "cpu", 1, 16, 4, lambda *_: (40, 8), lambda _done, _total: None, 96
     )
 
 
 def write_head(folder: Path, kind: str) -> tuple[Any, Head]:
-    if kind == "mtp":
-        return write_mtp(folder / "model", "glm4_moe")
+    if kind in MTP:
+        return write_mtp(folder / "model", kind)
     target = write_target(folder / "model")
     head = write_eagle3(
         folder / "head", target, FLAGS[kind], is_speculators=kind == "speculators", has_all_words=kind == "all words"
@@ -41,20 +43,28 @@ def write_head(folder: Path, kind: str) -> tuple[Any, Head]:
 
 
 class Rows:
-    """Sequences of an engine, and the tokens that they have."""
+    """Sequences of an engine, and the tokens that they have. Slots of states take turns; wrong drafts take one back."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens = [list(prompt) for prompt in PROMPTS]
+        self._num_steps, self._begins = [0, 0], [0, 0]
         for row, prompt in enumerate(PROMPTS):
             engine.rows.open(row, np.array(prompt, np.int32), GREEDY, len(prompt))
             engine.rows.write_pages(row, 0, range(6 * row, 6 * row + 6))
 
+    def ask(self, row: int, count: int, num_logits: int = 0) -> ForwardRow:
+        """The next positions."""
+        begin, step = self._begins[row], self._num_steps[row]
+        self._begins[row], self._num_steps[row] = begin + count, step + 1
+        source, target = take_turns(row, step)
+        return ForwardRow(row, begin, count, num_logits, state_from=source, state_to=target)
+
     def prefill(self) -> None:
         """The first prompt in chunks, the second one beside the last of these."""
-        for begin in (0, 16, 21):
-            self.engine.runner.launch([ForwardRow(0, begin, 16 if begin == 0 else 5)]).collect()
-        rest = [ForwardRow(0, 26, 11, 1), ForwardRow(1, 0, 18, 1)]
+        for count in (16, 5, 5):
+            self.engine.runner.launch([self.ask(0, count)]).collect()
+        rest = [self.ask(0, 11, 1), self.ask(1, 18, 1)]
         for own, token in zip(self.tokens, self.engine.runner.launch(rest).collect().tokens, strict=True):
             own.append(token)
 
@@ -65,7 +75,7 @@ class Rows:
         told = []
         for depth in range(DEPTH):
             asked = [
-                ForwardRow(row, len(own) - 1 + depth, 1, 1, chosen_logprobs=NUM_TOP, num_drafted=depth)
+                ForwardRow(row, len(own) - 1 + depth, 1, 1, chosen_logprobs=NUM_TOP, num_drafted=depth, state_to=0)
                 for row, own in enumerate(self.tokens)
             ]
             found = runner.launch(asked).collect()
@@ -87,22 +97,23 @@ class Rows:
 
     def verify(self, drafts: list[list[int]]) -> list[int]:
         """A step of the model with these drafts. Returns how many were right."""
-        for row, own in enumerate(drafts):
-            self.engine.rows.write_tokens(row, len(self.tokens[row]), np.array(own, np.int32))
-        asked = [
-            ForwardRow(row, len(own) - 1, 1 + len(drafts[row]), 1 + len(drafts[row]))
-            for row, own in enumerate(self.tokens)
-        ]
+        asked = []
+        for row, (own, known) in enumerate(zip(drafts, self.tokens, strict=True)):
+            self.engine.rows.write_tokens(row, len(known), np.array(own, np.int32))
+            asked.append(self.ask(row, len(known) - self._begins[row] + len(own), 1 + len(own)))
         found, begin, num_right = self.engine.runner.launch(asked).collect(), 0, []
-        for row, own in enumerate(self.tokens):
+        for row, (own, known) in enumerate(zip(drafts, self.tokens, strict=True)):
             accepted = found.num_accepted.get(row, 0)
-            own += found.tokens[begin : begin + accepted + 1]
-            begin += 1 + len(drafts[row])
+            known += found.tokens[begin : begin + accepted + 1]
+            begin += 1 + len(own)
             num_right.append(accepted)
+            self._begins[row] = len(known) - 1
+            if accepted < len(own) and self.engine.states is not None:
+                self._begins[row], self._num_steps[row] = asked[row].begin, self._num_steps[row] - 1
         return num_right
 
 
-@pytest.mark.parametrize("kind", [*FLAGS, "mtp"])
+@pytest.mark.parametrize("kind", [*FLAGS, *MTP])
 def test_a_head_drafts_what_plain_torch_computes(tmp_path: Path, kind: str) -> None:
     target, head = write_head(tmp_path, kind)
     engine = build(tmp_path / "model", head.draft_model)

@@ -182,29 +182,39 @@ def turn(heads: Tensor) -> Tensor:
     return heads * cos + torch.cat((-second, first), -1) * sin
 
 
-def write_mtp(folder: Path, model_type: str, **special: Any) -> tuple[Any, Head]:
-    """A random model with an MTP layer in its folder: the layer that a deeper model would have."""
-    deep = write_target(folder, model_type, **special, num_hidden_layers=SIZES["num_hidden_layers"] + 1)
-    last = SIZES["num_hidden_layers"]
-    weights = load_file(folder / "model.safetensors")
-    dice = torch.Generator().manual_seed(1)
-    own = {name: 1 + 0.1 * torch.randn(64, generator=dice) for name in ("enorm", "hnorm", "shared_head.norm")}
-    own["eh_proj"] = 0.2 * torch.randn(64, 128, generator=dice)
-    own["shared_head.head"] = 0.2 * torch.randn(VOCAB, 64, generator=dice)
-    weights |= {f"model.layers.{last}.{name}.weight": tensor for name, tensor in own.items()}
+def write_mtp(folder: Path, model_type: str) -> tuple[Any, Head]:
+    """A random model with an MTP layer in its folder: the last layer of a deeper model, which attends to all."""
+    is_qwen = model_type != "glm4_moe"
+    shape = {"layer_types": ["linear_attention", "full_attention"] * 2} if is_qwen else {}
+    last = len(shape.get("layer_types", range(7))) - 1
+    deep = write_target(folder, model_type, **shape, num_hidden_layers=last + 1)
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    dice, offset = torch.Generator().manual_seed(1), 1 if is_qwen else 0
+    norms = {name: 0.1 * torch.randn(64, generator=dice) + 1 - offset for name in ("embedding", "hidden", "last")}
+    fc, head = 0.2 * torch.randn(64, 128, generator=dice), 0.2 * torch.randn(VOCAB, 64, generator=dice)
+    if is_qwen:
+        own = {"pre_fc_norm_embedding": norms["embedding"], "pre_fc_norm_hidden": norms["hidden"]}
+        own, head = own | {"fc": fc, "norm": norms["last"]}, deep.lm_head.weight
+        weights |= {f"mtp.{name}.weight": tensor for name, tensor in own.items()}
+        layer = f"model.layers.{last}."
+        weights = {name.replace(layer, "mtp.layers.0."): tensor for name, tensor in weights.items()}
+        config |= {"num_hidden_layers": last, "mtp_num_hidden_layers": 1, "layer_types": shape["layer_types"][:last]}
+    else:
+        own = {"enorm": norms["embedding"], "hnorm": norms["hidden"], "shared_head.norm": norms["last"]}
+        own |= {"eh_proj": fc, "shared_head.head": head}
+        weights |= {f"model.layers.{last}.{name}.weight": tensor for name, tensor in own.items()}
+        config |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": last, "num_nextn_predict_layers": 1}))
+    (folder / "config.json").write_text(json.dumps(config))
     library: Any = AutoModelForCausalLM
-    target, eps = library.from_pretrained(folder), config["rms_norm_eps"]
-    inner = deep.model
+    target, inner = library.from_pretrained(folder), deep.model
 
     def norm(rows: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(rows, rows.shape[-1:], own[name], eps)
+        return functional.rms_norm(rows, rows.shape[-1:], norms[name] + offset, config["rms_norm_eps"])
 
     def run(tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = norm(inner.embed_tokens(tokens), "enorm")
-        joined = torch.cat((embedded, norm(rows, "hnorm")), -1) @ own["eh_proj"].T
+        embedded = norm(inner.embed_tokens(tokens), "embedding")
+        joined = torch.cat((embedded, norm(rows, "hidden")), -1) @ fc.T
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
         out = inner.layers[last](
@@ -212,7 +222,8 @@ def write_mtp(folder: Path, model_type: str, **special: Any) -> tuple[Any, Head]
             position_embeddings=inner.rotary_emb(joined[None], positions),
         )  # fmt: skip
         out = (out[0] if isinstance(out, tuple) else out)[0]
-        return out, norm(out, "shared_head.norm") @ own["shared_head.head"].T
+        normed = norm(out, "last")
+        return normed if is_qwen else out, normed @ head.T
 
     return target, Head("mtp", run, lambda states: states[-1])
 
