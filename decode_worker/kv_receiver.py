@@ -48,7 +48,7 @@ class KVReceiver:
         """Extend the lease of the ticket's session. Raises OfferRefusedError."""
         self._check_ticket(ticket)
         with self._thread.lock:
-            receiving.renew(self._scheduler, ticket.session, ticket.attempt, time.monotonic())
+            receiving.renew(self._scheduler, ticket.session, ticket.attempt, time.monotonic(), ticket.adapter)
 
     def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self._me.incarnation:
@@ -77,6 +77,7 @@ class KVReceiver:
                 offer.end,
                 len(offer.pages),
                 len(offer.slots),
+                ticket.adapter,
             )
         return known, targets
 

@@ -71,6 +71,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         ticket = kv_pb2.Ticket(
             address=self._me.address, incarnation=self._me.incarnation, session=sequence.id,
             attempt=sequence.params.attempt, begin=sequence.num_cached, end=sequence.params.end,
+            adapter=sequence.params.adapter,
         )  # fmt: skip
         return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING)
 
@@ -173,6 +174,7 @@ def build_params(
         end=len(request.prompt) // TOKEN_BYTES - 1,
         max_tokens=request.max_tokens,
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
         local_prefill_max_tokens=request.local_prefill_max_tokens,
         gateway=request.gateway,

@@ -265,7 +265,7 @@ def assemble_engine(
         rows.states = states.shape.split(states.pages)
     adapters, read_adapter = decoder.adapters, None
     if adapters is not None:
-        rows.put_adapter = adapters.fill
+        rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
     draft_runner = None

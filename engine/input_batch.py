@@ -57,7 +57,9 @@ class InputBatch:
         self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are counted
         self.adapter_slots = np.full(num_rows, NO_SLOT, np.int32)  # row |-> slot of its sequence's adapter
         self.num_adapted = 0  # rows that have one
-        self.put_adapter: Callable[[int, str], None] = _put_nothing  # Adapters.fill, if the engine has adapters
+        # Of the engine's adapters, if it has any.
+        self.put_adapter: Callable[[int, str], None] = _put_nothing
+        self.forget_adapter: Callable[[str], None] = lambda digest: None
         self._answer_begin = np.zeros(num_rows, np.int64)
         self._free_lines: list[int] = []
 
@@ -117,6 +119,10 @@ class InputBatch:
     def fill_slot(self, slot: int, digest: str) -> None:
         """Put an adapter into a slot that no open row has."""
         self.put_adapter(slot, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Free an adapter's memory on the host: no slot gets it any more. Idempotent."""
+        self.forget_adapter(digest)
 
     def count_tokens(self, rows: Ints, ends: Ints) -> None:
         """[N], [N]: count tokens[row, :end] of rows that have penalties. `ends` never shrink."""

@@ -52,8 +52,9 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         await self.check_draining(context)
         num_logprobs = request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None
         params = SequenceParams(
-            request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, num_logprobs
-        )
+            request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
+            num_logprobs,
+        )  # fmt: skip
         sequence = await self.admit(params, context, is_kept=True)
         self._updates[sequence.id] = asyncio.Queue()
         try:

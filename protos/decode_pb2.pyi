@@ -54,7 +54,7 @@ class Speculation(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt")
+    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class ReserveRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     gateway: str
@@ -87,7 +88,8 @@ class ReserveRequest(_message.Message):
     grammar: Grammar
     speculation: Speculation
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket", "needs_prefill")
@@ -219,6 +221,32 @@ class DrainResponse(_message.Message):
     drain_s: float
     def __init__(self, num_left: _Optional[int] = ..., drain_s: _Optional[float] = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ChunkCosts(_message.Message):
     __slots__ = ("quiet_seconds", "fixed_seconds", "token_seconds", "tokens", "read_token_seconds")
     QUIET_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -234,7 +262,7 @@ class ChunkCosts(_message.Message):
     def __init__(self, quiet_seconds: _Optional[float] = ..., fixed_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., read_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "transport_reasons", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "transport_reasons", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +285,13 @@ class WorkerStatus(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     class WeaknessesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class AdaptersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +324,8 @@ class WorkerStatus(_message.Message):
     USED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CACHED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     WEAKNESSES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -315,4 +352,6 @@ class WorkerStatus(_message.Message):
     used_slots: int
     cached_slots: int
     weaknesses: _containers.ScalarMap[str, str]
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., transport_reasons: _Optional[_Mapping[str, str]] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    max_loras: int
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., transport_reasons: _Optional[_Mapping[str, str]] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ...) -> None: ...

@@ -72,20 +72,22 @@ class Rank(_message.Message):
     def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., transports: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end")
+    __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end", "adapter")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     session: int
     attempt: int
     begin: int
     end: int
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class PageRef(_message.Message):
     __slots__ = ("page", "generation")

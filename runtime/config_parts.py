@@ -42,6 +42,7 @@ MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all
 MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
 GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
@@ -113,6 +114,10 @@ class EngineConfig(Settings):
     """Decode on GPUs by captured graphs; without, each kernel is launched by itself."""
     steps_ahead: Annotated[int | None, needs(lambda steps: steps in (None, 0, 1), "0 or 1")] = None
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
+    max_loras: Annotated[int, count(0, MAX_LORAS)] = 0
+    """Adapters (LoRA) in the steps of a worker at once; it can load more. 0: it takes none."""
+    max_lora_rank: Annotated[int, count(1, MAX_LORA_RANK)] = 16
+    """Largest rank of an adapter; it costs memory for each of --max-loras."""
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
     transport: Transport = "auto"

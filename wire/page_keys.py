@@ -1,9 +1,9 @@
 """Keys of KV pages, computed from their content, so that equal prompts share pages. Pure.
 
-    root = H(model, cache_salt)        key[i] = H(key[i - 1], tokens of page i)        H: BLAKE2b, 128 bits
+    root = H(model, cache_salt, adapter)        key[i] = H(key[i - 1], tokens of page i)        H: BLAKE2b, 128 bits
 
-A key stands for all tokens up to its page's end, since KV depends on everything before it. Different models or salts
-never share keys. Workers key their pages with them, and the gateway remembers which keys it sent where.
+A key stands for all tokens up to its page's end, since KV depends on everything before it. Different models, salts or
+adapters never share keys. Workers key their pages with them, and the gateway remembers which keys it sent where.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ KEY_BYTES = 16
 TOKEN_BYTES = 4
 
 
-def root_key(model: str, cache_salt: str) -> PageKey:
-    """The parent of the first page's key. `model`: fingerprint of the weights."""
-    return blake2b(f"{model}\0{cache_salt}".encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
+def root_key(model: str, cache_salt: str, adapter: str = "") -> PageKey:
+    """The parent of the first page's key. `model`: fingerprint of the weights; `adapter`: digest of its content."""
+    own = f"\1{adapter}" if adapter else ""  # not \0: a salt may have any characters, even those of an adapter's root
+    return blake2b(f"{model}{own}\0{cache_salt}".encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
 def next_key(parent: PageKey, packed_tokens: bytes) -> PageKey:

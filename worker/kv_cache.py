@@ -43,7 +43,7 @@ class KVCacheManager:
 
     def _root_of(self, params: SequenceParams) -> PageKey:
         """The parent key of the first page."""
-        return root_key(self.model, params.cache_salt)
+        return root_key(self.model, params.cache_salt, params.adapter)
 
     # -- what a sequence has -------------------------------------------------------------------------------------
 

@@ -105,12 +105,16 @@ class WorkerLoop:
         self._steps_ahead = steps_ahead
         self._in_flight: deque[InFlightStep] = deque()
         self._was_drained = False  # the step being planned needed the tokens of the last one
+        self._filled: dict[int, str] = {}  # slot on the device |-> key of the adapter in it
         self._last_over = 0.0  # time.perf_counter() when the last step was collected
 
     def step(self) -> bool:
         """Plan and launch a step, collect one. Returns whether there was work; called until there is none."""
         with self.thread.lock:
             updates = receiving.expire(self._scheduler, time.monotonic())
+            dropped = self._scheduler.adapters.take_dropped()
+        for key in dropped:
+            self._rows.drop_adapter(key)
         planned = self._plan(updates)
         if planned:
             self._launch(planned, updates)
@@ -209,7 +213,11 @@ class WorkerLoop:
         if sequence.num_pages_in_row < 0:
             tokens = np.array(sequence.tokens, np.int32)
             self._rows.close(sequence.row)  # of the row's previous sequence
-            self._rows.open(sequence.row, tokens, sequence.params.sampling, sequence.answer_begin)
+            slot, key = sequence.adapter
+            if self._filled.get(slot, "") != key:
+                self._rows.fill_slot(slot, key)
+                self._filled[slot] = key
+            self._rows.open(sequence.row, tokens, sequence.params.sampling, sequence.answer_begin, slot)
             sequence.num_pages_in_row, sequence.started_at = 0, time.monotonic()
         first = sequence.num_pages_in_row
         self._rows.write_pages(sequence.row, first, sequence.pages[first:])

@@ -47,6 +47,9 @@ class WorkerMetrics:
         if (slots := scheduler.kv.states.cache).num_pages:
             self.gauge("state_slots_used", "Slots of states that sequences hold", lambda: slots.num_held)
             self.gauge("state_slots_cached", "Slots with checkpoints that prompts may find", lambda: slots.num_cached)
+        if (adapters := scheduler.adapters).num_slots:
+            self.gauge("adapters_loaded", "Adapters that requests may name", lambda: len(adapters.names))
+            self.gauge("adapter_slots_used", "Slots whose adapter a sequence has", lambda: adapters.num_held)
         self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
         self.gauge(
             "num_requests_running", "Sequences in steps",

@@ -12,6 +12,7 @@ import torch
 import uvloop
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
+from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
 from protos import kv_pb2
 from runtime import rpc
@@ -22,6 +23,7 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
+from worker.adapters import AdapterSlots
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
 from worker.kv_cache import KVCacheManager
 from worker.limits import limits_of, resolve_context
@@ -62,6 +64,7 @@ class Worker:
     steps_ahead: int  # launched before the last one is collected
     threads: int  # CPU threads that compute steps; 0 on a GPU
     pools: list[RankedPool]  # pages and, of a model with states, slots
+    children: RankChildren | None  # the other ranks
 
 
 class Role:
@@ -151,6 +154,7 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         config.kv_dtype,
         place,
         largest_step_of(config),
+        AdapterLimits(config.max_loras, config.max_lora_rank),
     )
     limits = limits_of(config, engine.config.vocab_size)
     report = partial(on_progress, what="graphs")
@@ -233,13 +237,14 @@ def build_worker(
         me.states.CopyFrom(peers[1])
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
     kv = KVCacheManager(cache, config.page_tokens, engine.weights, build_states(engine))
-    scheduler = Scheduler(kv, config.max_running, config.lease_s)
+    adapters = AdapterSlots(engine.adapters.num_slots if engine.adapters else 0)
+    scheduler = Scheduler(kv, config.max_running, config.lease_s, adapters)
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
     scheduler.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
     threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
-    return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, pools)
+    return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, pools, children)
 
 
 def build_states(engine: Engine) -> StateSlots:

@@ -7,10 +7,11 @@ A worker is one incarnation: if a rank ends, this process ends at once, and its 
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
@@ -77,6 +78,14 @@ class ComputeChecksums(msgspec.Struct, tag=True):
     is_states: bool
 
 
+class LoadAdapter(msgspec.Struct, tag=True):
+    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in ranks.py)."""
+
+    key: str
+    folder: str
+    digest: str
+
+
 class Ready(msgspec.Struct, tag=True):
     """The child has its part of the model and of the pages."""
 
@@ -86,13 +95,13 @@ class Ready(msgspec.Struct, tag=True):
 class Done(msgspec.Struct, tag=True):
     """A call is over; the child no longer works on it."""
 
-    reason: str = ""  # of the ReadError; empty on success
+    reason: str = ""  # of the ReadError, or "adapter"; empty on success
     detail: str = ""
     is_gone: bool = False  # the reader cannot be used any more
     checksums: list[int] = []
 
 
-Call = Start | OpenReader | ReadPages | ProbePages | CloseReader | ComputeChecksums
+Call = Start | OpenReader | ReadPages | ProbePages | CloseReader | ComputeChecksums | LoadAdapter
 
 
 class RankChildren:
@@ -144,13 +153,13 @@ class RankChildren:
             ranks.append([kv_pb2.Rank.FromString(rank) for rank in ready.ranks])
         return ranks
 
-    async def ask(self, rank: int, call: Call) -> Done:
+    async def ask(self, rank: int, call: Call, timeout_s: float | None = None) -> Done:
         """Send a call and return its answer. Afterwards the child no longer works on it, even if this is cancelled.
 
         Pages that a child may still write to can be neither used nor freed: if it does not answer, this process ends.
-        Raises ReadError while closing.
+        Raises ReadError while closing. `timeout_s`: None: a read's.
         """
-        asking = asyncio.ensure_future(self._children[rank - 1].ask(call, self._timeout_s))
+        asking = asyncio.ensure_future(self._children[rank - 1].ask(call, timeout_s or self._timeout_s))
         is_cancelled = False
         while not asking.done():
             try:
@@ -190,6 +199,16 @@ class RankChildren:
         if done.reason:
             raise ReadError(done.reason, done.detail)
         return done.checksums
+
+    def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
+        """For each child: it reads its part. Raises ValueError if it cannot."""
+
+        async def load(rank: int) -> None:
+            done = await self.ask(rank, LoadAdapter(key, folder, digest), RANKS_S)
+            if done.reason:
+                raise ValueError(f"rank {rank}: {done.detail}")
+
+        return [load(rank) for rank in range(1, len(self._children) + 1)]
 
     async def close(self) -> None:
         self.is_closing = True

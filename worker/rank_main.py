@@ -8,6 +8,7 @@ It ends when rank 0 hangs up, and with the thread that started it.
 import asyncio
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -28,6 +29,7 @@ from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker import rank_children as calls
+from worker.adapter_loader import read_adapter
 from worker.process import build_rank_engine, choose_rank_device
 from worker.rank_ring import RingFollower
 from worker.ranked_pool import RankedPool, build_pools
@@ -43,6 +45,7 @@ class Rank:
     def __init__(self) -> None:
         self._pools: list[RankedPool] = []  # of pages and of slots
         self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
+        self._engine: Engine | None = None
 
     async def answer(self, call: calls.Call) -> calls.Ready | calls.Done:
         if isinstance(call, calls.Start):
@@ -55,7 +58,9 @@ class Rank:
         except Exception as error:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
-        reader = None if isinstance(call, calls.ComputeChecksums) else self._readers.get(call.reader)
+        reader = None
+        if not isinstance(call, calls.ComputeChecksums | calls.LoadAdapter):
+            reader = self._readers.get(call.reader)
         done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
         return done
 
@@ -69,6 +74,7 @@ class Rank:
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
             end_process()
+        self._engine = engine
         spare_what_is_here()
         ring = RingFollower(start.ring_fds, start.rank - 1)
         threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
@@ -99,6 +105,16 @@ class Rank:
                 done.checksums = await asyncio.to_thread(
                     compute_checksums, self._pools[call.is_states].own, call.pages, call.begin, call.num_bytes
                 )
+            case calls.LoadAdapter():
+                await self._load_adapter(call)
+
+    async def _load_adapter(self, call: calls.LoadAdapter) -> None:
+        assert self._engine is not None and self._engine.adapters is not None
+        try:
+            adapter = await asyncio.to_thread(read_adapter, self._engine, Path(call.folder), call.digest)
+        except (ValueError, OSError) as error:
+            raise ReadError("adapter", str(error)) from error
+        self._engine.adapters.hosted[call.key] = adapter
 
 
 def _follow(ring: RingFollower, engine: Engine) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
+from engine.kernels.adapter_rows import NO_SLOT
 from engine.out_of_memory import end_process
 from engine.runner import Begun, Launched, Masks, Runner
 from wire.sampling import SamplingParams
@@ -35,9 +36,10 @@ class Open(msgspec.Struct, tag=True, array_like=True):
     row: int
     sampling: SamplingParams
     answer_begin: int
+    slot: int
 
     def apply(self, rows: InputBatch) -> None:
-        rows.open(self.row, np.zeros(0, np.int32), self.sampling, self.answer_begin)
+        rows.open(self.row, np.zeros(0, np.int32), self.sampling, self.answer_begin, self.slot)
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
@@ -66,7 +68,22 @@ class Pages(msgspec.Struct, tag=True, array_like=True):
         rows.write_pages(self.row, self.first, self.pages)
 
 
-Delta = Open | Close | Tokens | Pages
+class FillSlot(msgspec.Struct, tag=True, array_like=True):
+    slot: int
+    adapter: str
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.fill_slot(self.slot, self.adapter)
+
+
+class DropAdapter(msgspec.Struct, tag=True, array_like=True):
+    adapter: str
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.drop_adapter(self.adapter)
+
+
+Delta = Open | Close | Tokens | Pages | FillSlot | DropAdapter
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
@@ -74,7 +91,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
-    requests: Sequence[ForwardRow]
+    requests: Sequence[ForwardRow]  # empty: there are changes alone
     is_begun: bool  # Choice follows, with further masks
 
 
@@ -118,6 +135,10 @@ class Leader:
             deltas, self._deltas = self._deltas, []
             self._ring.write(_encoder.encode(Step(deltas, runner, requests, is_begun)), SEND_S)
 
+    def flush(self) -> None:
+        """Send what was noted, without a step. Raises RingError."""
+        self.send(0, [])
+
     def send_choice(self, masks: Masks) -> None:
         """Send what the last step may choose. Raises RingError."""
         if self.is_leading:
@@ -132,9 +153,11 @@ class LedInputBatch(InputBatch):
         super().__init__(*sizes)
         self._leader = leader
 
-    def open(self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int) -> None:
-        self._leader.note(Open(row, sampling, answer_begin))
-        super().open(row, token_ids, sampling, answer_begin)
+    def open(
+        self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
+    ) -> None:
+        self._leader.note(Open(row, sampling, answer_begin, slot))
+        super().open(row, token_ids, sampling, answer_begin, slot)
 
     def close(self, row: int) -> None:
         self._leader.note(Close(row))
@@ -147,6 +170,15 @@ class LedInputBatch(InputBatch):
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         self._leader.note(Pages(row, first, list(pages)))
         super().write_pages(row, first, pages)
+
+    def fill_slot(self, slot: int, digest: str) -> None:
+        self._leader.note(FillSlot(slot, digest))
+        super().fill_slot(slot, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._leader.note(DropAdapter(digest))
+        self._leader.flush()
+        super().drop_adapter(digest)
 
 
 class LedRunner(Runner):
@@ -200,6 +232,8 @@ def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> N
         else:
             for delta in message.deltas:
                 delta.apply(rows)
+            if not message.requests:
+                continue
             runner = runners[message.runner]
             if message.is_begun:
                 begun = runner, runner.begin(message.requests)

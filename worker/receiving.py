@@ -13,20 +13,27 @@ class OfferRefusedError(Exception):
         self.detail = detail
 
 
-def renew(scheduler: Scheduler, sequence_id: int, attempt: int, now: float) -> None:
-    """The prompt is still being computed: restart the lease. Raises OfferRefusedError."""
-    _find_receiving(scheduler, sequence_id, attempt).deadline = now + scheduler.lease_s
+def renew(scheduler: Scheduler, sequence_id: int, attempt: int, now: float, adapter: str = "") -> None:
+    """The prompt is still being computed, by this adapter: restart the lease. Raises OfferRefusedError."""
+    _find_receiving(scheduler, sequence_id, attempt, adapter).deadline = now + scheduler.lease_s
 
 
 def begin_read(
-    scheduler: Scheduler, sequence_id: int, attempt: int, begin: int, end: int, num_pages: int, num_slots: int = 0
+    scheduler: Scheduler,
+    sequence_id: int,
+    attempt: int,
+    begin: int,
+    end: int,
+    num_pages: int,
+    num_slots: int = 0,
+    adapter: str = "",
 ) -> tuple[list[int], list[int]]:
     """Accept an offer of positions [begin, end), and of states as `KVCacheManager.states_of` has them.
 
-    Returns the pages and the slots to copy into, held until `finish_read` or `fail_read`. A sequence's offers come in
+    `adapter`: the one that computed them. Returns the pages and the slots to copy into, held until `finish_read` or `fail_read`. A sequence's offers come in
     order, one at a time. Raises OfferRefusedError.
     """
-    sequence, page_tokens = _find_receiving(scheduler, sequence_id, attempt), scheduler.kv.page_tokens
+    sequence, page_tokens = _find_receiving(scheduler, sequence_id, attempt, adapter), scheduler.kv.page_tokens
     if sequence.is_read:
         raise OfferRefusedError("session", f"session {sequence_id} is reading another offer")
     limit = sequence.params.end
@@ -46,13 +53,17 @@ def begin_read(
     return targets, slots[:num_slots]
 
 
-def _find_receiving(scheduler: Scheduler, sequence_id: int, attempt: int) -> Sequence:
+def _find_receiving(scheduler: Scheduler, sequence_id: int, attempt: int, adapter: str) -> Sequence:
     sequence = scheduler.get(sequence_id)
     if sequence is None or sequence.phase is Phase.ENDED:
         raise OfferRefusedError("session", f"session {sequence_id} is not open here")
     if sequence.params.attempt != attempt:
         raise OfferRefusedError(
             "attempt", f"offer of attempt {attempt}; session {sequence_id} is {sequence.params.attempt}"
+        )
+    if sequence.params.adapter != adapter:
+        raise OfferRefusedError(
+            "adapter", f"offer of adapter {adapter!r}; session {sequence_id} has {sequence.params.adapter!r}"
         )
     if sequence.phase is not Phase.RECEIVING:
         raise OfferRefusedError("session", f"session {sequence_id} takes no offer now ({sequence.phase.value})")

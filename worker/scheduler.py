@@ -1,6 +1,7 @@
 """All sequences of a worker: admission, room, steps and ends. Pure: `now` is passed in; the caller serialises calls.
 
-sequences.py draws a sequence's life and what frees its pages; kv_cache.py owns these; receiving.py takes offers.
+sequences.py draws a sequence's life and what frees its pages; kv_cache.py owns these, adapters.py what computes them;
+receiving.py takes offers.
 """
 
 from array import array
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import PageKey
+from worker.adapters import NO_ADAPTER, AdapterSlots
 from worker.kv_cache import KVCacheManager
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
@@ -22,6 +24,7 @@ class Scheduler:
     kv: KVCacheManager
     max_running: int
     lease_s: float
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     on_empty: Callable[[], None] = lambda: None  # called when the last sequence is gone
     num_preemptions: int = 0
     num_expired: int = 0  # expired leases
@@ -73,7 +76,7 @@ class Scheduler:
         """Hold the cached pages of the prompt's start, and allocate the rest.
 
         `is_kept`: the pages stay until `end`. `keys`: `kv.keys_of(params)`. A repeated (gateway, handle) returns the
-        same sequence. Raises NeverFitsError or NoRoomError.
+        same sequence. Raises NeverFitsError, NoRoomError or UnknownAdapterError.
         """
         if params.handle and (params.gateway, params.handle) in self._by_handle:
             return self._sequences[self._by_handle[params.gateway, params.handle]]
@@ -97,6 +100,8 @@ class Scheduler:
         found = self.kv.choose_pages(hit, sequence)
         self._check_room(params, found, self.kv.num_needed(sequence) - len(found))
         self.kv.open(sequence, hit, found)
+        if params.adapter:
+            sequence.adapter = self.adapters.acquire(params.adapter)
         sequence.num_cached = sequence.computed
         sequence.kv_at = now if sequence.num_cached == params.end else None
         self.kv.num_queried += 0 if is_scored else params.end
@@ -108,7 +113,9 @@ class Scheduler:
         return sequence
 
     def _check_room(self, params: SequenceParams, found: Seq[int], needed: int) -> None:
-        """Raises NeverFitsError or NoRoomError if a params that needs this many new pages cannot be taken now."""
+        """Raises like `admit` if a params that needs this many new pages cannot be taken now."""
+        if params.adapter:
+            self.adapters.check_room(params.adapter)
         most_tokens = max(params.end, params.num_prompt + params.max_tokens if params.max_tokens else 0)
         most, cache = self.kv.num_pages(most_tokens), self.kv.cache
         if most > cache.num_pages:
@@ -336,15 +343,18 @@ class Scheduler:
         if sequence.is_read or sequence.is_kept:
             return
         self.kv.release(sequence)
+        if sequence.adapter is not NO_ADAPTER:
+            self.adapters.release(sequence.params.adapter)
         del self._sequences[sequence.id]
         self._by_handle.pop((sequence.params.gateway, sequence.params.handle), None)
         if not self._sequences:
             self.on_empty()
 
     def check(self) -> None:
-        """Check pages, slots and rows, and that each sequence's phase fits what it has."""
+        """Check pages, slots, adapters and rows, and that each sequence's phase fits what it has."""
         sequences = list(self)
         self.kv.check(sequences)
+        self.adapters.check([sequence.adapter for sequence in sequences if sequence.params.adapter])
         for sequence in sequences:
             is_answering = sequence.phase is Phase.ACTIVE and sequence.params.max_tokens
             if is_answering and len(sequence.tokens) <= sequence.computed:

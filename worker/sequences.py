@@ -23,6 +23,7 @@ from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
+from worker.adapters import NO_ADAPTER, HeldAdapter
 
 ANY_NUMBER = 2**32
 
@@ -49,6 +50,7 @@ class SequenceParams:
     end: int  # KV of positions [0, end) must be computed or received before the first token
     max_tokens: int = 0  # of the answer; 0: only the KV is needed (prefill)
     cache_salt: str = ""
+    adapter: str = ""  # content digest of the adapter that computes it; empty: the base model
     num_prompt_logprobs: int | None = None  # report the prompt tokens' log-probabilities, with this many top ones each
     local_prefill_max_tokens: int = ANY_NUMBER  # receive the KV if more tokens than this are missing
     gateway: str = ""  # name of its stream of updates
@@ -130,6 +132,7 @@ class Sequence:
     num_steps: int = 0  # steps that yielded tokens
     num_preemptions: int = 0
     state: SequenceState = field(default_factory=SequenceState)  # empty while it holds no page
+    adapter: HeldAdapter = NO_ADAPTER  # from admission on
     row: int = -1  # in the engine's InputBatch, from the first step on
     num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is not open. Set by the loop, like the next
     started_at: float | None = None  # start of the first step

@@ -1,4 +1,4 @@
-"""The rpcs that all workers answer: Status and Drain. Runs on the asyncio thread."""
+"""The rpcs that all workers answer: Status, Drain, and those of adapters. Runs on the asyncio thread."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
+from worker.adapter_loader import AdapterLoader, AdapterRefusedError
+from worker.adapters import UnknownAdapterError
 from worker.metrics import PromptSpeed
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
@@ -35,6 +37,7 @@ class WorkerService:
         self._vocab_size = worker.engine.config.vocab_size
         self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
+        self._adapters = AdapterLoader(worker.engine, worker.scheduler.adapters, worker.children, thread)
         self._transports = transports
         self._speed = speed
 
@@ -44,7 +47,7 @@ class WorkerService:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
 
     async def admit(self, params: SequenceParams, context: Context, is_kept: bool = False) -> Sequence:
-        """Admit the params without yielding to other tasks. Aborts the call if there is no room."""
+        """Admit the params without yielding to other tasks. Aborts the call if there is no room, or no such adapter."""
         keys = self._scheduler.kv.keys_of(params)
         try:
             with self._thread.lock:
@@ -53,6 +56,9 @@ class WorkerService:
             return sequence
         except NoRoomError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
+        except UnknownAdapterError as error:
+            detail = f"worker {self._me.address}: {error}"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))
         except NeverFitsError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
@@ -67,6 +73,21 @@ class WorkerService:
     async def Drain(self, request: decode_pb2.DrainRequest, context: Context) -> decode_pb2.DrainResponse:
         self._shutdown.begin(f"Drain from {context.peer()}")
         return decode_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
+
+    async def LoadAdapter(
+        self, request: decode_pb2.LoadAdapterRequest, context: Context
+    ) -> decode_pb2.LoadAdapterResponse:
+        try:
+            digest = await self._adapters.load(request.name, request.path, request.digest)
+        except AdapterRefusedError as error:
+            await context.abort(error.code, str(error))
+        return decode_pb2.LoadAdapterResponse(digest=digest)
+
+    async def UnloadAdapter(
+        self, request: decode_pb2.UnloadAdapterRequest, context: Context
+    ) -> decode_pb2.UnloadAdapterResponse:
+        self._adapters.unload(request.digest)
+        return decode_pb2.UnloadAdapterResponse()
 
     async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
         progress = self._thread.progress()
@@ -92,6 +113,8 @@ class WorkerService:
             prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
             weaknesses=self._weaknesses,
+            adapters=scheduler.adapters.names,
+            max_loras=scheduler.adapters.num_slots,
         )
         if (slots := scheduler.kv.states.cache).num_pages:
             status.free_slots, status.used_slots = slots.num_spare, slots.num_held

@@ -82,6 +82,10 @@ class Adapters:
                 rest.zero_()
             ranks[slot] = rank
 
+    def forget(self, digest: str) -> None:
+        """No slot gets it any more; slots that have it keep it. Idempotent."""
+        self.hosted.pop(digest, None)
+
     def begin(self, tiles: AdapterTiles | None, outputs: AdapterTiles | None) -> None:
         """A step begins. tiles: of its tokens; outputs: of its rows with logits; None: it has no adapters."""
         self.step.tiles, self.step.outputs = tiles, outputs

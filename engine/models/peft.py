@@ -79,8 +79,6 @@ class PeftReader:
     def _load(self, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         """Module, from "layers." on |-> A [r, K], B [N, r]."""
         path = folder / WEIGHTS
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; adapters may have {MOST_FILE_BYTES}")
         halves: dict[str, dict[str, Tensor]] = {}
         entries = read_safetensors(path)  # checks sizes
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -144,6 +142,8 @@ def _read_config(folder: Path) -> Json:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: a folder that PEFT's save_pretrained wrote is expected")
+    if (size := (folder / WEIGHTS).stat().st_size) > MOST_FILE_BYTES:
+        raise ValueError(f"{folder / WEIGHTS} has {size} bytes; adapters may have {MOST_FILE_BYTES}")
     config = read_json(folder / CONFIG)
     for problem in _find_problems(config):
         raise ValueError(f"{folder / CONFIG} has {problem}, which Baton does not support")

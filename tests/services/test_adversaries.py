@@ -91,6 +91,7 @@ async def test_offers_that_lie_are_refused_by_name(
         ("incarnation", "gone", "incarnation", "ticket of incarnation gone; this worker is "),
         ("session", 2**64 - 1, "session", f"session {2**64 - 1} is not open here"), ("session", 0, "session", ""),
         ("attempt", 2, "attempt", "offer of attempt 2; session 1 is 1"), ("session", other.session, "bounds", ""),
+        ("adapter", "a1", "adapter", "offer of adapter 'a1'; session 1 has ''"),
     ]:  # fmt: skip
         changed = kv_pb2.OfferRequest()
         changed.CopyFrom(honest)

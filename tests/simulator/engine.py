@@ -33,7 +33,9 @@ class VirtualRows:
         self._pages = [[0] * (WIDTH // PAGE_TOKENS) for _ in range(num_rows)]  # on the host
         self._work: deque[Callable[[], None]] = deque()  # queued on the device
 
-    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+    def open(
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = -1
+    ) -> None:
         self.seeds[row] = sampling.seed
         self.write_tokens(row, 0, token_ids)
 

@@ -129,8 +129,8 @@ def _check_promised(sources: Sequence[reader.PageRef], found: Sequence[int]) -> 
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def _root_without_salt(model: str, cache_salt: str) -> PageKey:
-    return root_key(model, "")
+def _root_without_salt(model: str, cache_salt: str, adapter: str) -> PageKey:
+    return root_key(model, "", adapter)
 
 
 def _key_without_parent(parent: PageKey, packed_tokens: bytes) -> PageKey:
@@ -243,7 +243,7 @@ def _end_freeing_slots(is_in_use: Callable[[Tokens], object]) -> Callable[[Sched
     return end
 
 
-def _read_into_first(scheduler: Scheduler, sequence_id: int, *args: int) -> tuple[list[int], list[int]]:
+def _read_into_first(scheduler: Scheduler, sequence_id: int, *args: Any) -> tuple[list[int], list[int]]:
     pages, slots = begin_read(scheduler, sequence_id, *args)
     return pages, _find_old(scheduler.kv, scheduler[sequence_id], slots)
 
@@ -279,9 +279,9 @@ def _name_by_request(self: Scheduler, params: SequenceParams, now: float, is_kep
     return admit(self, params, now, is_kept)
 
 
-def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int) -> Tokens:
+def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int, adapter: str) -> Tokens:
     sequence = scheduler.get(sequence_id)
-    return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt)
+    return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt, adapter)
 
 
 def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:

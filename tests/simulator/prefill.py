@@ -92,7 +92,7 @@ class SimPrefill(SimWorker):
     ) -> None:
         ticket, salt = request.ticket, request.cache_salt
         params = SequenceParams(
-            request.request_id, request.prompt, ticket.end, 0, salt, attempt=ticket.attempt,
+            request.request_id, request.prompt, ticket.end, 0, salt, ticket.adapter, attempt=ticket.attempt,
             sampling=SamplingParams(0.0, seed=find_seed(salt)),
         )  # fmt: skip
         if not 0 <= ticket.begin < ticket.end < params.num_prompt or ticket.begin % PAGE_TOKENS:
