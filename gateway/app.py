@@ -1,7 +1,8 @@
 """Assembles the REST API around one ring. Must not know what the parts do."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.request.rules import ServedNames
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ from gateway.tools.reasoning import resolve_reasoning
 from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
+NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
@@ -35,12 +38,16 @@ def build_served_model(
     options: ApiOptions,
     registry: CollectorRegistry,
     tracing: Tracing | None = None,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> ServedModel:
-    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
+    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`.
+
+    `adapters`: by the names that requests may have now.
+    """
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
-    names = ServedNames.of(served_names)
+    names = ServedNames.of(served_names, adapters)
     metrics, created_s = RequestMetrics(registry), int(time.time())
     return ServedModel(
         tokenizer=tokenizer,
@@ -67,6 +74,7 @@ def build_app(served: ServedModel) -> FastAPI:
     app.add_middleware(
         AccessCheck,
         api_keys=served.options.api_keys,
+        admin_key=served.options.admin_key,
         open_paths={*OPEN_PATHS, *PAGE_PATHS},
         cors_origins=served.options.cors_origins,
     )

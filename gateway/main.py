@@ -11,11 +11,13 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
+from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.autoscaling import Goals
 from gateway.router.discovery import Discovery
 from gateway.router.fleet import Fleet
@@ -69,9 +71,11 @@ async def _serve(
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     options = _api_options(config)
-    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing)
+    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing, fleet.adapters.named)
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, router))
+    loader = AdapterLoader(fleet, registry)
+    app.include_router(build_adapter_router(served, loader))
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -84,6 +88,7 @@ async def _serve(
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
+    first_loads = asyncio.create_task(loader.load_first(config.lora_paths))
     ops.follow(Probes(lambda: None, router.check_ready, registry))
     await _wait_until_ready(fleet, router)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
@@ -97,6 +102,7 @@ async def _serve(
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
+    first_loads.cancel()
     await discovery.close()
     await fleet.close()
     served.offload.close()
@@ -126,6 +132,7 @@ def _build_router(
 def _api_options(config: GatewayConfig) -> ApiOptions:
     return ApiOptions(
         api_keys=config.api_key,
+        admin_key=config.admin_key,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,

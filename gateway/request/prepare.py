@@ -11,7 +11,6 @@ from gateway.metrics import RequestMetrics
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.rules import (
     MAX_CACHE_SALT_CHARS,
-    MAX_NAME_CHARS,
     ServedNames,
     check_choices,
     check_ends,
@@ -33,6 +32,7 @@ from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
+from runtime.config_parts import MAX_NAME_CHARS
 from wire.sampling import SamplingParams
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
@@ -53,6 +53,7 @@ class ApiOptions:
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
+    admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ServedModel(Prompts):
         """`arrived_s`, `headers`: as in Tracing.begin. None without tracing."""
         if self.tracing is None:
             return None
-        served = self.names.listed[0]
+        served = raw.model if raw.model and raw.model in self.names.adapters else self.names.listed[0]
         operation = "chat" if any(isinstance(prompt.content, Chat) for prompt in raw.prompts) else "text_completion"
         attributes = {
             "gen_ai.operation.name": operation,
@@ -106,6 +107,7 @@ class ServedModel(Prompts):
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=check_speculation(raw),
             cache_salt=raw.cache_salt,
+            adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)

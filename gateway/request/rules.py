@@ -4,17 +4,19 @@ Each returns checked values or raises ApiError naming the field. Other rules: st
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Self, TypeVar, cast
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.types import GenerateRequest
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Drafter, Grammar, Speculation
-from runtime.config_parts import ANY_NAME
+from runtime.config_parts import ANY_NAME, MAX_NAME_CHARS
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS, SCALARS, SamplingParams
 
-MAX_NAME_CHARS = 200  # each chunk of an answer has the name
+MAX_LISTED = 20  # names of adapters in an error
 MAX_MESSAGES = 4096  # of a conversation
 MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
@@ -50,18 +52,19 @@ class ServedNames:
 
     listed: tuple[str, ...]  # at least one; requests that name none are answered under the first
     takes_any: bool = False  # other names are served, too
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # name |-> adapter, which come and go
 
     @classmethod
-    def of(cls, given: Sequence[str]) -> Self:
+    def of(cls, given: Sequence[str], adapters: Mapping[str, Adapter]) -> Self:
         """`given`: names, and perhaps ANY_NAME."""
-        return cls(tuple(name for name in given if name != ANY_NAME), ANY_NAME in given)
+        return cls(tuple(name for name in given if name != ANY_NAME), ANY_NAME in given, adapters)
 
     def check(self, model: str | None) -> str:
         """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
         name = model or self.listed[0]
-        if name in self.listed or (self.takes_any and len(name) <= MAX_NAME_CHARS):
+        if name in self.listed or name in self.adapters or (self.takes_any and len(name) <= MAX_NAME_CHARS):
             return name
-        raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
+        raise model_not_found(name[:MAX_NAME_CHARS], [*self.listed, *islice(self.adapters, MAX_LISTED)])
 
 
 def check_choices(raw: GenerateRequest) -> int:

@@ -80,6 +80,8 @@ class Attempt:
             failed = _refusal("decode", self._decode.address, error)
             if failed.why == "no room":
                 places.release(self._decode, is_refused=True)
+            elif failed.why == "no adapter":
+                self._decode.lacks_adapter(request.adapter)
             elif failed.why == "compiling":
                 request.grammar_s += self._clock() - began
             raise failed from error
@@ -117,6 +119,7 @@ class Attempt:
                 drafter=speculation.drafter, max_draft_tokens=speculation.max_draft_tokens
             ),
             cache_salt=wanted.cache_salt,
+            adapter=request.adapter,
         )
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
@@ -136,6 +139,8 @@ class Attempt:
             failed = _refusal("prefill", worker.address, error)
             if failed.why == "no room":
                 self._places.release(worker, is_refused=True)
+            elif failed.why == "no adapter":
+                worker.lacks_adapter(request.adapter)
             self._session.put(failed)
         except Exception as bug:  # the request would wait for ever
             self._session.put(bug)
@@ -258,6 +263,8 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFa
     metadata = tuple(error.trailing_metadata() or ())
     if (rpc.REFUSED_FOR, rpc.NO_ROOM) in metadata:
         return AttemptFailed("no room", detail, role)
+    if (rpc.REFUSED_FOR, rpc.NO_ADAPTER) in metadata:
+        return AttemptFailed("no adapter", detail, role)
     if (rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY) in metadata:
         return AttemptFailed("compiling", detail, role)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
