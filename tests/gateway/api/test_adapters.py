@@ -114,12 +114,13 @@ def test_models_lists_adapters_after_the_names_of_the_model(served: Served) -> N
 
 def test_every_api_takes_an_adapters_name_as_model(served: Served) -> None:
     turn = [{"role": "user", "content": "hi"}]
-    for path, body in {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "hi"},
         "/v1/chat/completions": {"messages": turn},
         "/v1/responses": {"input": "hi"},
         "/v1/messages": {"messages": turn, "max_tokens": 9},
-    }.items():
+    }
+    for path, body in bodies.items():
         answer = served.http.post(path, json={"model": "one", **body}).json()
         assert answer["model"] == "one", answer
     served.http.post("/v1/completions", json={"model": SERVED, "prompt": "hi"})
@@ -127,7 +128,7 @@ def test_every_api_takes_an_adapters_name_as_model(served: Served) -> None:
     list(stub.Generate(inference_pb2.GenerateRequest(model="one", text="hi"), metadata=served.metadata))
     assert [one.adapter for one in served.engine.generations] == ["one"] * 4 + ["", "one"]
     assert served.http.post("/tokenize", json={"model": "one", "prompt": "hi"}).status_code == 200
-    body = {"model": "one", "messages": turn}
-    assert served.http.post("/v1/messages/count_tokens", json=body).status_code == 200
+    counted = served.http.post("/v1/messages/count_tokens", json={"model": "one", "messages": turn})
+    assert counted.status_code == 200
     status, message = told(served.http.post("/v1/completions", json={"model": "two", "prompt": "hi"}))
     assert status == 404 and f"this service has '{SERVED}', 'one'" in message
