@@ -151,6 +151,20 @@ def test_requests_wait_for_their_adapter_and_hold_up_no_others() -> None:
         finish(fleet, client)
 
 
+def test_a_request_waits_for_the_workers_with_its_adapter_and_leaves_others_the_rest() -> None:
+    with virtual_fleet(decode=2, max_running=1) as fleet:
+        loads = Loads(fleet)
+        fleet.decodes[1].max_loras = 0
+        fleet.run(POLL_S)
+        loads.load("one", "/a")
+        clients = [fleet.ask(replace(named("one"), request_id=name)) for name in ("first", "second")]
+        finish(fleet, fleet.ask(replace(wanted(), request_id="base")))
+        assert [len(worker.sessions) for worker in fleet.decodes] == [1, 1]
+        for client in clients:
+            finish(fleet, client)
+        assert [len(worker.sessions) for worker in fleet.decodes] == [2, 1]
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_worker_that_comes_back_gets_the_adapters_and_the_request_goes_on(is_killed: bool) -> None:
     with virtual_fleet(patience_s=30.0) as fleet:
