@@ -54,14 +54,6 @@ UNJUDGED, STATE_FROM = (ForwardRow._fields.index(name) for name in ("num_unjudge
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
-class StepAdapters(NamedTuple):
-    """Which of a step's tokens and rows with logits have which adapter."""
-
-    slots: NDArray[np.int32]  # [T] slot of each token, or NO_SLOT
-    tokens: HostTiles
-    outputs: HostTiles  # of the S rows with logits
-
-
 class Layout(NamedTuple):
     """T new tokens of B sequences, on the host. All but the last four are uploaded, in this order.
 
@@ -79,7 +71,7 @@ class Layout(NamedTuple):
     query_lens: NDArray[np.int32]  # [B]
     split: int | None  # see `States`
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
-    adapters: StepAdapters | None  # None: no row has one
+    adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
 
 
 def take_turns(row: int, step: int) -> tuple[int, int]:
@@ -144,11 +136,11 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     )
 
 
-def find_adapters(slots: NDArray[np.int32], logits_rows: Ints) -> StepAdapters | None:
-    """slots: [T]. None if no token has an adapter."""
+def find_adapters(slots: NDArray[np.int32], logits_rows: Ints) -> tuple[HostTiles, HostTiles] | None:
+    """slots: [T] of the tokens |-> `Layout.adapters`."""
     if not np.count_nonzero(slots >= 0):
         return None
-    return StepAdapters(slots, sort_rows(slots), sort_rows(slots[logits_rows]))
+    return sort_rows(slots), sort_rows(slots[logits_rows])
 
 
 def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
@@ -180,13 +172,13 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
         rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
         states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
-        adapters=None if layout.adapters is None else upload_tiles(layout.adapters, rows.device),
+        adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
     )  # fmt: skip
 
 
-def upload_tiles(adapters: StepAdapters, device: torch.device) -> tuple[AdapterTiles, AdapterTiles]:
-    """Those of the tokens, and of the rows with logits."""
-    token_rows, token_tiles, output_rows, output_tiles = upload([*adapters.tokens, *adapters.outputs], device)
+def upload_tiles(tokens: HostTiles, outputs: HostTiles, device: torch.device) -> tuple[AdapterTiles, AdapterTiles]:
+    """`Layout.adapters` |-> `Batch.adapters`."""
+    token_rows, token_tiles, output_rows, output_tiles = upload([*tokens, *outputs], device)
     return AdapterTiles(token_rows, token_tiles), AdapterTiles(output_rows, output_tiles)
 
 

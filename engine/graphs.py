@@ -18,7 +18,7 @@ from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
-from engine.kernels.adapter_rows import NO_SLOT, AdapterTiles, sort_rows
+from engine.kernels.adapter_rows import NO_SLOT, AdapterTiles
 from engine.kernels.sampling_fields import PARAMS, SamplingTensors, to_bytes, to_row
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
@@ -184,11 +184,9 @@ class DecodeGraph:
                 arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
             if layout.adapters is not None:
-                slots = np.full(len(arrays["places"]), NO_SLOT, np.int32)
-                slots[rows] = layout.adapters.slots
-                found = sort_rows(slots)
-                arrays["adapter_rows"][: len(found.rows)] = found.rows
-                arrays["adapter_tiles"][: found.tiles.size] = found.tiles.reshape(-1)
+                tokens = layout.adapters[0]  # all rows of the shape have logits, so they are those of the outputs too
+                arrays["adapter_rows"][: len(tokens.rows)] = rows[tokens.rows]
+                arrays["adapter_tiles"][: tokens.tiles.size] = tokens.tiles.reshape(-1)
             seq_lens = arrays["seq_lens"].copy()
         self._attention.plan(self._pages, replace(self._batch, seq_lens_host=seq_lens))
         self._replay_forward()

@@ -27,8 +27,6 @@ from gateway.tools.reasoning import resolve_reasoning
 from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
-NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
-_CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
 def build_served_model(
@@ -38,28 +36,23 @@ def build_served_model(
     options: ApiOptions,
     registry: CollectorRegistry,
     tracing: Tracing | None = None,
-    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`.
 
     `adapters`: by the names that requests may have now.
     """
-    offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
-    tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
-    reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
-    names = ServedNames.of(served_names, adapters)
-    metrics, created_s = RequestMetrics(registry), int(time.time())
     return ServedModel(
         tokenizer=tokenizer,
-        offload=offload,
-        tool_format=tool_format,
-        reasoning=reasoning,
+        offload=Offload(),
+        tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
+        reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
-        names=names,
+        names=ServedNames(served_names, adapters),
         options=options,
-        metrics=metrics,
-        created_s=created_s,
+        metrics=RequestMetrics(registry),
+        created_s=int(time.time()),
         tracing=tracing,
     )
 

@@ -70,7 +70,17 @@ async def _serve(
     gate = router.gate
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
-    options = _api_options(config)
+    options = ApiOptions(
+        api_keys=config.api_key,
+        admin_key=config.admin_key,
+        cors_origins=config.cors_origins,
+        max_body_bytes=config.body_limit_bytes,
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+        keep_billing_header=config.keep_billing_header,
+        body_timeout_s=config.client_timeout_s,
+        stalled_client_s=config.client_timeout_s,
+    )
     served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing, fleet.adapters.named)
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, router))
@@ -116,31 +126,16 @@ def _build_router(
     fixed: dict[Role, list[str]] = {"prefill": [], "decode": []}
     for role, addresses in fixed.items():
         for text in getattr(config, role):
-            name = parse_dns_name(text)
-            if name is None:
-                addresses.append(text)
-            else:
+            if name := parse_dns_name(text):
                 names.append((role, name))
+            else:
+                addresses.append(text)
     open_channel = partial(trust.open_channel, dns_server=config.dns_server)
     fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, context_tokens, open_channel)
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage)
     router = Router(fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, placer)
     return fleet, router, Discovery(fleet, names, config.dns_server, registry)
-
-
-def _api_options(config: GatewayConfig) -> ApiOptions:
-    return ApiOptions(
-        api_keys=config.api_key,
-        admin_key=config.admin_key,
-        cors_origins=config.cors_origins,
-        max_body_bytes=config.body_limit_bytes,
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-        keep_billing_header=config.keep_billing_header,
-        body_timeout_s=config.client_timeout_s,
-        stalled_client_s=config.client_timeout_s,
-    )
 
 
 class _RestServer(uvicorn.Server):

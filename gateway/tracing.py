@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from gateway.errors import ApiError
-from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.router.attempt_record import AttemptRecord, Part
 from runtime.hardware import OWN_VERSION
 from runtime.peer_input import shorten
 from wire.timing import Timing
@@ -78,16 +78,14 @@ class RequestTrace:
 
     def note_usage(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
         firsts = [one.first_token_s for attempts in self.choices for one in attempts if one.first_token_s is not None]
-        since_first_s = time.monotonic() - min(firsts, default=0)
+        first_s = time.perf_counter() - self._arrived_s - (time.monotonic() - min(firsts)) if firsts else None
         self.note(
             {
                 "gen_ai.usage.input_tokens": num_prompt,
                 "gen_ai.usage.cache_read.input_tokens": num_cached,
                 "gen_ai.usage.output_tokens": num_completion,
                 "gen_ai.response.finish_reasons": [reason for _, reason in sorted(self.endings.items())] or None,
-                "gen_ai.response.time_to_first_chunk": time.perf_counter() - self._arrived_s - since_first_s
-                if firsts
-                else None,
+                "gen_ai.response.time_to_first_chunk": first_s,
             }
         )
 
@@ -115,16 +113,18 @@ class RequestTrace:
         context = set_span_in_context(self._span)
         links: list[Link] = []  # to where the attempt before ended
         for attempt in attempts:
+            shared = {"baton.choice": choice, "baton.attempt": attempt.number}
             parts = attempt.parts()
             for number, (part, start_s, end_s) in enumerate(parts, 1):
-                attributes = {"baton.choice": choice, "baton.attempt": attempt.number, **_describe(attempt, part)}
-                start_ns, end_ns = epoch_ns + _nanoseconds(start_s), epoch_ns + _nanoseconds(end_s)
-                span = self._tracer.start_span(
-                    f"baton.{part}", context, attributes=_valid(attributes), links=links, start_time=start_ns
-                )
+                known = _valid({**shared, **_describe(attempt, part)})
+                start_ns = epoch_ns + _nanoseconds(start_s)
+                span = self._tracer.start_span(f"baton.{part}", context, SpanKind.INTERNAL, known, links, start_ns)
                 if number == len(parts) and attempt.reason:
-                    _explain(span, attempt)
-                span.end(end_ns)
+                    reason = str(_encodable(shorten(attempt.reason)))
+                    span.set_attribute("baton.reason", reason)
+                    if attempt.is_failure:
+                        span.set_status(Status(StatusCode.ERROR, reason))
+                span.end(epoch_ns + _nanoseconds(end_s))
             links = [Link(span.get_span_context())]
 
 
@@ -188,40 +188,25 @@ def _describe(attempt: AttemptRecord, part: Part) -> Mapping[str, Attribute]:
     """What is known of a part. Seconds are as measured by workers: there the parts may overlap."""
     if part == "queue":
         return {}
+    worker, known = attempt.decode, dict[str, Attribute]()
     if part == "prefill":
-        worker, timing = attempt.decode, attempt.decoded
+        timing = attempt.decoded
         if attempt.is_handed_off:
             worker, timing = attempt.prefill, attempt.prefilled
-        cached = {"baton.cached_tokens": attempt.num_cached}
-        return (
-            _name(worker)
-            | cached
-            | _measured(timing, "prefill_seconds")
-            | _measured(attempt.decoded, "grammar_seconds")
-        )
-    if part == "transfer":
-        return _name(attempt.decode) | _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
-    measured = _measured(
-        attempt.decoded,
-        *("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions"),
-    )
-    return _name(attempt.decode) | {"baton.output_tokens": attempt.num_tokens} | measured
+        known = {"baton.cached_tokens": attempt.num_cached, **_measured(timing, "prefill_seconds")}
+        known |= _measured(attempt.decoded, "grammar_seconds")
+    elif part == "transfer":
+        known = _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
+    else:
+        names = ("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions")
+        known = {"baton.output_tokens": attempt.num_tokens, **_measured(attempt.decoded, *names)}
+    named = {} if worker is None else {f"baton.worker.{field}": value for field, value in worker._asdict().items()}
+    return named | known
 
 
 def _measured(timing: Timing | None, *names: str) -> dict[str, Attribute]:
     """Parts of a worker's timing, by their names in traces."""
     return {f"baton.{name}": getattr(timing, name.replace("_seconds", "_s")) for name in names if timing is not None}
-
-
-def _name(worker: WorkerName | None) -> dict[str, Attribute]:
-    return {} if worker is None else {f"baton.worker.{field}": value for field, value in worker._asdict().items()}
-
-
-def _explain(span: Span, attempt: AttemptRecord) -> None:
-    reason = str(_encodable(shorten(attempt.reason)))
-    span.set_attribute("baton.reason", reason)
-    if attempt.is_failure:
-        span.set_status(Status(StatusCode.ERROR, reason))
 
 
 def _valid(attributes: Mapping[str, Attribute]) -> dict[str, AttributeValue]:

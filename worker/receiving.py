@@ -30,8 +30,8 @@ def begin_read(
 ) -> tuple[list[int], list[int]]:
     """Accept an offer of positions [begin, end), and of states as `KVCacheManager.states_of` has them.
 
-    `adapter`: the one that computed them. Returns the pages and the slots to copy into, held until `finish_read` or `fail_read`. A sequence's offers come in
-    order, one at a time. Raises OfferRefusedError.
+    `adapter`: the one that computed them. Returns the pages and the slots to copy into, held until `finish_read` or
+    `fail_read`. A sequence's offers come in order, one at a time. Raises OfferRefusedError.
     """
     sequence, page_tokens = _find_receiving(scheduler, sequence_id, attempt, adapter), scheduler.kv.page_tokens
     if sequence.is_read:

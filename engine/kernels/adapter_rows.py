@@ -25,11 +25,11 @@ class HostTiles(NamedTuple):
 
     def check(self, num_rows: int, num_slots: int) -> None:
         """ValueError if a kernel would read other rows or slots than there are."""
-        slots, firsts, counts = self.tiles.T
-        is_good = slots.max(initial=0) < num_slots and firsts.min(initial=0) >= 0 and counts.min(initial=0) >= 0
+        slots, firsts, counts = self.tiles[self.tiles[:, 0] != NO_SLOT].T
+        is_good = slots.max(initial=0) < num_slots and min(part.min(initial=0) for part in (slots, firsts, counts)) >= 0
         if not is_good or counts.max(initial=0) > TILE_ROWS or (firsts + counts).max(initial=0) > len(self.rows):
             raise ValueError(f"tiles of adapters {self.tiles.tolist()}, {len(self.rows)} rows, {num_slots} slots")
-        if self.rows.min(initial=0) < 0 or self.rows.max(initial=0) >= num_rows:
+        if self.rows.min(initial=0) < 0 or self.rows.max(initial=-1) >= num_rows:
             raise ValueError(f"adapters for rows {self.rows.min()} to {self.rows.max()} of {num_rows}")
 
 
@@ -50,6 +50,17 @@ class AdapterWeights(NamedTuple):
     b: Tensor  # [L, R, N]
     ranks: Tensor  # [L] int32; 0: the slot's adapter does not change this product
     blocks: Tensor  # [n, 3] int32: first column, end, part; of at most BLOCK_COLUMNS
+
+
+def check_product(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
+    """ValueError if a kernel would read or write beyond one of them; `HostTiles.check` sees the tiles."""
+    a, b = weights.a, weights.b
+    num_slots, width, depth = a.shape
+    is_shaped = rows.shape == (len(out), depth) and b.shape[::2] == (num_slots, out.shape[1])
+    if not is_shaped or width % b.shape[1] or not (a.dtype is b.dtype is rows.dtype):
+        raise ValueError(f"adapters {tuple(a.shape)} {tuple(b.shape)} for rows {tuple(rows.shape)} {tuple(out.shape)}")
+    if not all(one.is_contiguous() for one in (out, rows, *tiles, *weights)):
+        raise ValueError("rows, tiles or weights of adapters are not contiguous")
 
 
 def sort_rows(slots: NDArray[np.int32]) -> HostTiles:

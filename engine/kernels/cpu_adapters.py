@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
+from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, check_product
 from engine.kernels.build import BuildError, load_kernel
 
 
@@ -31,7 +31,7 @@ def can_add(out: Tensor, rows: Tensor) -> bool:
 
 def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
     """See `Ops.add_adapters_` and `can_add`."""
-    check(out, rows, tiles, weights)
+    check_product(out, rows, tiles, weights)
     kernel, (_, width, depth), max_rank = load(), weights.a.shape, weights.b.shape[1]
     assert kernel is not None
     shrunk = torch.empty(len(tiles.rows), width, dtype=torch.float32)
@@ -44,17 +44,6 @@ def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: Adapt
         ),
         rows.dtype is torch.float32,
     )  # fmt: skip
-
-
-def check(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
-    """ValueError before the kernel reads or writes beyond one of them. `AdapterTiles.check` has seen the tiles."""
-    a, b = weights.a, weights.b
-    num_slots, width, depth = a.shape
-    is_shaped = rows.shape == (len(out), depth) and b.shape[::2] == (num_slots, out.shape[1])
-    if not is_shaped or width % b.shape[1] or not (a.dtype is b.dtype is rows.dtype):
-        raise ValueError(f"adapters {tuple(a.shape)} {tuple(b.shape)} for rows {tuple(rows.shape)} {tuple(out.shape)}")
-    if not all(one.is_contiguous() for one in (*tiles, *weights)):
-        raise ValueError("tiles or weights of adapters are not contiguous")
 
 
 def join(gate_up: Tensor, width: int) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.adapter_rows import BLOCK_COLUMNS, TILE_ROWS, AdapterTiles, AdapterWeights
+from engine.kernels.adapter_rows import BLOCK_COLUMNS, TILE_ROWS, AdapterTiles, AdapterWeights, check_product
 
 DEPTH = 128  # of a program's tile of x and A: rows of 256 bytes
 RANKS = 16  # rows of A per program: what a tensor core takes
@@ -19,12 +19,9 @@ STAGES = 3
 
 def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
     """See `Ops.add_adapters_`. ValueError for shapes that do not fit. Only launches."""
+    check_product(out, rows, tiles, weights)
     a, b, ranks, blocks = weights
-    (num_slots, width, depth), max_rank = a.shape, b.shape[1]
-    if rows.shape != (len(out), depth) or b.shape[::2] != (num_slots, out.shape[1]) or a.dtype is not b.dtype:
-        raise ValueError(f"adapters {tuple(a.shape)} {tuple(b.shape)} for rows {tuple(rows.shape)} {tuple(out.shape)}")
-    if not all(one.is_contiguous() for one in (out, rows, *tiles, *weights)):
-        raise ValueError("rows, tiles or weights of adapters are not contiguous")
+    (_, width, depth), max_rank = a.shape, b.shape[1]
     num_splits, num_tiles = triton.cdiv(depth, SPLIT_DEPTH), len(tiles.tiles)
     shrunk = torch.empty(num_splits, len(tiles.rows), width, dtype=torch.float32, device=out.device)
     shrink_kernel[num_tiles, triton.cdiv(width, RANKS), num_splits](

@@ -1,18 +1,19 @@
 """The slots for adapters (LoRA) that a model has on a device, and which rows of a step have which."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns
+from engine.batch import Batch
+from engine.kernels.adapter_rows import AdapterWeights, HostTiles, divide_columns
 from engine.layers.linear import AdaptersStep, Site
 from engine.ops.base import Ops
+from engine.weights.packed import PANEL_COLUMNS, interleave_panels
 
-PANEL_COLUMNS = 16  # of packed products that join gate and up, see weights/packed.py
 SiteKey = tuple[int, str]  # layer, name of the product in its table
 
 
@@ -75,29 +76,31 @@ class Adapters:
             if own is None:
                 ranks[slot] = 0
                 continue
-            rank = own.b[0].shape[1]
-            a[slot].view(len(own.b), self.max_rank, -1)[:, :rank].copy_(own.a.view(len(own.b), rank, -1))
-            b[slot, :rank].copy_(_join(own.b, site.is_panelled).T)
-            for rest in (a[slot].view(len(own.b), self.max_rank, -1)[:, rank:], b[slot, rank:]):
-                rest.zero_()
+            num_parts, rank = len(own.b), own.b[0].shape[1]
+            columns = interleave_panels(own.b) if site.is_panelled else torch.cat(own.b)  # [N, r]
+            for part, given in zip(a[slot].view(num_parts, self.max_rank, -1), own.a.chunk(num_parts), strict=True):
+                part[:rank], part[rank:] = given, 0
+            b[slot, :rank], b[slot, rank:] = columns.T, 0
             ranks[slot] = rank
 
     def forget(self, digest: str) -> None:
         """No slot gets it any more; slots that have it keep it. Idempotent."""
         self.hosted.pop(digest, None)
 
-    def begin(self, tiles: AdapterTiles | None, outputs: AdapterTiles | None) -> None:
-        """A step begins. tiles: of its tokens; outputs: of its rows with logits; None: it has no adapters."""
+    @contextmanager
+    def during(self, batch: Batch) -> Iterator[None]:
+        """Around a step with adapters."""
+        assert batch.adapters is not None
+        tiles, outputs = batch.adapters
+        if self.device.type == "cpu":  # whose kernel reads what the tiles say
+            for own, num_rows in ((tiles, len(batch.positions)), (outputs, len(batch.logits_rows))):
+                HostTiles(own.rows.numpy(), own.tiles.numpy()).check(num_rows, self.num_slots)
         self.step.tiles, self.step.outputs = tiles, outputs
+        try:
+            yield
+        finally:
+            self.step.tiles = self.step.outputs = None
 
     def keep_outputs(self) -> None:
         """From here on products get the rows with logits alone."""
         self.step.tiles = self.step.outputs
-
-
-def _join(parts: tuple[Tensor, ...], is_panelled: bool) -> Tensor:
-    """[N of the part, r] each |-> [N, r], in the order of the product's columns."""
-    if not is_panelled:
-        return torch.cat(parts)
-    padded = [functional.pad(part, (0, 0, 0, -len(part) % PANEL_COLUMNS)) for part in parts]
-    return torch.stack([part.view(-1, PANEL_COLUMNS, part.shape[1]) for part in padded], 1).flatten(0, 2)

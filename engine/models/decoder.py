@@ -129,8 +129,12 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        if self.adapters is not None:
-            self.adapters.begin(*batch.adapters or (None, None))
+        if self.adapters is None or batch.adapters is None:
+            return self._run_planned(batch, attention)
+        with self.adapters.during(batch):
+            return self._run_planned(batch, attention)
+
+    def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         flow, parts = self.embed(batch.token_ids, batch.positions), _divide(batch)
         for index, layer in enumerate(self._layers):
             if layer.recurrent is None:

@@ -170,8 +170,13 @@ def panel_order(parts: Sequence[Tensor], is_gated: bool) -> Tensor:
     if not is_gated:
         joined = torch.cat(list(parts))
         return functional.pad(joined, (0, -len(joined) % BLOCK_COLUMNS))
-    padded = [functional.pad(part, (0, -len(part) % PANEL_COLUMNS)) for part in parts]
-    return torch.stack([part.view(-1, PANEL_COLUMNS) for part in padded], 1).flatten()
+    return interleave_panels(parts)
+
+
+def interleave_panels(parts: Sequence[Tensor]) -> Tensor:
+    """[n, ...] of each part |-> [N padded, ...]: their panels, the last one of each padded by zeros, in turn."""
+    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % PANEL_COLUMNS)) for part in parts]
+    return torch.stack([part.view(-1, PANEL_COLUMNS, *part.shape[1:]) for part in padded], 1).flatten(0, 2)
 
 
 class PackedLinear:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gateway.router.engine_client import FinishReason, Tokens
-from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
+from gateway.text.tokenizer import IncrementalDetokenizer
 from gateway.tools.parse import CallEvent
 from gateway.tools.reasoning import Parts, ReasoningReader
 from wire.logprobs import TokenLogprobs

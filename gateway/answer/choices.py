@@ -6,12 +6,11 @@ import string
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import structlog
 
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
-from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -19,7 +18,6 @@ from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import ReasoningReader
@@ -29,6 +27,8 @@ from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
 _log = structlog.get_logger()
+
+T = TypeVar("T")
 
 _ID_CHARS = string.ascii_letters + string.digits
 _NUM_ID_CHARS = 24  # as many as OpenAI's
@@ -59,13 +59,8 @@ class Totals:
             self.trace.endings[index] = piece.ending
 
     def log(self, event: str, **fields: object) -> None:
-        _log.info(
-            event,
-            choices=len(self.job.generations),
-            prompt_tokens=self.num_prompt,
-            tokens=self.num_completion,
-            **fields,
-        )
+        counts = {"choices": len(self.job.generations), "prompt_tokens": self.num_prompt}
+        _log.info(event, **counts, tokens=self.num_completion, **fields)
 
 
 def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
@@ -76,10 +71,7 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 async def begin(
     served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
 ) -> Totals:
-    """Checks a request, for `stream_choices`. Raises ApiError.
-
-    `arrived_s`: as in Totals; `headers`: returns the request's.
-    """
+    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals. Raises ApiError."""
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
         return Totals(await served.prepare(raw, request_id), arrived_s, trace)
@@ -132,6 +124,67 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
             totals.trace.close(failure)
 
 
+class MergedStreams(Generic[T]):
+    """Items of all streams as they arrive. Leaving the `async with` block closes every stream.
+
+    A single stream is read directly. Several are read by one task each, which waits until its last item is taken.
+    """
+
+    def __init__(self, streams: Sequence[AsyncGenerator[T, None]]) -> None:
+        self._streams = streams
+        self._open = set(range(len(streams)))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: asyncio.Queue[tuple[int, T | None]] = asyncio.Queue()  # None: the task of that stream has ended
+        self._room = [asyncio.Semaphore(1) for _ in streams]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def next(self) -> tuple[int, T | None]:
+        """Returns (index of a stream, its next item; None after its last). Raises what the stream raises."""
+        if len(self._streams) == 1:
+            return 0, await anext(self._streams[0], None)
+        if not self._tasks:
+            for index in range(len(self._streams)):
+                self._tasks.append(asyncio.create_task(self._pump(index)))
+                await asyncio.sleep(0)  # lets other requests run while many streams start
+        elif not self._ready.empty():
+            await asyncio.sleep(0)  # lets other requests run while many items are ready
+        while True:
+            index, item = await self._ready.get()
+            if index in self._open:
+                break
+        if item is None:
+            self._open.remove(index)
+            self._tasks[index].result()
+        self._room[index].release()
+        return index, item
+
+    async def close(self, index: int) -> None:
+        """Closes one stream: `next` returns none of its items any more."""
+        self._open.discard(index)
+        if self._tasks:
+            self._tasks[index].cancel()
+            await asyncio.wait([self._tasks[index]])
+        await self._streams[index].aclose()
+
+    async def _pump(self, index: int) -> None:
+        try:
+            async for item in self._streams[index]:
+                await self._room[index].acquire()
+                self._ready.put_nowait((index, item))
+        finally:
+            self._ready.put_nowait((index, None))
+
+
 class _Choice:
     """Reads one choice's tokens."""
 
@@ -159,28 +212,21 @@ class _Choice:
         if not self._is_begun:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
-        piece = _without_text(tokens) if self._job.is_prompt_only else self._reader.read(tokens)
+        if self._job.is_prompt_only:
+            piece = OutputDelta("", finish_reason=tokens.finish_reason and "length", timing=tokens.timing)
+        else:
+            piece = self._reader.read(tokens)
         self._meter.add_tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
             self._meter.finish(piece.finish_reason)
-            piece = self._finished(piece, tokens)
+            if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no timing
+                piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
+            if not (isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids):
+                piece = replace(piece, stop=None)
         for part in self._calls.read(piece) if self._calls else (piece,):
-            if self._json_text is None:
-                yield part
-            else:
-                is_last = part.finish_reason is not None
-                yield replace(part, text=self._json_text.push(part.text, is_last=is_last))
-
-    def _finished(self, piece: OutputDelta, tokens: Tokens) -> OutputDelta:
-        if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
-            piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
-        is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids
-        return piece if is_named else replace(piece, stop=None)
-
-
-def _without_text(tokens: Tokens) -> OutputDelta:
-    """The piece for a request that wants only its prompt."""
-    return OutputDelta("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
+            if self._json_text is not None:
+                part = replace(part, text=self._json_text.push(part.text, is_last=part.finish_reason is not None))
+            yield part
 
 
 def _prompt_pieces(
@@ -209,8 +255,13 @@ class CallReader:
     """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
 
     def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
-        names = [tool.name for tool in use.callable_tools]
-        self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
+        names, num_chars = [tool.name for tool in use.callable_tools], use.format.num_id_chars
+
+        def new_id() -> str:
+            text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
+            return text if num_chars else f"call_{text}"
+
+        self._parser = CallParser(use.format, names, new_id, is_trusted=is_trusted)
         self._is_named = use.named is not None
         self._is_required = use.is_required
 
@@ -219,37 +270,26 @@ class CallReader:
 
         Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
         """
-        events = self._parser.push(piece.text)
+        events: Sequence[Event] = self._parser.push(piece.text)
         if piece.finish_reason is not None:
-            events += self._parser.flush()
+            events = [*events, *self._parser.flush()]
         if self._is_required:  # the grammar allows only calls: content is a call that was cut off
             events = [event for event in events if not isinstance(event, Content)]
         # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
-        *earlier, (text, calls) = _runs(events)
+        runs: list[tuple[str, tuple[CallEvent, ...]]] = [("", ())]  # a text and the calls after it
+        for event in events:
+            text, calls = runs[-1]
+            if not isinstance(event, Content):
+                runs[-1] = text, (*calls, event)
+            elif calls:
+                runs.append((event.text, ()))
+            else:
+                runs[-1] = text + event.text, ()
+        *earlier, (text, calls) = runs
         parts: list[OutputDelta] = []
         for before, between in earlier:
             parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
             piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
         return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
-
-
-def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:
-    """Groups events, in order, into pairs of a text and the calls after it; at least one pair."""
-    runs: list[tuple[list[str], list[CallEvent]]] = [([], [])]
-    for event in events:
-        texts, calls = runs[-1]
-        if not isinstance(event, Content):
-            calls.append(event)
-        elif calls:
-            runs.append(([event.text], []))
-        else:
-            texts.append(event.text)
-    return [("".join(texts), tuple(calls)) for texts, calls in runs]
-
-
-def _new_id(format: Format) -> str:
-    size = format.num_id_chars
-    text = "".join(secrets.choice(_ID_CHARS) for _ in range(size or _NUM_ID_CHARS))
-    return text if size else f"call_{text}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
-from gateway.tools.parse import Arguments, CallBegin, CallEvent
+from gateway.tools.parse import Arguments, CallBegin
 
 ItemKind = Literal["reasoning", "text", "call"]
 
@@ -27,29 +27,13 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An item begins, empty."""
+class ItemEvent:
+    """An item begins, empty; grows by a text, which is not empty; or ends."""
 
+    kind: Literal["begun", "grown", "ended"]
     item: Item
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """More of the open item; not empty."""
-
-    item: Item
-    text: str
-    tokens: Sequence[ShownToken] = ()  # of text
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An item ends."""
-
-    item: Item
-
-
-ItemEvent = Begun | Grown | Ended
+    text: str = ""
+    tokens: Sequence[ShownToken] = ()  # of the text
 
 
 class ItemReader:
@@ -59,6 +43,7 @@ class ItemReader:
         self.items: list[Item] = []
         self._open: Item | None = None
         self._tokens: list[ShownToken] = []  # not assigned to an item yet
+        self._events: list[ItemEvent] = []
 
     @property
     def has_calls(self) -> bool:
@@ -67,50 +52,43 @@ class ItemReader:
 
     def read(self, piece: OutputDelta) -> list[ItemEvent]:
         """Returns the events of a piece. The last piece ends the open item."""
-        events: list[ItemEvent] = []
+        self._events = []
         self._tokens += [token for token in piece.shown_tokens if not token.is_reasoning]
-        self._read_run("reasoning", piece.reasoning, events)
-        self._read_run("text", piece.text, events)
+        if piece.reasoning:
+            self._grow("reasoning", piece.reasoning)
+        if piece.text:
+            self._grow("text", piece.text)
         for event in piece.calls:
-            self._read_call(event, events)
+            self._tokens.clear()  # tokens of a call belong to no text
+            if isinstance(event, CallBegin):
+                self._begin("call", event)
+            elif isinstance(event, Arguments):
+                self._grow("call", event.text)
+            else:
+                self._end()
         if piece.finish_reason is not None:
-            self._end(events)
-        return events
+            self._end()
+        return self._events
 
-    def _read_run(self, kind: ItemKind, text: str, events: list[ItemEvent]) -> None:
-        if not text:
-            return
-        if self._open is None or self._open.kind != kind:
-            self._end(events)
-            self._begin(kind, None, events)
-        self._grow(text, events)
-
-    def _read_call(self, event: CallEvent, events: list[ItemEvent]) -> None:
-        self._tokens.clear()  # tokens of a call belong to no text
-        if isinstance(event, CallBegin):
-            self._end(events)
-            self._begin("call", event, events)
-        elif isinstance(event, Arguments):
-            self._grow(event.text, events)
-        else:
-            self._end(events)
-
-    def _begin(self, kind: ItemKind, call: CallBegin | None, events: list[ItemEvent]) -> None:
+    def _begin(self, kind: ItemKind, call: CallBegin | None = None) -> Item:
+        self._end()
         self._open = Item(len(self.items), kind, call)
         self.items.append(self._open)
-        events.append(Begun(self._open))
+        self._events.append(ItemEvent("begun", self._open))
+        return self._open
 
-    def _grow(self, text: str, events: list[ItemEvent]) -> None:
-        if self._open is None:
-            raise AssertionError("a call's arguments come while it is open")
-        tokens = self._take_tokens(self._open)
-        self._open.parts.append(text)
-        events.append(Grown(self._open, text, tokens))
+    def _grow(self, kind: ItemKind, text: str) -> None:
+        item = self._open
+        if item is None or item.kind != kind:
+            item = self._begin(kind)
+        tokens = self._take_tokens(item)
+        item.parts.append(text)
+        self._events.append(ItemEvent("grown", item, text, tokens))
 
-    def _end(self, events: list[ItemEvent]) -> None:
+    def _end(self) -> None:
         if self._open is not None:
             self._take_tokens(self._open)
-            events.append(Ended(self._open))
+            self._events.append(ItemEvent("ended", self._open))
             self._open = None
 
     def _take_tokens(self, item: Item) -> list[ShownToken]:

@@ -9,33 +9,24 @@ from gateway.api.anthropic.writer import CountAnswer, MessageBody
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
 from gateway.api.http.middleware import OPEN_PATHS
 from gateway.api.http.service_routes import WorkerStatus
-from gateway.api.openai.answers import (
-    ChatChoice,
-    DetokenizeAnswer,
-    Envelope,
-    ModelCard,
-    ModelList,
-    TextChoice,
-    TokenizeAnswer,
-    TokenLogprob,
-)
+from gateway.api.openai import answers
 from gateway.api.responses.answers import InputTokens, ResponseBody
 
 _REF = "#/components/schemas/{name}"
 
 
-class ChatCompletion(Envelope):
+class ChatCompletion(answers.Envelope):
     """A whole answer to a chat."""
 
     object: Literal["chat.completion"]
-    choices: list[ChatChoice]
+    choices: list[answers.ChatChoice]
 
 
-class TextCompletion(Envelope):
+class TextCompletion(answers.Envelope):
     """A whole answer to a completion request."""
 
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[answers.TextChoice]
 
 
 class Alive(msgspec.Struct):
@@ -59,14 +50,14 @@ class FleetStatus(msgspec.Struct):
 _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": TextCompletion,
-    "/v1/models": ModelList,
-    "/v1/models/{model_id}": ModelCard,
+    "/v1/models": answers.ModelList,
+    "/v1/models/{model_id}": answers.ModelCard,
     RESPONSES_PATH: ResponseBody,
     f"{RESPONSES_PATH}/input_tokens": InputTokens,
     MESSAGES_PATH: MessageBody,
     f"{MESSAGES_PATH}/count_tokens": CountAnswer,
-    "/tokenize": TokenizeAnswer,
-    "/detokenize": DetokenizeAnswer,
+    "/tokenize": answers.TokenizeAnswer,
+    "/detokenize": answers.DetokenizeAnswer,
     "/live": Alive,
     "/ready": Alive,
     "/health": Alive,
@@ -87,7 +78,15 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
-            document["components"]["schemas"] |= _answer_schemas()
+            _, schemas = msgspec.json.schema_components(
+                [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
+            )
+            # msgspec does not know the types of these fields: they hold JSON that was encoded before
+            schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(answers.TokenLogprob)
+            by_token = {"type": "object", "additionalProperties": {"type": "number"}}
+            schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
+            schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
+            document["components"]["schemas"] |= schemas
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)
@@ -99,18 +98,6 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
         return app.openapi_schema or {}
 
     app.openapi = build_whole  # type: ignore[method-assign]
-
-
-def _answer_schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(
-        [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, TokenLogprob], ref_template=_REF
-    )
-    # msgspec does not know the types of these fields: they hold JSON that was encoded before
-    schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(TokenLogprob)
-    by_token = {"type": "object", "additionalProperties": {"type": "number"}}
-    schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
-    schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
-    return schemas
 
 
 def _responses(path: str) -> dict[str, Any]:

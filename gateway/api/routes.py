@@ -5,6 +5,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answer.choices import Totals
 from gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.writer import CountAnswer, MessageWriter
 from gateway.api.http.answer import encode, json_response, respond
@@ -12,7 +13,7 @@ from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
 from gateway.api.http.read_body import limited_route
 from gateway.api.openai.answers import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from gateway.api.openai.writer import AnswerWriter, ChatWriter, TextWriter
+from gateway.api.openai.writer import AnswerWriter
 from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
@@ -27,12 +28,12 @@ def build_api_router(served: ServedModel) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await _complete(served, request, body, ChatWriter)
+        return await _complete(served, request, body)
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
-        return await _complete(served, request, body, TextWriter)
+        return await _complete(served, request, body)
 
     @router.get("/v1/models")
     async def list_models() -> Response:
@@ -91,22 +92,15 @@ def build_api_router(served: ServedModel) -> APIRouter:
     return router
 
 
-async def _complete(
-    served: ServedModel,
-    request: Request,
-    body: ChatCompletionRequest | CompletionRequest,
-    kind: type[ChatWriter | TextWriter],
-) -> Response:
+async def _complete(served: ServedModel, request: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
     raw = body.raw()
     if body.stream and raw.num_prompt_logprobs is not None:
         raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
-    return await respond(
-        served,
-        request,
-        raw,
-        lambda totals: AnswerWriter(kind, totals, raw, body.streamed_usage, served.tokenizer.token_bytes),
-        is_streamed=bool(body.stream),
-    )
+
+    def new_writer(totals: Totals) -> AnswerWriter:
+        return AnswerWriter(totals, raw, body.streamed_usage, served.tokenizer.token_bytes)
+
+    return await respond(served, request, raw, new_writer, is_streamed=bool(body.stream))
 
 
 def _card(served: ServedModel, name: str) -> ModelCard:

@@ -8,32 +8,14 @@ from itertools import product
 
 from gateway.errors import bad_request, check_count
 from gateway.metrics import RequestMetrics
+from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
-from gateway.request.rules import (
-    MAX_CACHE_SALT_CHARS,
-    ServedNames,
-    check_choices,
-    check_ends,
-    check_logprobs,
-    check_max_tokens,
-    check_num_logprobs,
-    check_sampling,
-    check_speculation,
-    check_stop_ids,
-    check_stops,
-    check_vocabulary,
-    resolve_max_tokens,
-    resolve_min_tokens,
-)
-from gateway.request.structured_output import check_form
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
-from gateway.router.engine_client import EngineClient, Grammar, TokenizedRequest
+from gateway.router.engine_client import EngineClient, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
-from gateway.tools.reasoning import ReasoningFormat
-from gateway.tools.request import ToolUse, check_tools
+from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
-from wire.sampling import SamplingParams
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
@@ -47,9 +29,6 @@ class ApiOptions:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
-    tokenise_timeout_s: float = 30.0
-    tokenise_threads: int = 2
-    max_waiting_tokenise: int = 64  # long prompts; more are refused with 429
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
@@ -61,7 +40,7 @@ class ServedModel(Prompts):
     """One served model: its prompts, and the ring that answers them."""
 
     ring: EngineClient
-    names: ServedNames
+    names: rules.ServedNames
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
@@ -74,7 +53,7 @@ class ServedModel(Prompts):
         if self.tracing is None:
             return None
         served = raw.model if raw.model and raw.model in self.names.adapters else self.names.listed[0]
-        operation = "chat" if any(isinstance(prompt.content, Chat) for prompt in raw.prompts) else "text_completion"
+        operation = "chat" if raw.is_chat else "text_completion"
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "baton",
@@ -90,44 +69,56 @@ class ServedModel(Prompts):
     async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
         name = self.names.check(raw.model)
-        n = check_choices(raw)
-        check_max_tokens(raw)
-        check_logprobs(raw)
-        check_stops(raw)
+        n = rules.check_choices(raw)
+        rules.check_lengths(raw)
+        rules.check_logprobs(raw)
+        rules.check_stops(raw)
         tools = check_tools(raw.tools, self.tool_format)
-        form = check_form(raw.form)
-        grammar = _grammar(form, tools)
-        check_ends(raw, grammar)
+        form = rules.check_form(raw.form)
+        if tools and tools.is_required and form is not None:
+            message = f"{form.param} and a tool_choice that requires a call are both given; drop one"
+            raise bad_request(message, form.param)
+        grammar = call_grammar(tools, form) if tools else form
+        rules.check_ends(raw, grammar)
         model = self.tokenizer
-        sampling = check_sampling(raw, model.sampling_defaults, model.vocab_size)
+        sampling = rules.check_sampling(raw, model.sampling_defaults, model.vocab_size)
         generation = partial(
             TokenizedRequest,
-            stop_token_ids=check_stop_ids(raw, model.eos_token_ids, model.vocab_size),
+            stop_token_ids=rules.check_stop_ids(raw, model.eos_token_ids, model.vocab_size),
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
-            speculation=check_speculation(raw),
+            speculation=rules.check_speculation(raw),
             cache_salt=raw.cache_salt,
             adapter=name if name in self.names.adapters else "",
         )
-        check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
+        check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)
-        reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
+        reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):
-            max_tokens = resolve_max_tokens(raw, len(prompt.ids), model.context_tokens)
+            max_tokens, min_tokens = rules.resolve_lengths(raw, len(prompt.ids), model.context_tokens)
             if raw.max_tokens is not None and max_tokens < raw.max_tokens:
                 warnings.append(f"{raw.max_tokens_param} is lowered to {max_tokens}, the rest of the context")
             one = generation(
                 request_id=request_id if n * len(prompts) == 1 else f"{request_id}-{len(generations)}",
                 prompt_ids=prompt.ids,
                 max_tokens=max(max_tokens, 1),
-                min_tokens=resolve_min_tokens(raw, max_tokens),
-                sampling=replace(sampling, seed=_seed(raw, sampling, rank)),
+                min_tokens=min_tokens,
+                # without a given seed, equal prompts of one request get different ones
+                sampling=replace(
+                    sampling,
+                    seed=(sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63),
+                ),
                 grammar=after_reasoning(grammar, reasoning, prompt.reasoning) if grammar and reasoning else grammar,
             )
             generations.append(one)
-        check_num_logprobs(raw, len(generations), sum(map(_num_logprob_places, generations)))
+        num_prompt_places = sum(len(one.prompt_ids) for one in generations if one.num_prompt_logprobs is not None)
+        rules.check_num_logprobs(raw, len(generations), sum(one.max_tokens for one in generations) + num_prompt_places)
+        # control tokens that calls, reasoning or the grammar use
+        visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
+        visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
+        visible |= tools.format.markers if tools else set[str]()
         if raw.is_echoed:
             prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
         return PreparedRequest(
@@ -142,32 +133,27 @@ class ServedModel(Prompts):
             tools=tools,
             is_json=form is not None and form.kind in ("json_schema", "json_object"),
             warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
-            visible_controls=self._visible_controls(grammar, tools, reasoning),
+            visible_controls=visible,
         )
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
-            for name in self.find_unmet(chat):
-                yield f"{name} has no effect on this model"
+            known = self.tokenizer.chat_templates
+            for name, variable in chat.wishes.items():
+                if not (variable in known if variable else self.reasoning):
+                    yield f"{name} has no effect on this model"
             if chat.header and not self.keeps_header:
                 self.metrics.headers_left_out.inc()
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
-
-    def _visible_controls(
-        self, grammar: Grammar | None, tools: ToolUse | None, reasoning: ReasoningFormat | None
-    ) -> frozenset[str]:
-        """Texts of control tokens that calls, reasoning or the grammar use."""
-        named = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
-        markers = frozenset({reasoning.begin, reasoning.end}) if reasoning else frozenset[str]()
-        return named | markers | (tools.format.markers if tools else frozenset[str]())
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
     """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
     served.names.check(raw.model)
     tools = check_tools(raw.tools, served.tool_format)
-    return await served.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
+    (encoded,) = await served.encode(raw.prompts, tools, add_special_tokens=raw.add_special_tokens, must_fit=False)
+    return encoded.ids
 
 
 async def detokenize(
@@ -179,28 +165,8 @@ async def detokenize(
     if len(token_ids) > context_tokens:
         message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"
         raise bad_request(message, param, "context_length_exceeded")
-    check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
+    rules.check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
     return await served.offload.run(
         DECODE_COST * len(token_ids),
         lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
     )
-
-
-def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
-    """What the whole answer must match: calls, `answer` or either."""
-    if tools is None:
-        return answer
-    if answer is not None and tools.is_required:
-        message = f"{answer.param} and a tool_choice that requires a call are both given; drop one"
-        raise bad_request(message, answer.param)
-    return call_grammar(tools, answer)
-
-
-def _seed(raw: GenerateRequest, sampling: SamplingParams, rank: int) -> int:
-    """The seed of a prompt's `rank`th answer. Without a given seed, equal prompts of one request get different ones."""
-    return (sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63)
-
-
-def _num_logprob_places(generation: TokenizedRequest) -> int:
-    """How many tokens may get log-probabilities."""
-    return generation.max_tokens + (0 if generation.num_prompt_logprobs is None else len(generation.prompt_ids))

@@ -9,19 +9,10 @@ from typing import Any
 from gateway.errors import ApiError, bad_request
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
-from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.tools import history
 from gateway.tools.formats import Format
-from gateway.tools.history import (
-    check_open,
-    check_results,
-    fit_ids,
-    fit_reasoning,
-    later_system_texts,
-    put_before,
-    system_first,
-)
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
 from gateway.tools.request import ToolUse
 
@@ -42,30 +33,27 @@ class Prompts:
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
     keeps_header: bool  # headers before the system's text are part of prompts
 
-    async def encode(self, prompts: Sequence[Prompt], tools: ToolUse | None = None) -> list[EncodedPrompt]:
-        """Encodes prompts, which must fit the context; `tools` go into chats. Raises ApiError naming the prompt."""
+    async def encode(
+        self,
+        prompts: Sequence[Prompt],
+        tools: ToolUse | None = None,
+        *,
+        add_special_tokens: bool | None = None,
+        must_fit: bool = True,
+    ) -> list[EncodedPrompt]:
+        """Encodes prompts, which must fit the context unless they are only counted. `tools` go into chats.
+
+        `add_special_tokens`: None as in answers. Raises ApiError naming the prompt.
+        """
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
-        encoded = await self.offload.run(cost, lambda: [self._encode(prompt, inputs) for prompt in prompts])
-        for prompt, found in zip(prompts, encoded, strict=True):
-            check_prompt_tokens(len(found.ids), prompt.param, self.tokenizer.context_tokens)
-        return encoded
-
-    async def tokenize(
-        self, prompt: Prompt, tools: ToolUse | None, *, add_special_tokens: bool | None
-    ) -> tuple[int, ...]:
-        """Token ids of one prompt, which need not fit the context. `add_special_tokens`: None as in `encode`."""
-        inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
-        return await self.offload.run(
-            self._check_size(prompt, inputs), lambda: self._encode(prompt, inputs, add_special_tokens).ids
+        encoded = await self.offload.run(
+            cost, lambda: [self._encode(prompt, inputs, add_special_tokens) for prompt in prompts]
         )
-
-    def find_unmet(self, chat: Chat) -> list[str]:
-        """Fields of the client's that have no effect on this model."""
-        known = self.tokenizer.chat_templates
-        return [
-            name for name, variable in chat.wishes.items() if not (variable in known if variable else self.reasoning)
-        ]
+        for prompt, found in zip(prompts, encoded, strict=True):
+            if must_fit:
+                check_prompt_tokens(len(found.ids), prompt.param, self.tokenizer.context_tokens)
+        return encoded
 
     async def with_echoes(
         self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool
@@ -94,47 +82,43 @@ class Prompts:
             raise bad_request("messages is empty; send at least one message", param)
         if not self.tokenizer.chat_templates:
             raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
-        check_results(chat.messages, chat.result_params)
-        if chat.is_open:
-            try:
-                check_open(chat.messages)
-            except ValueError as error:
-                raise bad_request(str(error), param) from error
+        history.check_results(chat.messages, chat.result_params)
+        last = chat.messages[-1]
+        if chat.is_open and last["role"] != "assistant":
+            message = f"an answer goes on with a last message of the assistant's, not {last['role']}"
+            raise bad_request(message, param)
+        if chat.is_open and last.get("tool_calls"):
+            raise bad_request("the last message has tool_calls, with which an answer cannot go on", param)
         if chat.reasoning_param is not None and self.reasoning is None:
             message = f"{chat.reasoning_param} asks for reasoning, which this model has not been taught; leave it out"
             raise bad_request(message, chat.reasoning_param, "unsupported_field")
-        texts = [message[name] for message in chat.messages for name in _TEXTS if name in message]
-        texts += [_json(calls) for calls in self._calls(chat, param)] + [_json(tool) for tool in tools]
-        check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
-        return sum([len(text) + _MARKER_CHARS for text in texts])
-
-    def _calls(self, chat: Chat, param: str) -> list[object]:
-        """The calls of all messages. Raises ApiError if the template cannot show them."""
         with_calls = [index for index, message in enumerate(chat.messages) if "tool_calls" in message]
         if with_calls and self.tool_format is None:
             path = chat.calls_param or f"{param}[{with_calls[0]}].tool_calls"
             raise bad_request(f"{path}: the model's chat template knows no calls of functions; leave them out", path)
-        return [chat.messages[index]["tool_calls"] for index in with_calls]
+        texts = [message[name] for message in chat.messages for name in _TEXTS if name in message]
+        values = [*(chat.messages[index]["tool_calls"] for index in with_calls), *tools]
+        texts += [json.dumps(value, ensure_ascii=False) for value in values]
+        check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
+        return sum([len(text) + _MARKER_CHARS for text in texts])
 
-    def _encode(
-        self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None = None
-    ) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None) -> EncodedPrompt:
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
             ids = tuple(model.encode(text, add_special_tokens=bool(add_special_tokens)))
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
-            return EncodedPrompt(ids, last_with_text(model, ids) if content.is_open else (), start)
+            return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)
         if isinstance(content, str):
             content = model.encode(content, add_special_tokens=add_special_tokens is not False)
-        return EncodedPrompt(tuple(content), last_with_text(model, content))
+        return EncodedPrompt(tuple(content), model.last_with_text(content))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
-        given = put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
-        messages = [fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
+        given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
+        messages = [history.fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
         if self.tool_format is not None:
-            messages = [fit_ids(message, self.tool_format) for message in messages]
+            messages = [history.fit_ids(message, self.tool_format) for message in messages]
         render = partial(
             self.tokenizer.render_chat,
             tools=tools,
@@ -142,7 +126,7 @@ class Prompts:
             add_generation_prompt=chat.add_generation_prompt,
             is_open=chat.is_open,
         )
-        later = later_system_texts(messages)
+        later = history.later_system_texts(messages)
         try:
             text = render(messages)
             if all(said.strip() in text for said in later):
@@ -151,7 +135,7 @@ class Prompts:
             if not later:
                 raise _refused(error, param) from error
         try:
-            return render(system_first(messages))
+            return render(history.system_first(messages))
         except TemplateRefusalError as error:
             raise _refused(error, param) from error
 
@@ -172,7 +156,3 @@ class Prompts:
 
 def _refused(error: TemplateRefusalError, param: str) -> ApiError:
     return bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -1,17 +1,23 @@
-"""Rules for a request's lengths, counts, stops and sampling, the same for REST and gRPC. Pure.
+"""Rules for a request's lengths, counts, stops, sampling and form, the same for REST and gRPC. Pure.
 
-Each returns checked values or raises ApiError naming the field. Other rules: structured_output.py, tools/request.py.
+Each returns checked values or raises ApiError naming the field. Rules for tools: tools/request.py. The decode worker
+checks whether a schema, expression or grammar is valid.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import pydantic_core
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
-from gateway.request.types import GenerateRequest
+from gateway.request.types import AnswerForm, GenerateRequest
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Drafter, Grammar, Speculation
+from gateway.tools.json_schema import check_enforced
 from runtime.config_parts import ANY_NAME, MAX_NAME_CHARS
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS, SCALARS, SamplingParams
@@ -26,6 +32,7 @@ MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
+MAX_GRAMMAR_BYTES = 64 * 2**10
 DRAFTERS = ("auto", "off", "ngram", "draft")
 TEXT_BYTES_OF_TOKEN = 4  # of English and code, about: for errors of text that is not tokenised
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
@@ -46,23 +53,22 @@ def shown(number: float) -> str:
     return text if len(text) <= 40 else f"a number of {len(text)} digits"
 
 
-@dataclass(frozen=True, slots=True)
 class ServedNames:
     """The model's names in requests."""
 
-    listed: tuple[str, ...]  # at least one; requests that name none are answered under the first
-    takes_any: bool = False  # other names are served, too
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # name |-> adapter, which come and go
+    def __init__(self, given: Sequence[str], adapters: Mapping[str, Adapter]) -> None:
+        """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first.
 
-    @classmethod
-    def of(cls, given: Sequence[str], adapters: Mapping[str, Adapter]) -> Self:
-        """`given`: names, and perhaps ANY_NAME."""
-        return cls(tuple(name for name in given if name != ANY_NAME), ANY_NAME in given, adapters)
+        `adapters`: by names, which come and go.
+        """
+        self.listed = tuple(name for name in given if name != ANY_NAME)
+        self._takes_any = ANY_NAME in given
+        self.adapters = adapters
 
     def check(self, model: str | None) -> str:
         """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
         name = model or self.listed[0]
-        if name in self.listed or name in self.adapters or (self.takes_any and len(name) <= MAX_NAME_CHARS):
+        if name in self.listed or name in self.adapters or (self._takes_any and len(name) <= MAX_NAME_CHARS):
             return name
         raise model_not_found(name[:MAX_NAME_CHARS], [*self.listed, *islice(self.adapters, MAX_LISTED)])
 
@@ -131,7 +137,7 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
         )
 
 
-def check_max_tokens(raw: GenerateRequest) -> None:
+def check_lengths(raw: GenerateRequest) -> None:
     """Checks of max_tokens and min_tokens that do not need the prompt's length."""
     lowest = 0 if raw.is_echoed else 1
     if raw.max_tokens is not None and raw.max_tokens < lowest:
@@ -149,8 +155,8 @@ def check_ends(raw: GenerateRequest, grammar: Grammar | None) -> None:
         raise bad_request(f"{name} cannot be combined with {grammar.param}, which says where the answer ends", name)
 
 
-def resolve_max_tokens(raw: GenerateRequest, num_prompt: int, context_tokens: int) -> int:
-    """Returns the most tokens to generate: as requested, or the rest of the context. 0 only with echo."""
+def resolve_lengths(raw: GenerateRequest, num_prompt: int, context_tokens: int) -> tuple[int, int]:
+    """(the most tokens to generate: as requested, or the rest of the context, 0 only with echo; the fewest)."""
     rest = context_tokens - num_prompt
     if raw.max_tokens is not None and raw.max_tokens > rest and not raw.is_max_tokens_clamped:
         raise _too_long(
@@ -158,18 +164,13 @@ def resolve_max_tokens(raw: GenerateRequest, num_prompt: int, context_tokens: in
             f"the model's context of {context_tokens}; ask for {rest} or fewer",
             raw.max_tokens_param,
         )
-    return rest if raw.max_tokens is None else min(raw.max_tokens, rest)
-
-
-def resolve_min_tokens(raw: GenerateRequest, max_tokens: int) -> int:
-    """Returns the fewest tokens before the answer may end."""
-    min_tokens = raw.min_tokens or 0
+    max_tokens, min_tokens = rest if raw.max_tokens is None else min(raw.max_tokens, rest), raw.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens is {shown(min_tokens)}; it must not exceed the {max_tokens} tokens that the answer may have",
             "min_tokens",
         )
-    return min_tokens
+    return max_tokens, min_tokens
 
 
 def check_logprobs(raw: GenerateRequest) -> None:
@@ -227,6 +228,44 @@ def check_speculation(raw: GenerateRequest) -> Speculation:
     if raw.max_draft_tokens is not None:
         check_range("max_draft_tokens", raw.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
     return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
+
+
+def check_form(form: AnswerForm | None) -> Grammar | None:
+    """Returns the grammar that the client asks for, if any. Raises ApiError naming the field."""
+    if form is None:
+        return None
+    value, param = form.value, form.param
+    match form.kind:
+        case "json_object":
+            return Grammar("json_object", "", param)
+        case "json_schema":
+            try:
+                schema = pydantic_core.from_json(_checked(value, param)) if isinstance(value, str) else value
+                if not isinstance(schema, Mapping):
+                    raise bad_request(f"{param} must be a JSON schema, which is an object", param, "invalid_type")
+                text = _checked(json.dumps(schema, ensure_ascii=False, allow_nan=False), param)
+            except ValueError as error:
+                raise bad_request(f"{param} is not valid JSON: {str(error)[:200]}", param) from error
+            return Grammar("json_schema", text, param, check_enforced(schema, param, is_strict=form.is_strict))
+        case "choice":
+            check_count(param, sum([len(text.encode()) for text in value]), MAX_GRAMMAR_BYTES, "bytes")
+            if not value or not all(value):
+                raise bad_request(f"{param} must hold at least one text, and none that is empty", param)
+            return Grammar("ebnf", _checked("root ::= " + " | ".join(map(_quoted, value)), param), param)
+    if not value:
+        raise bad_request(f"{param} is empty", param)
+    return Grammar("regex" if form.kind == "regex" else "ebnf", _checked(value, param), param)
+
+
+def _quoted(text: str) -> str:
+    return '"' + re.sub(r'["\\\x00-\x1f\x7f]', lambda found: f"\\u{ord(found[0]):04x}", text) + '"'
+
+
+def _checked(text: str, param: str) -> str:
+    check_count(param, len(text.encode()), MAX_GRAMMAR_BYTES, "bytes")
+    if "\0" in text:
+        raise bad_request(f"{param} holds a NUL character", param)
+    return text
 
 
 def _check_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -21,7 +21,8 @@ class Chat:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    result_params: Sequence[str] = ()  # field of the call's id in each message of the role "tool", for errors
+    # field of the call's id in each message of the role "tool", for errors; None: `tool_call_id` of messages
+    result_params: Sequence[str] | None = None
     calls_param: str | None = None  # field of the calls, for errors; None: `tool_calls` of messages
     options: Mapping[str, Option] = field(default_factory=dict)  # variables for the template
     reasoning_param: str | None = None  # the field that requires reasoning, if any
@@ -80,6 +81,11 @@ class GenerateRequest:
     cache_salt: str = ""
     tools: RawTools = field(default_factory=RawTools)
     warnings: Sequence[str] = ()  # what was left out of it
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it has a conversation, and not prompts."""
+        return any(isinstance(prompt.content, Chat) for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
-"""The model's tokenizer and chat template: text to token ids and back.
+"""The model's tokenizer and chat template: text to token ids and back, as tokens arrive.
 
 The only file of the gateway that imports transformers.
 """
 
+import codecs
+import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,20 @@ import msgspec
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from gateway.text.checkpoint import read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer
+from wire.sampling import SamplingParams
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions")
+_DEFAULT_CONTEXTS = {"gemma3_text": 131_072}  # of files that leave it out
+# Prompts for the page, of which each model that follows instructions can answer some. A folder may bring its own.
+_EXAMPLES = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "Give me three names for a small grey cat.",
+)
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
@@ -30,8 +42,20 @@ class Tokenizer:
     """Tokenizer of one checkpoint folder. Thread-safe: only a cache changes after construction."""
 
     def __init__(self, folder: Path, max_context_tokens: int | None = None) -> None:
-        """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit."""
-        facts = read_model_facts(folder)
+        """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit.
+
+        Raises ValueError saying what is wrong.
+        """
+        config, generation = (_read_object(folder / name) for name in ("config.json", "generation_config.json"))
+        config = config.get("text_config") or config  # multimodal checkpoints nest the language model
+        context_tokens = _context_tokens(config, folder)
+        self.context_tokens = min(context_tokens, max_context_tokens or context_tokens)
+        given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
+        self.sampling_defaults = SamplingParams(**given)  # for parameters that a request does not set
+        path = folder / "examples.json"
+        self.examples: Sequence[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _EXAMPLES
+        if not all(isinstance(one, str) for one in self.examples):
+            raise ValueError(f"{path} must hold a list of texts")
         self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
@@ -44,11 +68,10 @@ class Tokenizer:
         )
         self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
         self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on the token before
-        self.vocab_size: int = facts.vocab_size or self._backend.get_vocab_size()
-        self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
-        self.eos_token_ids = facts.eos_token_ids | ({self._hf.eos_token_id} - {None})
-        self.sampling_defaults = facts.defaults
-        self.examples = facts.examples
+        self.vocab_size: int = config.get("vocab_size") or self._backend.get_vocab_size()  # rows of the embedding
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        listed: Sequence[int | None] = eos if isinstance(eos, list) else [eos]
+        self.eos_token_ids = frozenset(one for one in (*listed, self._hf.eos_token_id) if one is not None)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
@@ -92,9 +115,13 @@ class Tokenizer:
         """
         if is_open and not messages[-1]["content"].strip():  # no text to continue
             messages, add_generation_prompt, is_open = messages[:-1], True, False
+        known = [dict(message) for message in messages]
+        for message in known:
+            if message["role"] == "developer" and "developer" not in self.chat_templates:
+                message["role"] = "system"
         try:
             rendered = self._hf.apply_chat_template(
-                [self._known_role(message) for message in messages],
+                known,
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not is_open,
@@ -108,10 +135,15 @@ class Tokenizer:
             raise TemplateRefusalError(reason) from error
         return str(rendered)
 
-    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
+    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> "IncrementalDetokenizer":
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
         ids = {self._backend.token_to_id(text): text.encode() for text in shown}
         return IncrementalDetokenizer(self, before, {id: text for id, text in ids.items() if id in self._silent_ids})
+
+    def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The last two tokens with text, the context of the next token. Two, as the last one alone may have no text."""
+        backwards = (token_id for token_id in reversed(token_ids) if not self.is_silent(token_id))
+        return tuple(islice(backwards, 2))[::-1]
 
     def control_tokens_in(self, text: str) -> frozenset[str]:
         """Names of control tokens that occur in the text."""
@@ -139,11 +171,58 @@ class Tokenizer:
         raw = self.raw_bytes(token_id)
         return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
 
-    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Renames the role developer to system, unless the template knows it."""
-        if message["role"] == "developer" and "developer" not in self.chat_templates:
-            return {**message, "role": "system"}
-        return dict(message)
+
+class IncrementalDetokenizer:
+    """Turns the tokens of an answer into text, in whole characters.
+
+    A token has fixed bytes (all of a byte-level vocabulary, sentencepiece's `<0xE2>`), or its text depends on its
+    context. All results of `push` and of a last `flush` form the full text; each has whole characters only.
+
+    Fixed bytes go through an incremental UTF-8 decoder, which holds back at most 3. Other tokens are decoded after
+    their context, the last one or two tokens with text, whose text is then removed: O(1) per token. Each maximal
+    subpart of ill-formed bytes becomes one U+FFFD. (A sentencepiece decoder also replaces the well-formed bytes around
+    them; these may already be sent.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = (), shown: Mapping[int, bytes] = {}) -> None:
+        """`before`: `Tokenizer.last_with_text` of the tokens before the pushed ones; empty at the start of a text.
+
+        If `before` ends with an incomplete character, its bytes are dropped. `shown`: control tokens |-> their text.
+        """
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []  # decodes to text that is not empty, or holds all tokens so far
+        self.push(before)
+        self._utf8.reset()
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Returns the text that these tokens complete."""
+        return "".join([text for token_id in token_ids for text in self.push_token(token_id)])
+
+    def push_token(self, token_id: int) -> tuple[str, str]:
+        """Returns (U+FFFD if this token breaks off a character before it, the text that this token completes)."""
+        raw = self._shown.get(token_id)
+        if raw is None and self._tokenizer.is_silent(token_id):
+            return "", ""
+        raw = raw or self._tokenizer.raw_bytes(token_id)
+        if raw is None:
+            return self.flush(), self._text_after_context(token_id)
+        self._context = [token_id]
+        held, _flags = self._utf8.getstate()
+        is_cut_off = held and len((held + raw[:1]).decode(errors="replace")) > 1
+        return self.flush() if is_cut_off else "", self._utf8.decode(raw)
+
+    def flush(self) -> str:
+        """Returns U+FFFD for an incomplete last character, else nothing."""
+        return self._utf8.decode(b"", final=True)
+
+    def _text_after_context(self, token_id: int) -> str:
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode([*self._context, token_id])
+        can_stand_alone = bool(self._tokenizer.decode([token_id]))
+        self._context = [token_id] if can_stand_alone else [*self._context[-1:], token_id]
+        return text[len(before) :]
 
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
@@ -166,3 +245,30 @@ def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
     if kinds == ["ByteLevel"]:
         return byte_level
     return byte_fallback if "ByteFallback" in kinds else lambda token_id: None
+
+
+def _context_tokens(config: Mapping[str, Any], folder: Path) -> int:
+    """Most tokens of prompt and answer together.
+
+    With yarn it is longer: recipes that add it leave max_position_embeddings at the original.
+    """
+    context = next((config[key] for key in _CONTEXT_KEYS if key in config), None)
+    context = context or _DEFAULT_CONTEXTS.get(str(config.get("model_type")))
+    if not isinstance(context, int) or context < 2:
+        raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return context
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = rope.get("factor")
+    is_sane = isinstance(original, int) and isinstance(factor, int | float) and 0 < factor < 2**53
+    return max(context, int(original * factor)) if is_sane else context  # the workers report the error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value

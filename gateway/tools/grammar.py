@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from gateway.router.engine_client import Grammar
-from gateway.tools.formats import Format
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import ToolUse
 from runtime.peer_input import MAX_JSON_WHITESPACE
@@ -25,13 +24,37 @@ def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
 
     Arguments fit a tool's schema when a call is required, or the tool is strict; otherwise they are any object.
     """
+    form = use.format
+    tags = _tags(use)
+    one_or_more: _Node = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": not use.is_parallel,
+    }
+    calls = one_or_more  # and nothing else
+    if form.form == "array":
+        space = {"type": "optional", "content": {"type": "const_string", "value": " "}}
+        calls = _tag(form.opener, _sequence(space, {"type": "const_string", "value": "["}, one_or_more), "]")
+        tags = [calls]
     if use.is_required:
-        return _grammar(_calls(use))
+        return _grammar(calls)
     if answer is not None:
-        return _grammar({"type": "or", "elements": [_calls(use), _answer_node(answer)]}, answer.param)
+        return _grammar({"type": "or", "elements": [calls, _answer_node(answer)]}, answer.param)
     if use.is_parallel and not any(tool.is_strict for tool in use.tools):
         return None
-    return _grammar(_text_or_calls(use))
+    if form.is_bare:  # any text; without an opener the first character must show that it is a call
+        text = {"type": "any_text", "excludes": [form.opener]}
+        prose = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
+        return _grammar({"type": "or", "elements": [calls, {"type": "optional", "content": prose}]})
+    in_text = {
+        "type": "triggered_tags",
+        "triggers": [form.opener],
+        "tags": tags,
+        "stop_after_first": form.form == "array" or not use.is_parallel,
+    }
+    return _grammar(in_text)
 
 
 def after_reasoning(grammar: Grammar, format: ReasoningFormat, start: ReasoningStart) -> Grammar:
@@ -54,63 +77,19 @@ def _grammar(node: _Node, param: str = "tools") -> Grammar:
     return Grammar("structural_tag", text, param)
 
 
-def _calls(use: ToolUse) -> _Node:
-    """One call or more, and nothing else."""
-    if use.format.form == "array":
-        return _array(use)
-    return _one_or_more(use, _tags(use, use.format))
-
-
-def _text_or_calls(use: ToolUse) -> _Node:
-    """Any text, in which calls may stand."""
-    form = use.format
-    if form.is_bare:  # without an opener the first character must show that it is a call
-        text = {"type": "any_text", "excludes": [form.opener]}
-        prose = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
-        return {"type": "or", "elements": [_calls(use), {"type": "optional", "content": prose}]}
-    return {
-        "type": "triggered_tags",
-        "triggers": [form.opener],
-        "tags": [_array(use)] if form.form == "array" else _tags(use, form),
-        "stop_after_first": form.form == "array" or not use.is_parallel,
-    }
-
-
-def _array(use: ToolUse) -> _Node:
-    objects = _one_or_more(use, _tags(use, use.format))
-    space = {"type": "optional", "content": {"type": "const_string", "value": " "}}
-    return _tag(use.format.opener, _sequence(space, {"type": "const_string", "value": "["}, objects), "]")
-
-
-def _one_or_more(use: ToolUse, tags: list[_Node]) -> _Node:
-    return {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": use.format.separator,
-        "at_least_one": True,
-        "stop_after_first": not use.is_parallel,
-    }
-
-
-def _tags(use: ToolUse, format: Format) -> list[_Node]:
+def _tags(use: ToolUse) -> list[_Node]:
     """One call of each tool that may be called."""
-    tags = []
+    tags, format = [], use.format
     for tool in use.callable_tools:
-        begin, end = _around(format, tool.name)
+        if format.form == "named":
+            begin, end = f"{format.opener}{tool.name}{format.args_marker}", ""
+        else:
+            begin, end = f'{{"name": "{tool.name}", "{format.arguments_key}": ', "}"
+            if not (format.form == "array" or format.is_bare):
+                begin, end = f"{format.opener}{format.layout}{begin}", f"{end}{format.layout}{format.closer}"
         is_exact = use.is_required or tool.is_strict
-        arguments = _json(tool.schema if is_exact else _ANY_OBJECT, tool.schema_param)
-        tags.append(_tag(begin, arguments, end))
+        tags.append(_tag(begin, _json(tool.schema if is_exact else _ANY_OBJECT, tool.schema_param), end))
     return tags
-
-
-def _around(format: Format, name: str) -> tuple[str, str]:
-    """What stands before and after the arguments."""
-    if format.form == "named":
-        return f"{format.opener}{name}{format.args_marker}", ""
-    begin, end = f'{{"name": "{name}", "{format.arguments_key}": ', "}"
-    if format.form == "array" or format.is_bare:
-        return begin, end
-    return f"{format.opener}{format.layout}{begin}", f"{end}{format.layout}{format.closer}"
 
 
 def _answer_node(answer: Grammar) -> _Node:

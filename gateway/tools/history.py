@@ -22,9 +22,11 @@ def read_arguments(text: str) -> dict[str, Any]:
     return read_object(text) if text.strip() else {}
 
 
-def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
-    """Raises ApiError for a result whose id is missing or names no earlier call. `params`: the ids' fields."""
+def check_results(messages: Sequence[Message], params: Sequence[str] | None) -> None:
+    """Raises ApiError for a result whose id is missing or names no earlier call. `params`: as in Chat."""
     call_ids: set[str] = set()
+    if params is None:
+        params = [f"messages[{at}].tool_call_id" for at, message in enumerate(messages) if message["role"] == "tool"]
     names = iter(params)
     for message in messages:
         call_ids.update(call["id"] for call in message.get("tool_calls", ()))
@@ -32,37 +34,46 @@ def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
             continue
         param, call_id = next(names), message.get("tool_call_id")
         if not call_id:
-            raise bad_request(
-                f"{param} is missing; it names the call that this message answers", param, "missing_field"
-            )
+            why = f"{param} is missing; it names the call that this message answers"
+            raise bad_request(why, param, "missing_field")
         if call_id not in call_ids:
             raise bad_request(f"{param} is {call_id[:80]!r}, which is the id of no call before it", param)
 
 
 def fit_ids(message: Message, format: Format) -> Message:
     """Replaces ids that the format's template refuses, in calls and results: another model may have made them."""
+    size = format.num_id_chars
+
+    def fit(call_id: str) -> str:
+        if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:size]
+
     fitted = dict(message)
     if "tool_call_id" in fitted:
-        fitted["tool_call_id"] = _fit(fitted["tool_call_id"], format)
+        fitted["tool_call_id"] = fit(fitted["tool_call_id"])
     if "tool_calls" in fitted:
-        fitted["tool_calls"] = [{**call, "id": _fit(call["id"], format)} for call in fitted["tool_calls"]]
+        fitted["tool_calls"] = [{**call, "id": fit(call["id"])} for call in fitted["tool_calls"]]
     return fitted
 
 
 def fit_reasoning(message: Message, template: str) -> Message:
     """Removes the reasoning if the template does not read it: such models are trained to continue without it."""
     is_read = message["role"] == "assistant" and message.get("reasoning_content") and "reasoning_content" in template
-    return message if is_read else {name: value for name, value in message.items() if name != "reasoning_content"}
+    return message if is_read else _without_reasoning(message)
 
 
 def keep_reasoning(messages: Sequence[Message], num_kept: int) -> list[Message]:
     """Removes the reasoning of all but the last `num_kept` messages that have any."""
-    reasoned = [index for index, message in enumerate(messages) if "reasoning_content" in message]
-    cleared = set(reasoned[: max(len(reasoned) - num_kept, 0)])
-    return [
-        {name: message[name] for name in message if index not in cleared or name != "reasoning_content"}
-        for index, message in enumerate(messages)
-    ]
+    kept: list[Message] = []
+    for message in reversed(messages):
+        num_kept -= "reasoning_content" in message
+        kept.append(message if num_kept >= 0 else _without_reasoning(message))
+    return kept[::-1]
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
 def put_before(header: str, messages: Sequence[Message]) -> Sequence[Message]:
@@ -98,19 +109,3 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
             found.append(message)
         is_joined = is_system
     return found
-
-
-def check_open(messages: Sequence[Message]) -> None:
-    """Raises ValueError saying why, if an answer cannot continue the last message."""
-    last = messages[-1] if messages else {"role": "none"}
-    if last["role"] != "assistant":
-        raise ValueError(f"an answer goes on with a last message of the assistant's, not {last['role']}")
-    if last.get("tool_calls"):
-        raise ValueError("the last message has tool_calls, with which an answer cannot go on")
-
-
-def _fit(call_id: str, format: Format) -> str:
-    size = format.num_id_chars
-    if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:size]

@@ -39,7 +39,6 @@ _NOT_TOGETHER = (  # of each pair, the second is ignored
     (_RANGE, {"multipleOf"}),
     ({"properties"}, {"patternProperties"}),
 )
-_LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _TYPES = frozenset(("object", "array", "string", "integer", "number", "boolean", "null"))
 _IMPLIED_BY = {  # type |-> keywords from which the compiler infers it if none is named
     "object": ("properties", "additionalProperties", "unevaluatedProperties"),
@@ -66,7 +65,12 @@ def find_unenforced(schema: Schema) -> str | None:
     left: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
     while left:
         place, part = left.pop()
-        if (problem := _find_in(part, facts)) is not None:
+        never, whole = (next((key for key in keys if key in part), None) for keys in (_NEVER, _WHOLE))
+        if never is not None:
+            problem: str | None = repr(never)
+        else:
+            problem = _find_of_types(part) if whole is None else _find_beside(whole, part, facts)
+        if problem is not None:
             return f"{problem} at {written(place)}"
         left += [(place + keys, inner) for keys, inner in inner_schemas(part)]
     return None
@@ -132,7 +136,14 @@ class _Facts:
     def of(self, part: object) -> _Shown:
         schema = self.followed(part)
         if id(schema) not in self._shown:
-            self._shown[id(schema)] = _read(schema)
+            listed = [schema["const"]] if "const" in schema else schema.get("enum")
+            values, types = None, _own_types(schema) or _TYPES
+            if isinstance(listed, list):
+                values = frozenset(json.dumps(_plain(value), sort_keys=True) for value in listed)
+                types = frozenset(map(_type_of, values))
+            properties = _mapping(schema.get("properties"))
+            required = {name: properties[name] for name in _texts(schema.get("required")) if name in properties}
+            self._shown[id(schema)] = _Shown(types, values, required)
         return self._shown[id(schema)]
 
     def are_apart(self, parts: Sequence[object]) -> bool:
@@ -161,14 +172,6 @@ class _Facts:
         return self._num_left > 0 and one.values.isdisjoint(other.values)
 
 
-def _read(schema: Schema) -> _Shown:
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    values = frozenset(map(_as_json, listed)) if isinstance(listed, list) else None
-    types = _own_types(schema) or _TYPES if values is None else frozenset(map(_type_of, values))
-    properties = _mapping(schema.get("properties"))
-    return _Shown(types, values, {n: properties[n] for n in _texts(schema.get("required")) if n in properties})
-
-
 def _own_types(schema: Schema) -> frozenset[str]:
     """Those that the schema names, or the one that the compiler infers."""
     if "type" in schema:
@@ -183,12 +186,8 @@ def _widened(types: frozenset[str]) -> frozenset[str]:
 
 
 def _type_of(written: str) -> str:
-    """Of a value that `_as_json` wrote."""
+    """Of a value as JSON."""
     return _TYPE_OF_JSON.get(written[0]) or ("integer" if written.lstrip("-").isdigit() else "number")
-
-
-def _as_json(value: object) -> str:
-    return json.dumps(_plain(value), sort_keys=True)
 
 
 def _plain(value: object) -> object:
@@ -213,18 +212,6 @@ def _texts(value: object) -> list[str]:
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
-def _find_in(schema: Schema, facts: _Facts) -> str | None:
-    """What is not enforced of the schema itself, apart from the schemas in it."""
-    if _ASSERTIONS.isdisjoint(schema):
-        return None
-    for key in _NEVER:
-        if key in schema:
-            return repr(key)
-    if (whole := next((key for key in _WHOLE if key in schema), None)) is not None:
-        return _find_beside(whole, schema, facts)
-    return _find_of_types(schema)
-
-
 def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
     beside = next((key for key in schema if key in _ASSERTIONS and key not in (whole, "type")), None)
     if beside is not None:
@@ -246,23 +233,24 @@ def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
 
 
 def _find_of_types(schema: Schema) -> str | None:
+    if _ASSERTIONS.isdisjoint(schema):
+        return None
     types = _own_types(schema)
     enforced = set[str]().union(*(_ENFORCED.get(name, ()) for name in types))
+    ignored = _ASSERTIONS - enforced
     if "type" in schema:
-        ignored_keys = set[str]().union(*(_IGNORED.get(name, ()) for name in types))
-    else:
-        ignored_keys = _ASSERTIONS - enforced
+        ignored = set[str]().union(*(_IGNORED.get(name, ()) for name in types))
     for key in schema:
-        if key in ignored_keys and schema[key] is not False:
+        if key in ignored and schema[key] is not False:
             return repr(key)
     for one, other in _NOT_TOGETHER:
         if (keys := one & schema.keys() & enforced) and (passed := other & schema.keys() & enforced):
             return f"{min(passed)!r} beside {min(keys)!r}"
-    if any(mark in str(schema.get("pattern", "")) for mark in _LOOKAROUND):
+    if any(mark in str(schema.get("pattern", "")) for mark in ("(?=", "(?!", "(?<=", "(?<!")):
         return "a 'pattern' that looks ahead or behind"
     if "object" in types:
         properties = _mapping(schema.get("properties"))
-        missing = next((name for name in _texts(schema.get("required")) if name not in properties), None)
-        if missing is not None:
-            return f"'required' of {missing[:MAX_SHOWN]!r}, which is not in 'properties',"
+        for name in _texts(schema.get("required")):
+            if name not in properties:
+                return f"'required' of {name[:MAX_SHOWN]!r}, which is not in 'properties',"
     return None

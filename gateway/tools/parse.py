@@ -4,19 +4,32 @@ How the text is split does not matter. Text outside of calls is content, except 
 """
 
 import json
+import re
+import string
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
-from gateway.tools.scan import END, WORD_CHARS, Reading, Scanner
+from runtime.peer_input import MAX_JSON_DEPTH
 
 # A call is held back until its arguments are longer than this: if they are malformed by then, it is content. Longer
 # arguments are streamed and remain a call.
 HELD_ARGUMENTS_CHARS = 2048
 _ANY_NUMBER = sys.maxsize
 _EXTRA_KEYS = ("id", "type")  # that models add to name and arguments; an object with other keys is content, not a call
+_END = ""  # follows the last character
+_SPACE = " \t\r\n"
+_WORD_CHARS = string.ascii_letters + string.digits + "_-"  # of names and ids
+_SCALAR_CHARS = string.ascii_letters + string.digits + "+-."
+_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_PART = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')  # an escape or its beginning
+
+T = TypeVar("T")
+_Reading = Generator[None, str, T]  # takes one character at each step; returns a T
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +83,23 @@ class _Call:
     begun: CallBegin | None = None  # once it is emitted, though it has not ended
 
 
-class CallParser(Scanner):
-    """Reads one answer. Text is held until it is emitted as content or arguments, or dropped as layout.
+class CallParser:
+    """Reads one answer by recursive descent. `is_trusted`: a grammar makes calls well-formed, so none is held back.
 
-    `is_trusted`: a grammar makes calls well-formed, so they are not held back.
+    Readings share a lookahead, `_char`, and append what they take to `_held`, until it is emitted as content or
+    arguments, or dropped as layout. A reading that returns False or "" has taken the well-formed part and stopped after
+    it. JSON is that of RFC 8259, nested up to MAX_JSON_DEPTH; its strings may hold control characters.
     """
 
     def __init__(
         self, format: Format, names: Collection[str], new_id: Callable[[], str], *, is_trusted: bool = False
     ) -> None:
-        super().__init__()
         self._format = format
         self._names = frozenset(names)
         self._new_id = new_id
         self._held_chars = 0 if is_trusted else HELD_ARGUMENTS_CHARS
+        self._char = _END
+        self._held: list[str] = []
         self._events: list[Event] = []
         self._call = _Call()  # whose arguments are read
         self._max_held = _ANY_NUMBER  # characters, before that call is emitted
@@ -96,24 +112,22 @@ class CallParser(Scanner):
         """Returns the events that are now certain."""
         for char in text:
             self._reading.send(char)
-            if len(self._held) > self._max_held:
-                self._begin_stream()
+            if len(self._held) > self._max_held:  # the arguments are too long to be held back
+                self._begin(self._call)
+                self._call.arguments, self._stream = "", JsonText(replaces_halves=True)
+                del self._held[: self._max_held - self._held_chars]
+                self._max_held = _ANY_NUMBER
         self._emit_arguments()
-        return self._take_events()
+        events, self._events = self._events, []
+        return events
 
     def flush(self) -> list[Event]:
         """Returns the remaining events. Call it last, at the end of the text."""
         try:
-            self._reading.send(END)
+            self._reading.send(_END)
         except StopIteration:
-            return self._take_events()
+            return self._events
         raise AssertionError("the reading ends with the text")
-
-    def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-    # Uses of the held text.
 
     def _drop(self) -> str:
         """Removes and returns the held text."""
@@ -135,28 +149,33 @@ class CallParser(Scanner):
         self.num_calls += 1
         return call.begun
 
-    def _begin_stream(self) -> None:
-        """Emits a call whose arguments are too long to be held back."""
-        self._begin(self._call)
-        self._call.arguments, self._stream = "", JsonText(replaces_halves=True)
-        del self._held[: self._max_held - self._held_chars]
-        self._max_held = _ANY_NUMBER
-
     def _emit_arguments(self, *, is_last: bool = False) -> None:
         if self._stream is not None and (text := self._stream.push(self._drop(), is_last=is_last)):
             self._call.arguments = f"{self._call.arguments}{text}"
             self._events.append(Arguments(self.num_calls - 1, text))
 
-    # Answers and calls. A reading that returns False leaves content in `_held`.
+    def _end(self, call: _Call, is_whole: bool) -> bool:
+        """Emits a call that was held back, or ends one that was streamed. Returns `is_whole`."""
+        begun = call.begun
+        if is_whole:
+            self._drop()
+            if begun is None:
+                begun, call.arguments = self._begin(call), call.arguments or "{}"
+                self._events.append(Arguments(begun.index, call.arguments))
+        if begun is not None:
+            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or ""))
+        return is_whole
 
-    def _answer(self) -> Reading[None]:
+    # Answers and calls.
+
+    def _answer(self) -> _Reading[None]:
         """Between its steps, `_held` is whitespace: content, unless it is next to a call."""
         self._char = yield
         yield from self._space()
         is_behind_call = False
         if self._format.is_bare and self._char == "{":
             is_behind_call = yield from self._shown_unless(self._objects())
-        while self._char != END:
+        while self._char != _END:
             if self._char == self._format.opener[0]:
                 is_behind_call = yield from self._shown_unless(self._opened())
             else:
@@ -164,34 +183,34 @@ class CallParser(Scanner):
                 self._show()
                 self._char = yield
                 is_behind_call = False
-            yield from self._space()
+            if self._char in _SPACE:
+                yield from self._space()
         if not is_behind_call:
             self._show()
 
-    def _shown_unless(self, calls: Reading[bool]) -> Reading[bool]:
+    def _shown_unless(self, calls: _Reading[bool]) -> _Reading[bool]:
         is_whole = yield from calls
         if not is_whole:
             self._show()
         return is_whole
 
-    def _opened(self) -> Reading[bool]:
+    def _opened(self) -> _Reading[bool]:
         """An opener and the calls after it."""
-        if not (yield from self._one_of(self._format.opener)):
+        if not (yield from self._mark(self._format.opener)):
             return False
-        yield from self._space()
         match self._format.form:
             case "array":
                 num_before = self.num_calls
-                is_whole = yield from self._listed("[", "]", self._object)
-                if is_whole and self.num_calls > num_before:
+                is_whole = (yield from self._listed("[", "]", self._object)) and self.num_calls > num_before
+                if is_whole:
                     self._drop()
-                return is_whole and self.num_calls > num_before
+                return is_whole
             case "named":
                 return (yield from self._named())
             case "object":
                 return (yield from self._objects())
 
-    def _objects(self) -> Reading[bool]:
+    def _objects(self) -> _Reading[bool]:
         """Calls, each with its closer, or with ";" between them if the format has none."""
         closer, opener = self._format.closer, self._format.opener
         while (yield from self._object()):
@@ -203,18 +222,16 @@ class CallParser(Scanner):
                 if behind != opener:
                     return bool(behind)
                 yield from self._space()
-            elif closer or not (yield from self._one_of(";")):
+            elif closer or not (yield from self._mark(";")):
                 return True
-            else:
-                yield from self._space()
         return False
 
-    def _named(self) -> Reading[bool]:
+    def _named(self) -> _Reading[bool]:
         id_marker, args_marker = self._format.id_marker, self._format.args_marker
-        name = yield from self._run(WORD_CHARS)
+        name = yield from self._run(_WORD_CHARS)
         marker = yield from self._one_of(id_marker, args_marker)
         if marker == id_marker:
-            yield from self._run(WORD_CHARS)
+            yield from self._run(_WORD_CHARS)
             marker = yield from self._one_of(args_marker)
         yield from self._space()
         if marker != args_marker or name not in self._names or self._char != "{":
@@ -222,13 +239,13 @@ class CallParser(Scanner):
         call = _Call(name)
         return self._end(call, (yield from self._arguments(call)))
 
-    def _object(self) -> Reading[bool]:
+    def _object(self) -> _Reading[bool]:
         """One call as an object with a name and arguments."""
         call = _Call()
         is_whole = yield from self._listed("{", "}", lambda: self._field(call))
         return self._end(call, is_whole and bool(call.name))
 
-    def _field(self, call: _Call) -> Reading[bool]:
+    def _field(self, call: _Call) -> _Reading[bool]:
         written = yield from self._key()
         key = json.loads(written, strict=False) if written else None
         if key == "name" and not call.name:
@@ -237,28 +254,97 @@ class CallParser(Scanner):
             return call.name in self._names
         if key == self._format.arguments_key and call.arguments is None and self._char == "{":
             return (yield from self._arguments(call))
-        return key in _EXTRA_KEYS and (yield from self._value())
+        return key in _EXTRA_KEYS and bool((yield from self._value()))
 
-    def _arguments(self, call: _Call) -> Reading[bool]:
+    def _arguments(self, call: _Call) -> _Reading[bool]:
         """An object."""
         self._call, start = call, len(self._held)
         if call.name:
             self._max_held = start + self._held_chars
-        is_whole = yield from self._value()
+        is_whole = bool((yield from self._value()))
         self._emit_arguments(is_last=True)
         self._max_held, self._stream = _ANY_NUMBER, None
         if call.begun is None:
             call.arguments = JsonText(replaces_halves=True).push("".join(self._held[start:]), is_last=True)
         return is_whole
 
-    def _end(self, call: _Call, is_whole: bool) -> bool:
-        """Emits a call that was held back, or ends one that was streamed."""
-        begun = call.begun
-        if is_whole:
-            self._drop()
-            if begun is None:
-                begun, call.arguments = self._begin(call), call.arguments or "{}"
-                self._events.append(Arguments(begun.index, call.arguments))
-        if begun is not None:
-            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or ""))
-        return is_whole
+    # JSON and literals.
+
+    def _take_while(self, is_part: Callable[[str], object]) -> _Reading[str]:
+        """Takes and returns the longest text whose beginnings are all parts."""
+        taken = ""
+        while self._char != _END and is_part(taken + self._char):
+            taken += self._char
+            self._held.append(self._char)
+            self._char = yield
+        return taken
+
+    def _run(self, chars: str) -> _Reading[str]:
+        """Takes and returns all next characters that are among these."""
+        return self._take_while(lambda part: part[-1] in chars)
+
+    def _space(self) -> _Reading[str]:
+        return self._run(_SPACE)
+
+    def _one_of(self, *texts: str) -> _Reading[str]:
+        """Takes and returns one of the texts, of which none begins another; else takes the matching part."""
+        taken = yield from self._take_while(lambda part: any(text.startswith(part) for text in texts))
+        return taken if taken in texts else ""
+
+    def _mark(self, text: str) -> _Reading[str]:
+        """The text, and space after it."""
+        taken = yield from self._one_of(text)
+        if taken:
+            yield from self._space()
+        return taken
+
+    def _listed(self, opener: str, closer: str, read_item: Callable[[], _Reading[object]]) -> _Reading[bool]:
+        """Any number of items between brackets, with commas between them."""
+        if not (yield from self._mark(opener)):
+            return False
+        if (yield from self._one_of(closer)):
+            return True
+        while (yield from read_item()):
+            yield from self._space()
+            if (yield from self._one_of(closer)):
+                return True
+            if not (yield from self._mark(",")):
+                break
+        return False
+
+    def _value(self, depth: int = 0) -> _Reading[object]:
+        """`depth`: number of objects and arrays around it."""
+        if self._char == '"':
+            return (yield from self._string())
+        if self._char not in ("{", "["):
+            return _SCALAR.fullmatch((yield from self._run(_SCALAR_CHARS)))
+        if depth == MAX_JSON_DEPTH:
+            return False
+        if self._char == "[":
+            return (yield from self._listed("[", "]", lambda: self._value(depth + 1)))
+        return (yield from self._listed("{", "}", lambda: self._member(depth + 1)))
+
+    def _member(self, depth: int) -> _Reading[object]:
+        return (yield from self._key()) and (yield from self._value(depth))
+
+    def _key(self) -> _Reading[str]:
+        """A key and its colon; returns the key as written."""
+        key = yield from self._string()
+        if key:
+            yield from self._space()
+        return key if key and (yield from self._mark(":")) else ""
+
+    def _string(self) -> _Reading[str]:
+        """Returns it as written, with its quotes."""
+        written = yield from self._one_of('"')
+        while written and self._char not in (_END, '"'):
+            if self._char == "\\":
+                part = yield from self._take_while(_ESCAPE_PART.fullmatch)
+                if not _ESCAPE.fullmatch(part):
+                    return ""
+            else:
+                part = self._char
+                self._held.append(self._char)
+                self._char = yield
+            written += part
+        return written + '"' if written and (yield from self._one_of('"')) else ""

@@ -112,17 +112,18 @@ class ReasoningReader:
         if self._place == "layout":
             self._held = self._held.lstrip("\n")
             self._place = "content" if self._held else "layout"
-        content = self._take_held() if self._place == "content" else ""
+        content = ""
+        if self._place == "content":
+            content, self._held = self._held, ""
         self.num_taken += num_unread - len(self._held) - len(content)
         return Parts(reasoning, content)
 
     def flush(self) -> Parts:
         """Returns the text held back. Call it at the end of the text."""
-        is_reasoning = self._place == "reasoning" or self._is_inside
-        if not is_reasoning:
-            return Parts("", self._take_held())
-        self.num_taken += len(self._held)
-        held = self._take_held()
+        held, self._held = self._held, ""
+        if self._place != "reasoning" and not self._is_inside:
+            return Parts("", held)
+        self.num_taken += len(held)
         return Parts(held if self._has_reasoned else held.lstrip("\n"), "")
 
     def _leave_start(self) -> None:
@@ -134,23 +135,16 @@ class ReasoningReader:
             self._place = "reasoning" if self._is_inside else "content"
 
     def _take_reasoning(self) -> str:
+        marker = self._format.end
         if not self._has_reasoned:
             self._held = self._held.lstrip("\n")
-        before, end, after = self._held.partition(self._format.end)
+        before, end, after = self._held.partition(marker)
         if end:
             self._place, self._held = "layout", after
             return before.rstrip("\n")
-        certain = self._held[: len(self._held) - _num_begun(self._held, end=self._format.end)].rstrip("\n")
+        sizes = range(len(marker) - 1, 0, -1)
+        num_begun = next((size for size in sizes if self._held.endswith(marker[:size])), 0)
+        certain = self._held[: len(self._held) - num_begun].rstrip("\n")
         self._held = self._held[len(certain) :]
         self._has_reasoned = self._has_reasoned or bool(certain)
         return certain
-
-    def _take_held(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _num_begun(text: str, end: str) -> int:
-    """Length of the longest suffix of `text` that begins the marker `end`."""
-    lengths = range(min(len(text), len(end) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(end[:length])), 0)

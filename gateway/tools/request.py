@@ -74,10 +74,24 @@ class ToolUse:
 
 def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     """Returns None if nothing may be called. `format`: how the model writes calls. Raises ApiError."""
-    _check_list(raw)
+    check_count("tools", len(raw.tools), MAX_TOOLS, "tools")
+    seen: set[str] = set()
+    for tool in raw.tools:
+        _check_tool(tool, seen)
+    try:
+        num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))
+    except ValueError as error:
+        raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
+    check_count("tools", num_bytes, MAX_TOOLS_BYTES, "bytes as JSON")
     named = raw.choice if isinstance(raw.choice, NamedChoice) else None
     is_required = named is not None or raw.choice == "required"
-    warnings = _check_schemas(raw, named.name if named else None, is_required=is_required)
+    warnings: list[str] = []
+    for tool in raw.tools:
+        path = tool.schema_param
+        if tool.is_strict or (is_required and (named is None or named.name == tool.name)):
+            warnings += check_enforced(tool.schema, path, is_strict=tool.is_strict)
+        if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
+            raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)
     if not raw.tools and (is_required or raw.choice == "auto"):
         verb = "asks for" if is_required else "allows"
         raise bad_request(f"tool_choice {verb} a call, but there are no tools; send some", "tool_choice")
@@ -90,41 +104,20 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
             "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
         )
     is_parallel = raw.is_parallel is not False
-    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, warnings)
+    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, tuple(warnings))
 
 
-def _check_list(raw: RawTools) -> None:
-    check_count("tools", len(raw.tools), MAX_TOOLS, "tools")
-    seen: set[str] = set()
-    for tool in raw.tools:
-        param, path = tool.param, tool.schema_param
-        if not _NAME.fullmatch(tool.name):
-            raise bad_request(
-                f"{param}.name is {tool.name[:80]!r}; it must be 1 to 64 letters, digits, '_' or '-'", f"{param}.name"
-            )
-        if tool.name in seen:
-            raise bad_request(f"{param}.name is {tool.name!r}, as another tool's; rename one", f"{param}.name")
-        if tool.schema.get("type", "object") != "object":
-            raise bad_request(f"{path} must have the type 'object'", path)
-        try:
-            check_depth(tool.schema)
-        except ValueError as error:
-            raise bad_request(f"{path}: {error}", path) from error
-        seen.add(tool.name)
+def _check_tool(tool: Tool, seen: set[str]) -> None:
+    """`seen`: the names of the tools before it, to which its own is added."""
+    name, path = f"{tool.param}.name", tool.schema_param
+    if not _NAME.fullmatch(tool.name):
+        raise bad_request(f"{name} is {tool.name[:80]!r}; it must be 1 to 64 letters, digits, '_' or '-'", name)
+    if tool.name in seen:
+        raise bad_request(f"{name} is {tool.name!r}, as another tool's; rename one", name)
+    if tool.schema.get("type", "object") != "object":
+        raise bad_request(f"{path} must have the type 'object'", path)
     try:
-        num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))
+        check_depth(tool.schema)
     except ValueError as error:
-        raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
-    check_count("tools", num_bytes, MAX_TOOLS_BYTES, "bytes as JSON")
-
-
-def _check_schemas(raw: RawTools, named: str | None, *, is_required: bool) -> tuple[str, ...]:
-    """Checks that required arguments can be enforced. Returns warnings for parts that cannot. Call it after sizes."""
-    warnings: list[str] = []
-    for tool in raw.tools:
-        path = tool.schema_param
-        if tool.is_strict or (is_required and named in (None, tool.name)):
-            warnings += check_enforced(tool.schema, path, is_strict=tool.is_strict)
-        if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
-            raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)
-    return tuple(warnings)
+        raise bad_request(f"{path}: {error}", path) from error
+    seen.add(tool.name)

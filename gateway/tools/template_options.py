@@ -28,21 +28,17 @@ def check_options(given: object, param: str) -> Mapping[str, Option]:
         raise bad_request(f"{param} must be an object", param, "invalid_type")
     check_count(param, len(given), MAX_OPTIONS, "names")
     for name, value in given.items():
-        _check_option(name, value, param)
+        path = f"{param}.{name}"
+        if not _NAME.fullmatch(name):
+            raise bad_request(f"{param} has the name {name[:80]!r}; use up to 64 letters, digits and '_'", param)
+        if name in RESERVED or name.endswith("_token"):
+            raise bad_request(f"{path} is set by the service; leave it out", path)
+        if not isinstance(value, str | int | float | None):
+            raise bad_request(f"{path} must be a string, a number, a boolean or null", path, "invalid_type")
+        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MAX_INTEGER):
+            raise bad_request(f"{path} must be a number between -2^53 and 2^53", path)
     check_count(param, len(json.dumps(given).encode()), MAX_OPTIONS_BYTES, "bytes as JSON")
     return given
-
-
-def _check_option(name: str, value: object, param: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise bad_request(f"{param} has the name {name[:80]!r}; use up to 64 letters, digits and '_'", param)
-    path = f"{param}.{name}"
-    if name in RESERVED or name.endswith("_token"):
-        raise bad_request(f"{path} is set by the service; leave it out", path)
-    if not isinstance(value, str | int | float | None):
-        raise bad_request(f"{path} must be a string, a number, a boolean or null", path, "invalid_type")
-    if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MAX_INTEGER):
-        raise bad_request(f"{path} must be a number between -2^53 and 2^53", path)
 
 
 def effort_options(effort: str, param: str) -> Mapping[str, Option]:

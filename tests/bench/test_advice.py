@@ -107,7 +107,7 @@ def test_advice_leads_to_a_start(
         assert used > 0.8 * CARDS[card].memory_bytes, said
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     shape=st.sampled_from([ONE, EIGHT, SEVENTY]), context=st.sampled_from([8192, 131_072]),
     card=st.sampled_from(GPUS), num_gpus=st.sampled_from([1, 2, 8]), rate=st.floats(0.1, 20),

@@ -17,7 +17,7 @@ from demo.paths import TARGET_DIR
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
-from tests.support.command_line import bind, call, parse, run
+from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
 from worker.models import check_model, choose_served_name, choose_served_names, fetch_tokenizer, locate_model
 
@@ -138,15 +138,6 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
             done = call("serve", f"--{name}host={shown}", f"--{name}port={port}", f"--model={Path(__file__).parent}")
             assert (done.returncode, done.stdout) == (2, "")
             assert f"{name.replace('-', '_')}port={port} on host {shown} cannot be used (Address already" in done.stderr
-
-
-def test_a_process_whose_ops_port_is_in_use_ends_before_it_loads() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = run("decode", f"--ops-port={port}")
-    assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
-    assert "choose another --ops-port" in done.stderr
 
 
 # -- the command lines that `serve` gives its processes --------------------------------------------------------------

@@ -221,14 +221,6 @@ def test_a_process_that_ignores_sigterm_is_killed_after_a_while(start: Start) ->
     assert "decode-0 did not end by itself" in service.shown
 
 
-def test_a_second_signal_kills_at_once(start: Start) -> None:
-    service = start(gateway="stubborn", decode="stubborn", stop_s=600.0)
-    service.read_until('"serving"')
-    service.process.send_signal(signal.SIGINT)
-    service.read_until("stopping; another signal")
-    assert service.stop(signal.SIGINT) == 0
-
-
 def test_a_crash_while_loading_shows_its_lines_and_stops_all(start: Start) -> None:
     service = start(decode="crash", prefill="slow")
     assert service.finish() == 1, "it waited for a helper's end"
@@ -242,21 +234,6 @@ def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
     service = start(decode="slow", start_timeout_s=0.5)
     assert service.finish() == 1
     assert "decode-0 did not become ready within 0.5 s: set --start-timeout-s" in service.shown
-
-
-def test_a_worker_that_dies_starts_again_where_it_was(service: Service) -> None:
-    first = service.last("decode")
-    port = f"--port=90{first[1][-2:].zfill(2)}"
-    assert port not in first
-    for delay in ("0.5 s", ""):  # the second depends on how long it served
-        os.kill(int(service.last("decode")[1]), signal.SIGUSR1)
-        service.read_until(f"decode-0 ended with exit status 3; 2 workers are left; it starts again in {delay}")
-        service.read_until('"process": "decode-0", "address"')
-        assert port in service.last("decode"), "a restarted worker keeps its port"
-    os.kill(int(service.last("decode")[1]), signal.SIGUSR1)
-    service.read_until("it starts again in")
-    assert service.stop() == 0, "a signal ends the wait"
-    assert len(service.noted("pid")) == 6
 
 
 def test_a_worker_that_was_asked_to_end_stays_ended_and_the_service_ends_with_its_gateway(service: Service) -> None:

@@ -146,26 +146,6 @@ def linked(running_linked: Linked) -> Iterator[Linked]:
     _check_calm(running_linked.fleet)
 
 
-@pytest.fixture(scope="session")
-def running_small() -> Iterator[ProcessFleet]:
-    flags = {
-        "gateway": ["--max-queue=4"],
-        "prefill": ["--max-context-tokens=1024"],
-        "decode": ["--max-running=2"],
-    }
-    with run_fleet(flags=flags) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
-    """A pair with little room: 2 sessions, 4 in the queue, and at most 1024 prompt tokens in prefill."""
-    _check_calm(running_small)
-    yield running_small
-    _mend(running_small)
-    _check_calm(running_small)
-
-
 def _mend(fleet: ProcessFleet) -> None:
     for process in fleet.processes.values():
         if process.is_running:

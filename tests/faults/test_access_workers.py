@@ -42,7 +42,7 @@ RUBBISH = [
     b"\x80",
     b"SSH-2.0-x\r\n",
 ]
-EVENT = '"event": "TLS handshake failed"'
+EVENT, NO_SECRET = '"event": "TLS handshake failed"', "call without the fleet secret refused"
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +56,26 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_row_22_wrong_or_missing_certificates(guarded: ProcessFleet, truth: Truth, name: str) -> None:
-    worker = guarded[name]
+def test_row_22_strangers_are_closed_and_counted(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+    """Wrong, expired or missing certificates, random bytes, and wrong secrets."""
+    worker, role = guarded[name], guarded[name].role.capitalize()
     expired = issue(datetime.now(UTC) - timedelta(days=3))
     strangers = [None, issue(), expired]
     before, lines = worker.metric("peers_refused_total", {"by": "tls"}), worker.read_log().count(EVENT)
     for _ in range(TIMES):
         for files in strangers:
             assert knock(worker.address, files and TlsFiles(OWN.ca, files.cert, files.key)) is not grpc.StatusCode.OK
-    _check_said(worker, before, lines, TIMES * len(strangers))
-    assert knock(worker.address, OWN, SECRET, worker.role.capitalize()) is grpc.StatusCode.OK
-    truth.check_canary(guarded)
-
-
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_row_22_random_bytes(guarded: ProcessFleet, truth: Truth, name: str) -> None:
-    worker = guarded[name]
-    before, lines = worker.metric("peers_refused_total", {"by": "tls"}), worker.read_log().count(EVENT)
-    for _ in range(TIMES):
         for start in RUBBISH:
             _throw(worker.port, start + os.urandom(2000))
-    _check_said(worker, before, lines, TIMES * len(RUBBISH))
+    _check_said(worker, before, lines, TIMES * (len(strangers) + len(RUBBISH)))
+    before, lines = worker.metric("peers_refused_total", {"by": "secret"}), worker.read_log().count(NO_SECRET)
+    with open_channel(worker.address, OWN) as channel:
+        for _ in range(TIMES):
+            for secret in ("", SECRET[:-1], SECRET + "x", "another-fleet-secret"):
+                assert ask_status(channel, secret, role) is grpc.StatusCode.UNAUTHENTICATED
+        assert ask_status(channel, SECRET, role) is grpc.StatusCode.OK
+    assert worker.metric("peers_refused_total", {"by": "secret"}) == before + 4 * TIMES
+    assert worker.read_log().count(NO_SECRET) - lines <= 1 + math.log2(4 * TIMES)
     truth.check_canary(guarded)
 
 
@@ -110,22 +109,6 @@ def _check_said(worker: Process, before: float, lines: int, expected: int) -> No
     assert worker.is_running
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_row_22_wrong_or_missing_secrets(guarded: ProcessFleet, truth: Truth, name: str) -> None:
-    worker, role = guarded[name], guarded[name].role.capitalize()
-    before = worker.metric("peers_refused_total", {"by": "secret"})
-    event = "call without the fleet secret refused"
-    lines = worker.read_log().count(event)
-    with open_channel(worker.address, OWN) as channel:
-        for _ in range(TIMES):
-            for secret in ("", SECRET[:-1], SECRET + "x", "another-fleet-secret"):
-                assert ask_status(channel, secret, role) is grpc.StatusCode.UNAUTHENTICATED
-        assert ask_status(channel, SECRET, role) is grpc.StatusCode.OK
-    assert worker.metric("peers_refused_total", {"by": "secret"}) == before + 4 * TIMES
-    assert worker.read_log().count(event) - lines <= 1 + math.log2(4 * TIMES)
-    truth.check_canary(guarded)
-
-
 def probe(process: Process, path: str) -> tuple[int, str]:
     """By plain HTTP, without key, secret and certificate."""
     answer = HTTP.get(f"http://{HOST}:{process.ops_port}{path}", timeout=CALL_S)
@@ -138,17 +121,11 @@ def open_health(fleet: ProcessFleet, process: Process) -> grpc.Channel:
     return open_channel(fleet.grpc_address if is_public else process.address, None if is_public else OWN)
 
 
-def test_probes_need_no_secret_and_the_ops_port_no_certificate(guarded: ProcessFleet) -> None:
-    for process in guarded.processes.values():
-        assert (probe(process, "/live"), probe(process, "/ready")) == (LIVE, READY)
-        assert "baton:peers_refused_total" in probe(process, "/metrics")[1]
-        with open_health(guarded, process) as channel:
-            assert health_pb2_grpc.HealthStub(channel).Check(HEALTH, timeout=CALL_S).status == SERVING
-
-
 @pytest.mark.parametrize("name", ["decode-0", "gateway"])
-def test_a_drain_shows_at_once_while_answers_go_on(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+def test_a_drain_shows_at_once_to_probes_without_secrets(guarded: ProcessFleet, truth: Truth, name: str) -> None:
     process = guarded[name]
+    assert (probe(process, "/live"), probe(process, "/ready")) == (LIVE, READY)
+    assert "baton:peers_refused_total" in probe(process, "/metrics")[1]
     stream = ask(guarded, num_tokens=1500)
     stream.wait_for_tokens(3)
     with open_health(guarded, process) as channel:

@@ -1,25 +1,21 @@
 """Three gateways find their workers by DNS, which adds, removes and moves some under load, and is silent. Row 27."""
 
-import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.faults.chaos import Case, Tally, build_cases
-from tests.support.asking import Asking
+from tests.faults.load import Load
 from tests.support.dns_server import DnsServer, dns_server
+from tests.support.fault_answers import Truth
 from tests.support.fleet import Process, ProcessFleet, free_ports, run_fleet
 from tests.support.live import read_workers, wait_until
 
 NAMES = {role: f"_grpc._tcp.{role}.test" for role in ("prefill", "decode")}
 NUM_GATEWAYS = 3
 SILENT_S = 30.0
-UNEVEN = 0.15  # share by which a worker's tokens may differ from the mean
 
 
 @dataclass
@@ -79,59 +75,17 @@ def named() -> Iterator[Named]:
         yield Named(fleet, dns, gateways)
 
 
-@dataclass
-class Load:
-    """Clients with a gateway each, and what became of their requests."""
-
-    cases: Iterator[Case]
-    tally: Tally = field(default_factory=Tally)
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-    def keep_asking(self, gateway: str) -> None:
-        dice = random.Random(gateway)
-        while not self.is_over.is_set():
-            with self.tally.lock:
-                case = next(self.cases)
-            asking = Asking(gateway, case.prompt, len(case.answer), cache_salt=f"{dice.getrandbits(64):x}").finish()
-            self.tally.add(case, asking)
-
-    def wait_for(self, count: int) -> None:
-        """Until this many more requests are over."""
-        before = self.tally.outcomes.total()
-        wait_until(lambda: self.tally.outcomes.total() >= before + count)
-
-
-@contextmanager
-def load(named: Named, num_clients: int, num_tokens: int | None = None) -> Iterator[Load]:
-    """All answers are right in the end, and no attempt failed on the way: no stream was cut.
-
-    `num_tokens`: of each answer; None: 40 to 400.
-    """
-    cases = build_cases(named.fleet, 8, seed=27)
-    asking = Load(cycle(Case(case.prompt, case.answer[:num_tokens]) for case in cases))
-    failed = {gateway.name: gateway.metric("attempts_failed_total") for gateway in named.gateways.values()}
-    gateways = islice(cycle(named.gateways), num_clients)
-    clients = [threading.Thread(target=asking.keep_asking, args=(gateway,), daemon=True) for gateway in gateways]
-    for client in clients:
-        client.start()
-    yield asking
-    asking.is_over.set()
-    for client in clients:
-        client.join(120.0)
-        assert not client.is_alive(), "a request hangs"
-    assert set(asking.tally.outcomes) == {"right"}, (asking.tally.outcomes, asking.tally.complaints)
-    assert {gateway.name: gateway.metric("attempts_failed_total") for gateway in named.gateways.values()} == failed
-
-
 @pytest.mark.timeout(600)
-def test_row_27_workers_come_go_and_move_by_name_while_no_request_fails(named: Named) -> None:
+def test_row_27_workers_come_go_and_move_by_name_while_no_request_fails(named: Named, truth: Truth) -> None:
+    """No attempt fails on the way either: no stream is cut."""
     fleet = named.fleet
     stays, goes = fleet["decode-0"], fleet["decode-1"]
     (port,) = free_ports(1)
     moved = replace(goes, port=port, flags=(f"--port={port}", *goes.flags[1:]), popen=None, _events=-1)
     prefills = (fleet["prefill-0"], fleet["prefill-1"])
-    with load(named, 6) as asking:
-        asking.wait_for(6)
+    failed = [gateway.metric("attempts_failed_total") for gateway in named.gateways.values()]
+    with Load(fleet, 6, addresses=list(named.gateways)) as load:
+        load.wait_for(6)
         named.publish("decode", stays)
         named.wait_until_used(stays)
         wait_until(lambda: not goes.metric("kv_cache_used_pages"))  # what ran there has run to its end
@@ -142,34 +96,23 @@ def test_row_27_workers_come_go_and_move_by_name_while_no_request_fails(named: N
         moved.wait_ready()
         named.publish("decode", stays, moved)
         named.wait_until_used(stays, moved)
-        asking.wait_for(6)
+        load.wait_for(6)
         named.publish("prefill", prefills[0])
         named.wait_until_used(prefills[0])
-        asking.wait_for(6)
+        load.wait_for(6)
 
         named.dns.is_silent = True
         asked = named.dns.num_asked
         time.sleep(SILENT_S)
         assert named.dns.num_asked > asked
         named.wait_until_used(stays, moved)
-        asking.wait_for(6)
+        load.wait_for(6)
         named.dns.is_silent = False
         named.publish("prefill", *prefills)
         named.wait_until_used(*prefills)
         served = moved.metric("generation_tokens_total")
         wait_until(lambda: moved.metric("generation_tokens_total") > served)
+    load.check(truth)
+    assert [gateway.metric("attempts_failed_total") for gateway in named.gateways.values()] == failed
     for gateway in named.gateways.values():
         assert gateway.metric("dns_lookups_failed_total") > 0
-
-
-@pytest.mark.timeout(600)
-def test_gateways_share_workers_evenly(named: Named) -> None:
-    """No prompt is cached, so load alone decides."""
-    decodes = [worker for worker in named.fleet.workers() if worker.role == "decode"]
-    with load(named, 2 * NUM_GATEWAYS, num_tokens=40) as asking:
-        asking.wait_for(8)
-        before = [worker.metric("generation_tokens_total") for worker in decodes]
-        asking.wait_for(150)
-        counts = [worker.metric("generation_tokens_total") - one for worker, one in zip(decodes, before, strict=True)]
-    mean = sum(counts) / len(counts)
-    assert all(abs(count - mean) <= UNEVEN * mean for count in counts), counts

@@ -8,7 +8,6 @@ import pytest
 from tests.faults.load import Load
 from tests.support.fault_answers import Truth, mend
 from tests.support.fleet import ProcessFleet, run_fleet
-from tests.support.live import wait_until
 
 FLAGS = ["--transport=nixl", "--require-transport", "--nixl-allow-tcp"]
 STOP_S = 6.0  # longer than a lease
@@ -34,7 +33,7 @@ def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
     """
     before = fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"})
     with Load(fleet, num_clients=32) as load:
-        wait_until(lambda: len(load.ended) >= 32)
+        load.wait_for(32)
         worker = fleet[f"{role}-0"]
         if what == "killed":
             worker.kill()
@@ -42,7 +41,7 @@ def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
             worker.stop()
             time.sleep(STOP_S)
             worker.resume()
-        wait_until(lambda: len(load.ended) >= 80)
+        load.wait_for(48)
     load.check_clean(truth)
     assert fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"}) > before or what == "killed"
     mend(fleet, truth)

@@ -63,7 +63,7 @@ def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: st
     worker = fleet[f"{role}-0"]
     (rank,) = worker.find_ranks()
     with Load(fleet) as load:
-        wait_until(lambda: len(load.ended) >= 4)
+        load.wait_for(4)
         if end is signal.SIGTERM:
             os.kill(rank, signal.SIGINT)
         worker.signal(end)

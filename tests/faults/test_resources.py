@@ -53,19 +53,13 @@ def _run_wrapped(
 def _run_mounted(folder: Path, mounts: str) -> Iterator[ProcessFleet]:
     """The same, where each process sees its own `mounts` and looks for its caches in `folder`."""
     inner = folder / "mounted"
-    inner.write_text(f'#!/bin/sh\nset -e\n{mounts}\nexec {shlex.quote(sys.executable)} "$@"\n')
+    inner.write_text(f'#!/bin/sh\nset -e\n{mounts}\nexec "$@"\n')
     inner.chmod(0o755)
-    cache, temporary = folder / "cache", folder / "tmp"
-    cache.mkdir()
-    temporary.mkdir()
-    outer = f"export XDG_CACHE_HOME={cache} TMPDIR={temporary}"
-    script = folder / "python"
-    script.write_text(f'#!/bin/sh\n{outer}\nexec {UNSHARE} {inner} "$@"\n')
-    script.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(script))
-        with run_fleet() as fleet:
-            yield fleet
+    for name in ("cache", "tmp"):
+        (folder / name).mkdir()
+    setup = f"export XDG_CACHE_HOME={folder / 'cache'} TMPDIR={folder / 'tmp'}"
+    with _run_wrapped(folder, setup, [*UNSHARE.split(), str(inner)]) as fleet:
+        yield fleet
 
 
 def _warnings(fleet: ProcessFleet, event: str) -> dict[str, list[str]]:

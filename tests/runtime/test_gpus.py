@@ -203,20 +203,6 @@ def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
     assert all(number in said for number in numbers)
 
 
-@pytest.mark.parametrize(
-    ("mib", "advice"),
-    [
-        (1000, "--kv-memory-mib 2048 or more"),  # a context of 16,384 tokens in pages of 2 MiB
-        (500_000, "--kv-memory-mib 4096 or less"),  # 0.5 x 16 - 2 - 2 GiB
-    ],
-)
-def test_a_pool_that_is_set_stays_within_the_share(mib: int, advice: str) -> None:
-    config = DecodeConfig(gpu_memory_share=0.5, kv_memory_mib=mib, max_running=4)
-    room = GpuRoom(16 * GIB, 2 * GIB, 2 * GIB)
-    with pytest.raises(ConfigError, match=f"kv_memory_mib={mib} cannot be used: 16384 tokens .*: set {advice}$"):
-        resolve_pools(config, 16_384, 2 << 20, 1, room, 0)
-
-
 def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * GIB, 24 * GIB))
     with (tmp_path / "model.safetensors").open("wb") as file:

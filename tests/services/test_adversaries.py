@@ -132,6 +132,13 @@ async def test_handshakes_that_lie_are_refused(
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
     assert decode.peers.transports() == {}
+    foreign = kv_pb2.Peer()
+    foreign.CopyFrom(prefill.peer)
+    foreign.layout.weights = "\N{SNOWMAN}" * 50_000  # gRPC sends details as a header, which has to stay short
+    with pytest.raises(grpc.aio.AioRpcError, match="weights differs"):
+        await stub.Handshake(decode_pb2.HandshakeRequest(peer=foreign), timeout=PATIENCE_S)
+    with pytest.raises(grpc.aio.AioRpcError, match="ticket of incarnation x"):
+        await stub.Renew(decode_pb2.RenewRequest(ticket=kv_pb2.Ticket(incarnation="x" * 100_000)), timeout=PATIENCE_S)
 
 
 async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie: object) -> grpc.StatusCode:

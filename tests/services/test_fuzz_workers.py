@@ -154,7 +154,7 @@ def test_any_message_and_any_bytes_get_a_known_answer(ring: Ring, method: str) -
     cut = st.integers(0, len(valid)).map(lambda at: valid[:at] + b"\xff" * 3 + valid[at:])
     messages = mutate(start).map(lambda message: message.SerializeToString())
 
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, suppress_health_check=list(HealthCheck))
     @given(messages | messages | st.binary(max_size=60) | cut)
     def ask(payload: bytes) -> None:
         code, details = answer_of(address, method, payload)

@@ -105,13 +105,6 @@ def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[
     assert done.returncode == 1 and "does not answer" in done.stderr, done.stderr
 
 
-def test_the_last_decode_worker_is_not_drained_by_mistake(live: Live) -> None:
-    wait_until(lambda: not live.is_alive("decode-0"))
-    done = drain(live, "decode-1", SECRET)
-    assert done.returncode == 1 and "is the only decode worker" in done.stderr and "--force" in done.stderr
-    assert live.complete().status_code == 200
-
-
 def drain(live: Live, name: str, secret: str) -> subprocess.CompletedProcess[str]:
     return run("drain", live.addresses[name], f"--url={live.url}", BATON_FLEET_SECRET=secret)
 

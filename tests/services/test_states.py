@@ -132,7 +132,7 @@ class Landed:
         monkeypatch.setattr(receiving, "finish_read", lambda _, *args: note(*args))
 
 
-@pytest.mark.parametrize(("transport", "chunk_tokens"), [("shm", 1), ("grpc", 5), ("nixl", 16), ("shm", 16)])
+@pytest.mark.parametrize(("transport", "chunk_tokens"), [("shm", 1), ("grpc", 5), ("nixl", 16)])
 async def test_tokens_are_transformers_and_bytes_are_prefills(
     folder: Path, transport: Transport, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from gateway.api.grpc.service import add_inference_services, build_interceptors
-from gateway.app import NO_ADAPTERS, build_app, build_served_model
+from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.router.adapters import Adapter
 from gateway.text.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ def run_api(
     write: Callable[[Path], Path] = write_byte_level,
     tracing: Tracing | None = None,
     names: Sequence[str] = (SERVED,),
-    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
     extend: Callable[[FastAPI, ServedModel], None] = lambda app, served: None,
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder.

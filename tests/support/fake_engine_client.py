@@ -50,7 +50,6 @@ class FakeEngineClient:
         self.generations.clear()
         self.num_given = 0  # tokens
         self.admitted: list[int] = []  # numbers of choices, one a request
-        self.starts: queue.Queue[str] = queue.Queue()  # request ids
         self.hanging: queue.Queue[str] = queue.Queue()  # request ids: all tokens are taken, nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
 
@@ -82,7 +81,6 @@ class FakeEngineClient:
         assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
-        self.starts.put(generation.request_id)
         record = AttemptRecord(1, time.monotonic())
         if attempts is not None:
             attempts.append(record)

@@ -164,7 +164,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.num_cached: int | None = None  # cached tokens it reports for each prompt; None: those it remembers
         self.may_answer = asyncio.Event()  # Reserve answers, or refuses, once this is set
         self.may_answer.set()
-        self.num_reserve_calls = 0
         self.sessions: list[FakeSession] = []
         self.aborted: set[int] = set()  # handles
         self.streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}  # gateway |-> its messages to come
@@ -180,7 +179,6 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:
-        self.num_reserve_calls += 1
         self.calls.append("Reserve")
         self.signal.fire()
         await self.may_answer.wait()
@@ -232,8 +230,6 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.decodes: dict[str, FakeDecode] = {}  # incarnation |-> the worker that receives the pages; set by the test
         self.runs: list[prefill_pb2.RunRequest] = []
         self.response = prefill_pb2.RunResponse()  # to every run that succeeds
-        self.num_done = 0
-        self.num_computed = 0  # positions
         self.num_cancelled = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -250,11 +246,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             self.signal.fire()
             raise
         prompt = request.prompt[: request.ticket.end * TOKEN_BYTES]
-        self.num_computed += request.ticket.end - self.find_cached(request.prompt, request.cache_salt)
         self.keep(prompt, request.cache_salt)
         if request.ticket.incarnation in self.decodes:
             self.decodes[request.ticket.incarnation].keep(prompt, request.cache_salt)
-        self.num_done += 1
         self.signal.fire()
         return self.response
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
+from engine.kernels.adapter_rows import NO_SLOT
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
@@ -35,7 +36,7 @@ class LateRows(InputBatch):
         super().__init__(num_rows, context_tokens, page_tokens, vocab_size, device)
 
     def open(
-        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = -1
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
     ) -> None:
         self.num_opened[row] += 1
         super().open(row, token_ids, sampling, answer_begin, slot)

@@ -23,7 +23,7 @@ from wire.messages import (
     unpack_sampling,
     unpack_tokens,
 )
-from wire.page_keys import KEY_BYTES, TOKEN_BYTES, next_key, page_keys, root_key
+from wire.page_keys import KEY_BYTES, next_key, page_keys, root_key
 from wire.sampling import LEAST_TEMPERATURE, SCALARS, SamplingParams
 from wire.timing import Timing
 
@@ -157,19 +157,6 @@ def test_prompts_share_keys_exactly_as_far_as_they_share_whole_pages(
     for at in range(min(len(first), len(second))):
         end = (at + 1) * page_tokens
         assert (first[at] == second[at]) == (one[:end] == other[:end])
-
-
-@given(TOKENS, st.integers(1, 4), st.data())
-def test_keys_go_on_where_they_were_left(tokens: list[int], page_tokens: int, data: st.DataObject) -> None:
-    keys = keys_of(tokens, page_tokens)
-    cut = data.draw(st.integers(0, len(keys)))
-    assert keys_of(tokens[: cut * page_tokens + page_tokens - 1], page_tokens) == keys[:cut]
-    parent = keys[cut - 1] if cut else root_key("m", "")
-    rest = pack_tokens(np.array(tokens[cut * page_tokens :], np.int32))
-    assert list(page_keys(parent, rest, page_tokens)) == keys[cut:]
-    for key in keys[cut:]:
-        parent, rest = next_key(parent, rest[: page_tokens * TOKEN_BYTES]), rest[page_tokens * TOKEN_BYTES :]
-        assert parent == key
 
 
 def test_model_salt_and_parent_keep_keys_apart() -> None:

@@ -23,7 +23,7 @@ def load(slots: AdapterSlots, *digests: str) -> None:
 
 
 def build(num_slots: int, *digests: str, num_pages: int = 60) -> Scheduler:
-    scheduler, _ = build_scheduler(num_pages, PAGE)
+    scheduler = build_scheduler(num_pages, PAGE)
     scheduler.adapters = AdapterSlots(num_slots)
     load(scheduler.adapters, *digests)
     return scheduler

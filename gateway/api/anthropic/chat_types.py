@@ -40,13 +40,6 @@ class ToolUseBlock(Body):
     name: str = Field(min_length=1)
     input: dict[str, Any]
 
-    def plain(self, path: str) -> dict[str, Any]:
-        """As chat templates take it. Raises ApiError."""
-        try:
-            return template_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False, allow_nan=False))
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"{path}.input: {str(error)[:200]}", f"{path}.input") from error
-
 
 class ToolResultBlock(Body):
     """The result of a call."""
@@ -57,11 +50,6 @@ class ToolResultBlock(Body):
     tool_use_id: str
     content: TextOr[Many[TextBlock]] | None = None
     is_error: bool | None = Field(None, description='Begins the text with "Error: ".')
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        text = f"{'Error: ' if self.is_error else ''}{joined(self.content or '')}"
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
 
 
 class ThinkingBlock(Body):
@@ -123,11 +111,17 @@ class MessageParam(Body):
                 case ThinkingBlock():
                     reasoning.append(block.thinking)
                 case ToolUseBlock():
-                    calls.append(block.plain(block_path))
+                    try:
+                        arguments = json.dumps(block.input, ensure_ascii=False, allow_nan=False)
+                        calls.append(template_call(block.id, block.name, arguments))
+                    except (ValueError, RecursionError) as error:
+                        path = f"{block_path}.input"
+                        raise bad_request(f"{path}: {str(error)[:200]}", path) from error
                 case ToolResultBlock():
                     if texts:
                         raise bad_request(f"{block_path}: results of calls come before text", block_path)
-                    results.append(block.plain())
+                    text = f"{'Error: ' if block.is_error else ''}{joined(block.content or '')}"
+                    results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         if results and not texts:
             return results
         said: dict[str, Any] = {"role": self.role, "content": "".join(texts)}

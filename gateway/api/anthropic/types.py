@@ -1,7 +1,7 @@
 """Request bodies of Anthropic's Messages API."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -61,10 +61,6 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive: as the model does by itself.")
     budget_tokens: int | None = Field(None, description="Not enforced; max_tokens bounds reasoning and answer.")
 
-    def options(self) -> Mapping[str, Option]:
-        """Variables for the template."""
-        return {} if self.type == "adaptive" else switch_options(self.type == "enabled")
-
 
 class ThinkingTurns(Body):
     """So many of the last messages that reason."""
@@ -88,12 +84,6 @@ class ClearThinking(Body):
     def warnings(self, path: str = "") -> Iterator[str]:
         if self.keep == "all":
             yield f"{path.removesuffix('.')} clears nothing and has no effect here"
-
-    def apply(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages without the reasoning that is not kept."""
-        if self.keep == "all":
-            return messages
-        return keep_reasoning(messages, self.keep.value if self.keep else 1)
 
 
 class ContextManagement(Body):
@@ -141,10 +131,14 @@ class CountTokensRequest(Body):
             if isinstance(block, ToolResultBlock)
         ]
         for edit in (self.context_management and self.context_management.edits) or ():
-            said = edit.apply(said)
+            if edit.keep != "all":
+                said = keep_reasoning(said, edit.keep.value if edit.keep else 1)
         effort = self.output_config.effort if self.output_config else None
-        options: dict[str, Option] = dict(self.thinking.options()) if self.thinking else {}
-        wishes = {"thinking": ""} if self.thinking and self.thinking.type == "adaptive" else {}
+        thinking = self.thinking.type if self.thinking else None
+        options: dict[str, Option] = {}
+        wishes = {"thinking": ""} if thinking == "adaptive" else {}
+        if thinking in ("enabled", "disabled"):
+            options |= switch_options(thinking == "enabled")
         if effort is not None:
             options["reasoning_effort"] = check_effort(effort, "output_config.effort")
             wishes["output_config.effort"] = "reasoning_effort"
@@ -153,25 +147,24 @@ class CountTokensRequest(Body):
             results,
             "messages",
             options,
-            reasoning_param="thinking" if self.thinking and self.thinking.type == "enabled" else None,
+            reasoning_param="thinking" if thinking == "enabled" else None,
             wishes=wishes,
             header=header,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
-        warnings = tuple(self.warnings())
-        return GenerateRequest(
-            self.model, [Prompt(chat, "messages")], "messages", tools=self._tools(), warnings=warnings
-        )
-
-    def _tools(self) -> RawTools:
-        """Raises ApiError."""
         given = enumerate(self.tools or ())
         tools = [tool.tool(f"tools[{index}]") for index, tool in given if isinstance(tool, MessagesTool)]
         choice = self.tool_choice.choice() if self.tool_choice else None
         if choice == "auto" and self.tools and not tools:
             choice = None  # all are left out
         is_single = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
-        return RawTools(tools, choice, False if is_single else None)
+        return GenerateRequest(
+            self.model,
+            [Prompt(chat, "messages")],
+            "messages",
+            tools=RawTools(tools, choice, False if is_single else None),
+            warnings=tuple(self.warnings()),
+        )
 
 
 class MessagesRequest(CountTokensRequest):

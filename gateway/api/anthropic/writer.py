@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals
-from gateway.answer.output_items import Begun, Grown, Item, ItemEvent, ItemReader
+from gateway.answer.output_items import Item, ItemReader
 from gateway.api.http.answer import encode, named_event
 from gateway.api.http.errors import Tagged, build_messages_error
 from gateway.errors import ApiError
@@ -63,7 +63,6 @@ class CountAnswer(msgspec.Struct):
     input_tokens: int
 
 
-_NO_INPUT = msgspec.Raw(b"{}")
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -87,9 +86,21 @@ class MessageWriter:
         return [named_event("message_start", message=self._message())]
 
     def events(self, index: int, piece: OutputDelta) -> list[bytes]:
-        events = [_block_event(event) for event in self._reader.read(piece)]
+        events: list[bytes] = []
+        for event in self._reader.read(piece):
+            at, kind = event.item.index, event.item.kind
+            if event.kind == "begun":
+                events.append(named_event("content_block_start", index=at, content_block=_block(event.item, "")))
+            elif event.kind == "grown":
+                delta_kind, field = _DELTAS[kind]
+                events.append(
+                    named_event("content_block_delta", index=at, delta={"type": delta_kind, field: event.text})
+                )
+            else:
+                events.append(named_event("content_block_stop", index=at))
         if piece.finish_reason is not None:
-            stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
+            reason, sequence = self._stop(piece)
+            stop = {"stop_reason": reason, "stop_sequence": sequence}
             events += [named_event("message_delta", delta=stop, usage=self._usage()), named_event("message_stop")]
         return events
 
@@ -99,7 +110,7 @@ class MessageWriter:
 
     async def whole(self) -> bytes:
         message = self._message()
-        message.stop_reason, message.stop_sequence = self._stop_reason(self._last), _stop_sequence(self._last)
+        message.stop_reason, message.stop_sequence = self._stop(self._last)
         return encode(message)
 
     def failure(self, error: ApiError) -> bytes:
@@ -114,38 +125,21 @@ class MessageWriter:
         totals = self._totals
         return MessageUsage(totals.num_prompt - totals.num_cached, totals.num_completion, totals.num_cached)
 
-    def _stop_reason(self, last: OutputDelta) -> StopReason:
+    def _stop(self, last: OutputDelta) -> tuple[StopReason, str | None]:
+        """(reason, the stop sequence that the answer ended with)."""
+        sequence = last.stop if isinstance(last.stop, str) else None
         if last.finish_reason == "length":
-            return "max_tokens"
-        if _stop_sequence(last) is not None:
-            return "stop_sequence"
-        return "tool_use" if self._reader.has_calls else "end_turn"
-
-
-def _stop_sequence(last: OutputDelta) -> str | None:
-    return last.stop if isinstance(last.stop, str) else None
-
-
-def _block_event(event: ItemEvent) -> bytes:
-    item = event.item
-    if isinstance(event, Begun):
-        return named_event("content_block_start", index=item.index, content_block=_block(item, ""))
-    if isinstance(event, Grown):
-        kind, field = _DELTAS[item.kind]
-        return named_event("content_block_delta", index=item.index, delta={"type": kind, field: event.text})
-    return named_event("content_block_stop", index=item.index)
+            return "max_tokens", sequence
+        if sequence is not None:
+            return "stop_sequence", sequence
+        return "tool_use" if self._reader.has_calls else "end_turn", None
 
 
 def _block(item: Item, content: str) -> TextBody | ThinkingBody | ToolUseBody:
-    if item.call is not None:
-        return ToolUseBody(item.call.id, item.call.name, _input(content))
-    return TextBody(content) if item.kind == "text" else ThinkingBody(content)
-
-
-def _input(arguments: str) -> msgspec.Raw:
-    """Arguments as JSON; {} if they were cut off."""
+    if item.call is None:
+        return TextBody(content) if item.kind == "text" else ThinkingBody(content)
     try:
-        msgspec.json.decode(arguments)
-    except (ValueError, RecursionError):
-        return _NO_INPUT
-    return msgspec.Raw(arguments.encode())
+        msgspec.json.decode(content)
+    except (ValueError, RecursionError):  # arguments that were cut off
+        content = "{}"
+    return ToolUseBody(item.call.id, item.call.name, msgspec.Raw(content.encode()))

@@ -32,7 +32,10 @@ def check_known(request: Message) -> None:
     messages = list(islice(_messages(request, ""), _MAX_MESSAGES + 1))
     if len(messages) > _MAX_MESSAGES:
         raise bad_request(f"the request has more than {_MAX_MESSAGES} messages in it", None, "body_too_complex")
-    num_unknown = _count_unknown_bytes(request)
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    num_unknown = request.ByteSize() - known.ByteSize()
     if num_unknown > _MAX_UNKNOWN_BYTES:
         why = f"{request.DESCRIPTOR.full_name} has {num_unknown} bytes in fields that are unknown here; leave them out"
         raise bad_request(why, None, "unknown_field")
@@ -56,13 +59,6 @@ def _messages(message: Message, path: str) -> Iterator[tuple[str, Message]]:
         else:
             for index, each in enumerate(value):
                 yield from _messages(each, f"{path}{field.name}[{index}].")
-
-
-def _count_unknown_bytes(request: Message) -> int:
-    known = type(request)()
-    known.CopyFrom(request)
-    known.DiscardUnknownFields()
-    return request.ByteSize() - known.ByteSize()
 
 
 def generate_request(request: pb.GenerateRequest) -> GenerateRequest:
@@ -134,31 +130,30 @@ def _form(given: pb.ResponseFormat) -> AnswerForm | None:
     kind = given.WhichOneof("form")
     if kind is None:
         raise bad_request("response_format has no form; set one of its fields", "response_format", "missing_field")
-    if kind == "json_object":
-        return AnswerForm(kind, None, "response_format.json_object") if given.json_object else None
-    value = tuple(given.choice.texts) if kind == "choice" else getattr(given, kind)
+    if kind == "json_object" and not given.json_object:
+        return None
+    value = tuple(given.choice.texts) if kind == "choice" else getattr(given, kind)  # of json_object: not used
     return AnswerForm(kind, value, f"response_format.{kind}")
 
 
 def _chat(messages: Sequence[pb.ChatMessage]) -> Chat:
     """As chat templates take it. Raises ApiError."""
     check_count("messages", len(messages), MAX_MESSAGES, "messages")
-    plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    return Chat(plain, [f"messages[{at}].tool_call_id" for at, one in enumerate(messages) if one.role == "tool"])
-
-
-def _message(given: pb.ChatMessage, path: str) -> Mapping[str, Any]:
-    """As chat templates take it."""
-    if given.role not in _ROLES:
-        raise bad_request(f"{path}.role is {given.role[:40]!r}; it must be one of {', '.join(_ROLES)}", f"{path}.role")
-    calls = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(given.tool_calls)]
-    optional = {
-        "name": given.name,
-        "tool_call_id": given.tool_call_id,
-        "tool_calls": calls,
-        "reasoning_content": given.reasoning,
-    }
-    return {"role": given.role, "content": given.content} | {name: value for name, value in optional.items() if value}
+    plain: list[Mapping[str, Any]] = []
+    for index, given in enumerate(messages):
+        path = f"messages[{index}]"
+        if given.role not in _ROLES:
+            rule = f"it must be one of {', '.join(_ROLES)}"
+            raise bad_request(f"{path}.role is {given.role[:40]!r}; {rule}", f"{path}.role")
+        optional = {
+            "name": given.name,
+            "tool_call_id": given.tool_call_id,
+            "tool_calls": [_call(call, f"{path}.tool_calls[{rank}]") for rank, call in enumerate(given.tool_calls)],
+            "reasoning_content": given.reasoning,
+        }
+        fields = {name: value for name, value in optional.items() if value}
+        plain.append({"role": given.role, "content": given.content, **fields})
+    return Chat(plain)
 
 
 def _call(given: pb.ToolCall, path: str) -> dict[str, Any]:

@@ -3,31 +3,45 @@
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
-from gateway.api.access import unique_id, waking_timeout, warning_headers
-from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
+from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
-from gateway.errors import ApiError
+from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from runtime.malformed import MalformedInterceptor
-from wire.logprobs import TokenLogprobs
+from runtime.malformed import MALFORMED, MalformedInterceptor
+from runtime.peer_input import shorten
 
 _log = structlog.get_logger()
+
+_OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
+_CODES = {  # HTTP status |-> gRPC code
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class _StalledClientError(Exception):
@@ -36,7 +50,8 @@ class _StalledClientError(Exception):
 
 def build_interceptors(served: ServedModel) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
-    return [KeyInterceptor(served.options.api_keys), MalformedInterceptor(refuse_malformed)]
+    malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
+    return [_KeyInterceptor(served.options.api_keys), malformed]
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None:
@@ -59,11 +74,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), _AnswerMessages.generate)
+        await self._stream(context, lambda: generate_request(request), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), _AnswerMessages.chat)
+        await self._stream(context, lambda: chat_request(request), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
@@ -92,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         context: Context,
         read: Callable[[], GenerateRequest],
-        write: "Callable[[_AnswerMessages, int, OutputDelta], Message]",
+        write: Callable[[OutputDelta, Mapping[str, Any]], Message],
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
@@ -103,10 +118,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raw = read()
             totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
             context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
-            messages = _AnswerMessages(totals, with_timing=raw.with_timing)
             async with aclosing(stream_choices(self._served, totals)) as pieces:
                 async for index, piece in pieces:
-                    message = write(messages, index, piece)
+                    message = write(piece, _shared_fields(index, piece, totals, raw.with_timing))
                     try:
                         async with waking_timeout(self._served.options.stalled_client_s):
                             await context.write(message)
@@ -114,53 +128,48 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         raise _StalledClientError from error
 
 
-class _AnswerMessages:
-    """Writes the choices of one request."""
+def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:
+    return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **shared)
 
-    def __init__(self, totals: Totals, *, with_timing: bool) -> None:
-        """`totals` must count a piece before it is written here."""
-        self._totals = totals
-        self._with_timing = with_timing
 
-    def generate(self, index: int, piece: OutputDelta) -> pb.GenerateResponse:
-        """A piece of a choice."""
-        return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
+def _chat_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.ChatResponse:
+    """With the tool calls that the piece completes."""
+    calls = [event for event in piece.calls if isinstance(event, CallEnd)]
+    return pb.ChatResponse(
+        finish_reason=piece.ending or "",
+        tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
+        reasoning=piece.reasoning,
+        **shared,
+    )
 
-    def chat(self, index: int, piece: OutputDelta) -> pb.ChatResponse:
-        """A piece of a choice, with the tool calls that it completes."""
-        calls = [event for event in piece.calls if isinstance(event, CallEnd)]
-        return pb.ChatResponse(
-            finish_reason=piece.ending or "",
-            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
-            reasoning=piece.reasoning,
-            **self._shared(index, piece),
-        )
 
-    def _shared(self, index: int, piece: OutputDelta) -> dict[str, Any]:
-        """Fields of both messages. The request's last one has the token counts."""
-        fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
-        if piece.logprobs:
-            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
-            fields["logprobs"] = [_logprob(token_id, given) for token_id, given in pairs]
-        if not self._totals.num_open:
-            fields["usage"] = pb.Usage(
-                prompt_tokens=self._totals.num_prompt,
-                completion_tokens=self._totals.num_completion,
-                cached_tokens=self._totals.num_cached,
-                reasoning_tokens=self._totals.num_reasoning,
+def _shared_fields(index: int, piece: OutputDelta, totals: Totals, with_timing: bool) -> dict[str, Any]:
+    """Of both messages. The request's last one has the token counts."""
+    fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
+    if piece.logprobs:
+        fields["logprobs"] = [
+            pb.TokenLogprob(
+                token_id=token_id,
+                logprob=given.logprob,
+                top=[
+                    pb.TokenLogprob(token_id=other, logprob=logprob)
+                    for other, logprob in zip(given.top_ids, given.top_logprobs, strict=True)
+                ],
             )
-        if self._with_timing and piece.timing:
-            names = pb.Timing.DESCRIPTOR.fields_by_name
-            fields["timing"] = pb.Timing(**timing_fields(piece.timing, names))
-        if piece.stop is not None:
-            fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
-        return fields
-
-
-def _logprob(token_id: int, given: TokenLogprobs) -> pb.TokenLogprob:
-    pairs = zip(given.top_ids, given.top_logprobs, strict=True)
-    top = [pb.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
-    return pb.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
+            for token_id, given in zip(piece.token_ids, piece.logprobs, strict=True)
+        ]
+    if not totals.num_open:
+        fields["usage"] = pb.Usage(
+            prompt_tokens=totals.num_prompt,
+            completion_tokens=totals.num_completion,
+            cached_tokens=totals.num_cached,
+            reasoning_tokens=totals.num_reasoning,
+        )
+    if with_timing and piece.timing:
+        fields["timing"] = pb.Timing(**timing_fields(piece.timing, pb.Timing.DESCRIPTOR.fields_by_name))
+    if piece.stop is not None:
+        fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
+    return fields
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -182,13 +191,14 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 @asynccontextmanager
 async def _serving(context: Context) -> AsyncIterator[str]:
     """Yields the call's request id, which logs and answer have. An ApiError becomes a gRPC status, a bug INTERNAL."""
-    request_id = pick_call_id(context)
+    given = _find(context.invocation_metadata(), REQUEST_ID_HEADER)
+    request_id = pick_request_id(given if isinstance(given, str) else None)
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         try:
-            await send_call_id(context, request_id)
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
             yield request_id
         except ApiError as error:
-            await abort_with(context, error)
+            await _abort_with(context, error)
         except grpc.aio.BaseError:  # the call is over
             raise
         except _StalledClientError:
@@ -197,4 +207,56 @@ async def _serving(context: Context) -> AsyncIterator[str]:
         except Exception:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"
-            await abort_with(context, ApiError(500, message, None, "bug"))
+            await _abort_with(context, ApiError(500, message, None, "bug"))
+
+
+async def _abort_with(context: Context, error: ApiError) -> NoReturn:
+    """Ends the call with the error's message, code, field and retry delay."""
+    code, message = _CODES.get(error.status, grpc.StatusCode.INTERNAL), shorten(error.message)
+    status = status_pb2.Status(code=code.value[0], message=message)
+    if error.code is not None:
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
+    if error.param is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=message)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration(seconds=error.retry_after_s)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+
+
+async def _refuse(context: Context, error: ApiError) -> NoReturn:
+    """Ends a call that has no request id yet."""
+    async with _serving(context):
+        raise error
+    raise AssertionError("the error has ended the call")
+
+
+class _KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid API key, except the health check."""
+
+    def __init__(self, api_keys: Sequence[str]) -> None:
+        self._api_keys = tuple(api_keys)
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        if handler_call_details.method != _OPEN_METHOD:
+            given = _find(handler_call_details.invocation_metadata, "authorization") or b""
+            try:
+                check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
+            except ApiError as error:
+                refusal = error
+
+                async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+                    await _refuse(context, refusal)
+
+                # refuses before it reads; streams in both directions, so that it can replace any kind of method
+                return grpc.stream_stream_rpc_method_handler(handle)
+        return await continuation(handler_call_details)
+
+
+def _find(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str | bytes | None:
+    return next((value for key, value in metadata or () if key == name), None)

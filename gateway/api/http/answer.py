@@ -88,16 +88,16 @@ async def respond(
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
         response: Response = EventStream(pieces, writer, hold_s, lambda: served.ring.check_ready() is None)
     else:
-        response = json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
+
+        async def whole() -> bytes:
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    writer.add(index, piece)
+            return await writer.whole()
+
+        response = json_response(await until_disconnect(request.receive, whole()))
     response.headers.update(warning_headers(totals.job.warnings))
     return response
-
-
-async def _whole(writer: Writer, pieces: Pieces) -> bytes:
-    async with aclosing(pieces):
-        async for index, piece in pieces:
-            writer.add(index, piece)
-    return await writer.whole()
 
 
 class EventStream(Response):
@@ -129,7 +129,10 @@ class EventStream(Response):
         async with aclosing(self._pieces):
             first = asyncio.create_task(self._next_events())
             try:
-                if await self._is_there(first):
+                await asyncio.wait({first}, timeout=self._hold_s)
+                while not (first.done() or self._can_serve()):
+                    await asyncio.wait({first}, timeout=PING_S)
+                if first.done():
                     first.result()
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send(_body(begun))
@@ -146,13 +149,6 @@ class EventStream(Response):
             if events := self._writer.events(index, piece):
                 return b"".join(events)
         return b""
-
-    async def _is_there(self, first: asyncio.Task[bytes]) -> bool:
-        """Whether the first events, or an error in their place, came while the status could wait for them."""
-        await asyncio.wait({first}, timeout=self._hold_s)
-        while not (first.done() or self._can_serve()):
-            await asyncio.wait({first}, timeout=PING_S)
-        return first.done()
 
     async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
         """Returns the bytes that end the stream."""
@@ -183,7 +179,12 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The body must have been read. `work` is cancelled once, so its cleanup may await (unlike in anyio's cancel scopes).
     """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_gone(receive))
+
+    async def wait_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(wait_gone())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -193,8 +194,3 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.wait({task, gone}, timeout=_CLEANUP_S)
-
-
-async def _wait_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

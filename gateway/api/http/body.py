@@ -76,13 +76,10 @@ class Body(BaseModel):
     @classmethod
     def _drop_ignored(cls, given: Any, build: ValidatorFunctionWrapHandler) -> Self:
         built: Self
-        if not isinstance(given, dict):
-            built = build(given)
-            return built
-        kind = given.get("type")
+        kind = given.get("type") if isinstance(given, dict) else None
         if cls.types and isinstance(kind, str) and kind not in cls.types:
             raise _fault("unsupported_field", "type", f"{{path}} is {kind[:40]!r}; {cls.types_rule}")
-        if cls.ignored is None:
+        if cls.ignored is None or not isinstance(given, dict):
             built = build(given)
             return built
         supported = {field.alias or name for name, field in cls.model_fields.items()}
@@ -98,13 +95,13 @@ class Body(BaseModel):
 def _check_ignored(name: str, value: object, ignored: Ignored) -> None:
     if name not in ignored:
         raise _fault("unknown_field", name[:100], "unknown field '{path}'; remove it")
-    if value is not None and not any(_is_same(value, allowed) for allowed in ignored[name]):
+    is_taken = value is None or any(
+        allowed is ANY or (isinstance(value, bool) == isinstance(allowed, bool) and value == allowed)
+        for allowed in ignored[name]
+    )
+    if not is_taken:
         rule = f" other than as {' or '.join(map(repr, ignored[name]))}" if ignored[name] else ""
         raise _fault("unsupported_field", name, f"'{{path}}' is not supported here{rule}; remove it")
-
-
-def _is_same(value: object, allowed: object) -> bool:
-    return allowed is ANY or (isinstance(value, bool) == isinstance(allowed, bool) and value == allowed)
 
 
 def _fault(code: str, field: str, rule: str) -> PydanticCustomError:
@@ -206,8 +203,13 @@ def given_sampling(body: Body) -> dict[str, float]:
 
 def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Returns a 400 that names the first wrong field by its path (`messages[0].role`). `errors`: FastAPI's."""
-    error = errors[0]
-    kind, path = error["type"], _path(error["loc"][1:])
+    error, path = errors[0], ""
+    for step in error["loc"][1:]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step != "[key]" and not step.startswith("~"):  # pydantic's name for a dict's key
+            path += f".{step[:100]}" if path else step[:100]
+    kind = error["type"]
     if kind == "model_attributes_type" or (kind == "union_tag_invalid" and not isinstance(error["input"], dict)):
         return bad_request(f"{path} must be an object", path, "invalid_type")
     if kind == "union_tag_invalid":  # no body of a `by_type` union
@@ -219,13 +221,3 @@ def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         path = f"{path}.{error['ctx']['field']}".removeprefix(".")
         return bad_request(error["ctx"]["rule"].replace("{path}", path), path, kind)
     return bad_request(f"{path}: {error['msg'].removeprefix('Value error, ')}", path, _CODES.get(kind, "invalid_type"))
-
-
-def _path(loc: Sequence[int | str]) -> str:
-    path = ""
-    for step in loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step != "[key]" and not step.startswith("~"):  # pydantic's name for a dict's key
-            path += f".{step[:100]}" if path else step[:100]
-    return path

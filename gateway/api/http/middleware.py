@@ -90,13 +90,10 @@ class AccessCheck:
         elif scope["path"] not in self._open_paths:
             check_key(headers.get(b"authorization", b""), self._api_keys, headers.get(b"x-api-key"))
         origin = headers.get(b"origin")
-        if scope["method"] == "POST" and origin is not None and not self._may_post(origin, headers.get(b"host", b"")):
+        if scope["method"] != "POST" or origin is None or b"*" in self._origins or origin in self._origins:
+            return
+        scheme, _, own = origin.lower().partition(b"://")  # may differ from ours: a proxy may end TLS
+        if not own or own != headers.get(b"host", b"").lower().removesuffix(_DEFAULT_PORTS.get(scheme, b"")):
             shown = origin.decode("latin-1")[:200]
             message = f"pages of {shown} may not call: start the gateway with --cors-origins={shown} if they should"
             raise ApiError(403, message, None, "origin_not_allowed")
-
-    def _may_post(self, origin: bytes, host: bytes) -> bool:
-        if b"*" in self._origins or origin in self._origins:
-            return True
-        scheme, _, own = origin.lower().partition(b"://")  # may differ from ours: a proxy may end TLS
-        return own != b"" and own == host.lower().removesuffix(_DEFAULT_PORTS.get(scheme, b""))

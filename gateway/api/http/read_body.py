@@ -64,7 +64,7 @@ async def _read_object(request: Request, served: ServedModel) -> dict[str, objec
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
     if marks.count(b":") != _count_keys(value, marks.count(b"{")):
-        path = next(_repeated_keys(json.loads(body, object_pairs_hook=_mark_repeated), ""), "")[:_MAX_PATH_CHARS]
+        path = next(_repeated_keys(json.loads(body, object_pairs_hook=tuple), ""), "")[:_MAX_PATH_CHARS]
         raise bad_request(f"{path} comes twice in one JSON object; send it once", path or None, "invalid_json")
     return value
 
@@ -124,26 +124,17 @@ def _count_keys(value: object, num_objects: int) -> int:
     return num_keys
 
 
-class _Repeated(str):
-    """A key that an object has twice, in that object's place: parsers silently keep one of both."""
-
-
-def _mark_repeated(pairs: list[tuple[str, object]]) -> object:
-    members: dict[str, object] = {}
-    for key, value in pairs:
-        if key in members:
-            return _Repeated(key)
-        members[key] = value
-    return members
-
-
 def _repeated_keys(value: object, path: str) -> Iterator[str]:
-    """Yields paths such as `messages[0].role`."""
-    if isinstance(value, _Repeated):
-        yield f"{path}.{value}".removeprefix(".")
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _repeated_keys(inner, f"{path}.{key}".removeprefix("."))
+    """Yields paths such as `messages[0].role`. Objects are tuples of (key, value)."""
+    if isinstance(value, tuple):
+        seen: set[str] = set()
+        members = [(key, f"{path}.{key}".removeprefix("."), inner) for key, inner in value]
+        for key, place, _ in members:
+            if key in seen:
+                yield place
+            seen.add(key)
+        for _, place, inner in members:
+            yield from _repeated_keys(inner, place)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _repeated_keys(inner, f"{path}[{index}]")

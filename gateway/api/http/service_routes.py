@@ -1,6 +1,6 @@
 """Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet, and the page at `/`."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 
 import msgspec
@@ -62,20 +62,16 @@ def build_page_router(examples: Sequence[str]) -> APIRouter:
     page = resources.files("gateway") / "page"
 
     def add(path: str, content: bytes, media_type: str, *methods: str) -> None:
-        router.add_api_route(path, _serve(content, media_type), methods=["GET", *methods])
+        async def serve() -> Response:
+            return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+        router.add_api_route(path, serve, methods=["GET", *methods])
 
     add("/", (page / "index.html").read_bytes(), "text/html; charset=utf-8", "HEAD")
     for name, media_type in _FILES.items():
         add(f"/page/{name}", (page / name).read_bytes(), media_type)
     add(_EXAMPLES, encode(examples), "application/json")
     return router
-
-
-def _serve(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
-    async def serve() -> Response:
-        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
-
-    return serve
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

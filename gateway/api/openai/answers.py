@@ -3,18 +3,16 @@
 Log-probabilities of a token are encoded when it arrives, never a whole answer's at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.answer.choice_text import Ending, ShownToken
-from gateway.answer.choices import Totals, timing_fields
+from gateway.answer.choices import Totals
 from gateway.api.http.answer import encode
-from gateway.tools.parse import Arguments, CallBegin, CallEvent
 from runtime.hardware import OWN_VERSION
-from wire.timing import Timing
 
 SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"
 _LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
@@ -44,7 +42,10 @@ class ChatLogprobs(msgspec.Struct):
 
     def extend(self, tokens: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
         """Adds tokens of an answer."""
-        self.content += [msgspec.Raw(encode(_chat_token(token, token_bytes))) for token in tokens]
+        for token in tokens:
+            names = [(token_bytes(token_id), logprob) for token_id, logprob in _ranked(token)]
+            own, *top = [TopLogprob(name.decode(errors="replace"), logprob, list(name)) for name, logprob in names]
+            self.content.append(msgspec.Raw(encode(TokenLogprob(own.token, own.logprob, own.bytes, top))))
 
 
 class TextLogprobs(msgspec.Struct):
@@ -60,9 +61,17 @@ class TextLogprobs(msgspec.Struct):
         """Adds tokens of a prompt or an answer."""
         for token in tokens:
             self.tokens.append(_text_name(token_bytes(token.token_id)))
-            self.token_logprobs.append(None if token.logprobs is None else _finite(token.logprobs.logprob))
-            self.top_logprobs.append(_text_top(token, token_bytes))
             self.text_offset.append(token.offset)
+            if token.logprobs is None:
+                self.token_logprobs.append(None)
+                self.top_logprobs.append(None)
+                continue
+            own, *top = _ranked(token)
+            by_name: dict[str, float] = {}
+            for token_id, logprob in (*top, own):
+                by_name.setdefault(_text_name(token_bytes(token_id)), logprob)
+            self.token_logprobs.append(own[1])
+            self.top_logprobs.append(msgspec.Raw(encode(by_name)))
 
 
 class PromptLogprob(msgspec.Struct):
@@ -228,59 +237,32 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
-def call_deltas(events: Iterable[CallEvent]) -> Iterator[dict[str, object]]:
-    """What chunks add to calls. The first of each call has its id, type and function's name."""
-    for event in events:
-        if isinstance(event, CallBegin):
-            function = {"arguments": "", "name": event.name}
-            yield {"index": event.index, "function": function, "id": event.id, "type": "function"}
-        elif isinstance(event, Arguments):
-            yield {"index": event.index, "function": {"arguments": event.text}}
-
-
 def usage_of(totals: Totals) -> Usage:
     num_prompt, num_completion = totals.num_prompt, totals.num_completion
     details = CompletionDetails(totals.num_reasoning) if totals.job.reasoning else UNSET
     return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptDetails(totals.num_cached), details)
 
 
-def timing_of(timing: Timing) -> TimingBody:
-    return TimingBody(**timing_fields(timing, TimingBody.__struct_fields__))
-
-
 def prompt_logprob(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw:
     """One position of `prompt_logprobs`: token id |-> PromptLogprob; null for the prompt's first token."""
     if token.logprobs is None:
         return msgspec.Raw(b"null")
-    ranked = enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1)
-    places: dict[int, tuple[float, int | None]] = {token_id: (logprob, rank) for rank, (token_id, logprob) in ranked}
-    places.setdefault(token.token_id, (token.logprobs.logprob, None))
-    by_id = {}
-    for token_id, (logprob, rank) in places.items():
-        by_id[token_id] = PromptLogprob(_finite(logprob), rank, token_bytes(token_id).decode(errors="replace"))
+    own, *top = _ranked(token)
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(top, 1)}
+    by_id: dict[int, PromptLogprob] = {}
+    for token_id, logprob in (*top, own):
+        name = token_bytes(token_id).decode(errors="replace")
+        by_id.setdefault(token_id, PromptLogprob(logprob, ranks.get(token_id), name))
     return msgspec.Raw(encode(by_id))
 
 
-def _chat_token(token: ShownToken, token_bytes: TokenBytes) -> TokenLogprob:
-    if token.logprobs is None:
-        raise ValueError("every token of a chat's answer has log-probabilities")
-    pairs = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-    top = [TopLogprob(*_chat_fields(token_bytes(token_id), logprob)) for token_id, logprob in pairs]
-    return TokenLogprob(*_chat_fields(token_bytes(token.token_id), token.logprobs.logprob), top)
-
-
-def _chat_fields(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    return token.decode(errors="replace"), _finite(logprob), list(token)
-
-
-def _text_top(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw | None:
-    if token.logprobs is None:
-        return None
-    by_name: dict[str, float] = {}
-    likely = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-    for token_id, logprob in (*likely, (token.token_id, token.logprobs.logprob)):
-        by_name.setdefault(_text_name(token_bytes(token_id)), _finite(logprob))
-    return msgspec.Raw(encode(by_name))
+def _ranked(token: ShownToken) -> list[tuple[int, float]]:
+    """(token id, log-probability) of the token itself, then of the most likely ones."""
+    given = token.logprobs
+    if given is None:
+        raise ValueError("every token of an answer has log-probabilities")
+    pairs = [(token.token_id, given.logprob), *zip(given.top_ids, given.top_logprobs, strict=True)]
+    return [(token_id, max(logprob, _LOWEST)) for token_id, logprob in pairs]
 
 
 def _text_name(token: bytes) -> str:
@@ -289,7 +271,3 @@ def _text_name(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)

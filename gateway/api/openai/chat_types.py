@@ -10,7 +10,7 @@ from gateway.errors import bad_request
 from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
-from gateway.tools.template_options import Option, check_options, effort_options
+from gateway.tools.template_options import check_options, effort_options
 
 STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
 
@@ -139,19 +139,13 @@ class TemplateFields(Body):
     add_generation_prompt: bool | None = Field(None, description="End with where the answer begins; true by default.")
     continue_final_message: bool | None = Field(None, description="The answer goes on with the last message's text.")
 
-    def _options(self) -> dict[str, Option]:
-        """Variables for the template; the client's own override those of the effort. Raises ApiError."""
-        given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
-        return {**effort, **given}
-
     def chat_prompt(self, messages: Sequence[Message]) -> Prompt:
         """The conversation, without its wire format. Raises ApiError."""
-        plain = [message.plain() for message in messages]
+        given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
         chat = Chat(
-            plain,
-            [f"messages[{index}].tool_call_id" for index, one in enumerate(messages) if one.role == "tool"],
-            options=self._options(),
+            [message.plain() for message in messages],
+            options={**effort, **given},  # the client's own override those of the effort
             wishes={"reasoning_effort": ""} if self.reasoning_effort not in (None, "none") else {},
             add_generation_prompt=self.add_generation_prompt is not False,
             is_open=bool(self.continue_final_message),
@@ -209,15 +203,3 @@ class StructuredOutputs(Body):
             message = f"structured_outputs has {len(forms)} forms; give exactly one of regex, grammar, choice and json"
             raise bad_request(message, "structured_outputs")
         return forms[0]
-
-
-def pick_form(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
-) -> AnswerForm | None:
-    """The form that a request asks for, if any. Raises ApiError if it asks for two."""
-    form = None if response_format is None else response_format.form()
-    if structured_outputs is None:
-        return form
-    if form is not None:
-        raise bad_request("structured_outputs and response_format are both given; drop one", "structured_outputs")
-    return structured_outputs.form()

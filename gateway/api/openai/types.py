@@ -28,7 +28,6 @@ from gateway.api.openai.chat_types import (
     TemplateFields,
     ToolChoice,
     Tools,
-    pick_form,
     raw_tools,
 )
 from gateway.errors import bad_request
@@ -45,6 +44,8 @@ _IGNORED: Ignored = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
+# fields that GenerateRequest has under the same name
+_SAME = ("model", "n", "min_tokens", "stop_token_ids", "ignore_eos", "speculation", "max_draft_tokens", "cache_salt")
 
 
 def _few_biases(value: object) -> object:
@@ -114,22 +115,21 @@ class _GenerationBody(_SampledBody):
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         stop = self.stop if self.stop is not None else []
+        form = self.response_format.form() if self.response_format else None
+        if self.structured_outputs is not None:
+            if form is not None:
+                why = "structured_outputs and response_format are both given; drop one"
+                raise bad_request(why, "structured_outputs")
+            form = self.structured_outputs.form()
         return {
-            "model": self.model,
-            "n": self.n,
-            "min_tokens": self.min_tokens,
+            **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
             "sampling": given_sampling(self),
             "stop": [stop] if isinstance(stop, str) else stop,
-            "stop_token_ids": self.stop_token_ids or [],
-            "ignore_eos": bool(self.ignore_eos),
             "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
-            "form": pick_form(self.response_format, self.structured_outputs),
-            "speculation": self.speculation,
-            "max_draft_tokens": self.max_draft_tokens,
+            "form": form,
             "with_timing": bool(self.include_timing),
             "with_token_ids": bool(self.return_token_ids),
             "num_prompt_logprobs": self.prompt_logprobs,
-            "cache_salt": self.cache_salt or "",
             "warnings": tuple(self.warnings()),
         }
 

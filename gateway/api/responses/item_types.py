@@ -5,7 +5,7 @@ A function in a namespace is `NAMESPACE__NAME` to the model, a custom tool a fun
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -154,7 +154,6 @@ class Called:
 
 
 CalledByName = Mapping[str, Called]  # the model's name of a tool |-> the client's
-FlatTools = Iterator[tuple[Tool, Called]]  # tools as the model sees them, and as the client calls them
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -174,11 +173,10 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, an object.")
     strict: bool | None = Field(None, description="Arguments always fit `parameters`, also where the model is free.")
 
-    def flat(self, path: str, namespace: str | None = None) -> FlatTools:
+    def tool(self, path: str, namespace: str | None) -> Tool:
         """`path`: its field, for errors."""
         name, schema_path = flat_name(self.name, namespace), f"{path}.parameters"
-        tool = Tool(name, self.description, self.parameters, bool(self.strict), path, schema_path)
-        yield tool, Called(self.name, namespace)
+        return Tool(name, self.description, self.parameters, bool(self.strict), path, schema_path)
 
 
 class CustomFormat(Body):
@@ -207,18 +205,15 @@ class CustomTool(Body):
         if self.format and self.format.definition and self._pattern is None:
             yield f"{path}format is told to the model and not enforced"
 
-    def flat(self, path: str, namespace: str | None = None) -> FlatTools:
-        """`path`: its field, for errors."""
+    def tool(self, path: str, namespace: str | None) -> Tool:
+        """A function of one text. `path`: its field, for errors."""
         told, pattern = self.format.definition if self.format else None, self._pattern
         grammar = f"The input matches this grammar:\n{told}" if told else ""
         description = "\n\n".join(part for part in (self.description, grammar) if part) or None
         text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         name, schema_path = flat_name(self.name, namespace), f"{path}.format.definition"
-        yield (
-            Tool(name, description, schema, pattern is not None, path, schema_path),
-            Called(self.name, namespace, True),
-        )
+        return Tool(name, description, schema, pattern is not None, path, schema_path)
 
 
 class NamespaceTool(Body):
@@ -242,12 +237,6 @@ class NamespaceTool(Body):
         yield f"{path.removesuffix('.')} is flattened: its functions are {flat_name('NAME', self.name[:64])}"
         yield from super().warnings(path)
 
-    def flat(self, path: str) -> FlatTools:
-        """`path`: its field, for errors."""
-        for index, tool in enumerate(self.inner):
-            if not isinstance(tool, LeftOutTool):
-                yield from tool.flat(f"{path}.tools[{index}]", self.name)
-
 
 ResponsesTool = Annotated[
     Annotated[FunctionTool, Tag("~function")]
@@ -256,6 +245,18 @@ ResponsesTool = Annotated[
     | Annotated[LeftOutTool, Tag("~left_out")],
     by_type("function", "custom", "namespace", left_out=_LEFT_OUT),
 ]
+
+
+def flat_tools(
+    tools: Sequence[FunctionTool | CustomTool | NamespaceTool | LeftOutTool], path: str, namespace: str | None = None
+) -> Iterator[tuple[Tool, Called]]:
+    """Tools as the model sees them, and as the client calls them. `path`: their field, for errors."""
+    for index, tool in enumerate(tools):
+        place = f"{path}[{index}]"
+        if isinstance(tool, NamespaceTool):
+            yield from flat_tools(tool.inner, f"{place}.tools", tool.name)
+        elif not isinstance(tool, LeftOutTool):
+            yield tool.tool(place, namespace), Called(tool.name, namespace, isinstance(tool, CustomTool))
 
 
 class FunctionChoice(Body):

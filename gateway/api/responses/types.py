@@ -10,7 +10,6 @@ from gateway.api.http.body import (
     SEED_FIELD,
     Body,
     Ignored,
-    LeftOutTool,
     Many,
     TextOr,
     Texts,
@@ -26,13 +25,13 @@ from gateway.api.openai.chat_types import STRICT
 from gateway.api.responses.item_types import (
     CalledByName,
     CallOutput,
-    FlatTools,
     FunctionChoice,
     InputMessage,
     Items,
     ReasoningItem,
     ResponsesTool,
     flat_name,
+    flat_tools,
 )
 from gateway.errors import bad_request
 from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
@@ -109,7 +108,7 @@ class CountInputRequest(Body):
         wishes = {} if effort in (None, "none") else {"reasoning.effort": ""}
         choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
         tools = RawTools(
-            [tool for tool, _ in self._flat_tools()],
+            [tool for tool, _ in flat_tools(self.tools or (), "tools")],
             choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
             is_parallel=self.parallel_tool_calls,
         )
@@ -118,12 +117,7 @@ class CountInputRequest(Body):
 
     def called(self) -> CalledByName:
         """What the client calls the tools that the model sees."""
-        return {tool.name: called for tool, called in self._flat_tools()}
-
-    def _flat_tools(self) -> FlatTools:
-        for index, tool in enumerate(self.tools or ()):
-            if not isinstance(tool, LeftOutTool):
-                yield from tool.flat(f"tools[{index}]")
+        return {tool.name: called for tool, called in flat_tools(self.tools or (), "tools")}
 
     def _messages(self) -> list[dict[str, Any]]:
         """As chat templates take them: calls and reasoning belong to an assistant's message."""

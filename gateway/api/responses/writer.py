@@ -2,8 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,9 +10,8 @@ from msgspec import UNSET, Raw
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
-from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemEvent, ItemReader
+from gateway.answer.output_items import Item, ItemEvent, ItemReader
 from gateway.api.http.answer import COMMENT_PING, encode, named_event
-from gateway.api.http.body import Body
 from gateway.api.http.errors import build_error
 from gateway.api.openai.answers import ChatLogprobs, TokenBytes
 from gateway.api.responses import answers
@@ -22,26 +20,12 @@ from gateway.api.responses.types import ResponsesRequest
 from gateway.errors import ApiError
 from gateway.request.types import PreparedRequest
 
-_KINDS = {  # kind of item |-> prefix of its ids, and its events
-    "text": ("msg", "response.output_text"),
-    "reasoning": ("rs", "response.reasoning_text"),
-    "call": ("fc", "response.function_call_arguments"),
-    "custom": ("ctc", "response.custom_tool_call_input"),
+_EVENTS: Mapping[type[answers.OutputItem], str] = {
+    answers.OutputMessage: "response.output_text",
+    answers.OutputReasoning: "response.reasoning_text",
+    answers.OutputCall: "response.function_call_arguments",
+    answers.OutputCustomCall: "response.custom_tool_call_input",
 }
-
-
-@dataclass(slots=True)
-class _Sent:
-    """An item of the answer, as the client knows it."""
-
-    item: Item
-    called: Called | None  # what a call is to the client
-    id: str = ""
-    status: answers.ItemStatus = "incomplete"  # until it ends
-
-    @property
-    def kind(self) -> str:
-        return "custom" if self.called and self.called.is_custom else self.item.kind
 
 
 def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]:
@@ -49,6 +33,11 @@ def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]
     sampling = job.generations[0].sampling
     text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
     choice = request.tool_choice or "auto"
+    tools = []
+    for tool in request.tools or ():
+        is_function = isinstance(tool, FunctionTool)
+        told = tool.model_dump(by_alias=True, exclude_none=not is_function)
+        tools.append(told | ({"strict": bool(told["strict"])} if is_function else {}))
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -57,15 +46,9 @@ def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [_told(tool) for tool in request.tools or ()],
+        "tools": tools,
         "top_p": sampling.top_p,
     }
-
-
-def _told(tool: Body) -> dict[str, Any]:
-    if isinstance(tool, FunctionTool):
-        return {**tool.model_dump(), "strict": bool(tool.strict)}
-    return tool.model_dump(by_alias=True, exclude_none=True)
 
 
 class ResponseWriter:
@@ -82,7 +65,7 @@ class ResponseWriter:
         self._totals = totals
         self._token_bytes = token_bytes
         self._reader = ItemReader()
-        self._items: list[_Sent] = []
+        self._items: list[answers.OutputItem] = []  # the reader's, as the client knows them
         self._last = OutputDelta("")
         self._num_events = 0
 
@@ -98,8 +81,9 @@ class ResponseWriter:
         return events
 
     def add(self, index: int, piece: OutputDelta) -> None:
-        self._read(piece)
         self._last = piece
+        for _ in self._read(piece):
+            pass
 
     async def whole(self) -> bytes:
         return encode(self._finished(self._last))
@@ -113,81 +97,93 @@ class ResponseWriter:
         # OpenAI's clients raise an exception only for `error`
         return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
 
-    def _read(self, piece: OutputDelta) -> list[ItemEvent]:
-        """Returns the events of a piece. An item cut off by the token limit is incomplete."""
+    def _read(self, piece: OutputDelta) -> Iterator[ItemEvent]:
+        """Yields the events of a piece. An item cut off by the token limit is incomplete."""
         events = self._reader.read(piece)
         for event in events:
-            if isinstance(event, Begun):
-                call = event.item.call
-                sent = _Sent(event.item, None if call is None else self._called.get(call.name, Called(call.name)))
-                sent.id = f"{_KINDS[sent.kind][0]}_{secrets.token_hex(24)}"
-                self._items.append(sent)
-            elif isinstance(event, Ended):
+            if event.kind == "begun":
+                self._items.append(self._new_item(event.item))
+            elif event.kind == "ended":
                 is_cut_off = piece.finish_reason == "length" and event is events[-1]
-                self._items[event.item.index].status = "incomplete" if is_cut_off else "completed"
-        return events
+                self._fill(event.item, "incomplete" if is_cut_off else "completed")
+            yield event
+
+    def _new_item(self, item: Item) -> answers.OutputItem:
+        new_id = secrets.token_hex(24)
+        if item.call is None:
+            if item.kind == "text":
+                return answers.OutputMessage(f"msg_{new_id}", "in_progress", [])
+            return answers.OutputReasoning(f"rs_{new_id}", "in_progress", [])
+        called = self._called.get(item.call.name, Called(item.call.name))
+        names = (item.call.id, called.name, "", called.namespace or UNSET)
+        if called.is_custom:
+            return answers.OutputCustomCall(f"ctc_{new_id}", "in_progress", *names)
+        return answers.OutputCall(f"fc_{new_id}", "in_progress", *names)
+
+    def _fill(self, item: Item, status: answers.ItemStatus) -> None:
+        """Writes what an item has so far into what the client gets."""
+        sent = self._items[item.index]
+        sent.status = status
+        match sent:
+            case answers.OutputMessage():
+                sent.content = [answers.OutputText(item.content, logprobs=self._logprobs(item.tokens))]
+            case answers.OutputReasoning():
+                sent.content = [answers.ReasoningText(item.content)]
+            case answers.OutputCall():
+                sent.arguments = item.content
+            case answers.OutputCustomCall():
+                sent.input = _custom_input(item.content)
 
     def _item_events(self, event: ItemEvent) -> list[bytes]:
         item, sent = event.item, self._items[event.item.index]
-        name = _KINDS[sent.kind][1]
+        name = _EVENTS[type(sent)]
         place = {"item_id": sent.id, "output_index": item.index, **({} if item.call else {"content_index": 0})}
-        if isinstance(event, Begun):
-            new = self._item(sent, is_new=True)
-            added = self._event("response.output_item.added", output_index=item.index, item=new)
-            part = _part(item.kind, "")
-            return [added, *([self._event("response.content_part.added", **place, part=part)] if part else [])]
-        if isinstance(event, Grown):
-            if sent.kind == "custom":  # a text is read from whole arguments
+        if event.kind == "begun":
+            events = [self._event("response.output_item.added", output_index=item.index, item=sent)]
+            if item.call is None:
+                part = answers.OutputText("") if item.kind == "text" else answers.ReasoningText("")
+                events.append(self._event("response.content_part.added", **place, part=part))
+            return events
+        told: dict[str, object] = {}
+        if event.kind == "grown":
+            if isinstance(sent, answers.OutputCustomCall):  # a text is read from whole arguments
                 return []
-            return [self._event(f"{name}.delta", **place, delta=event.text, **self._told(item, event.tokens))]
-        if sent.kind == "custom":
-            text = _custom_input(item.content)
-            done = [self._event(f"{name}.delta", **place, delta=text), self._event(f"{name}.done", **place, input=text)]
-        elif sent.called is not None:
-            done = [self._event(f"{name}.done", **place, name=sent.called.name, arguments=item.content)]
-        else:
-            part = _part(item.kind, item.content, self._logprobs(item.tokens))
-            done = [
-                self._event(f"{name}.done", **place, text=item.content, **self._told(item, item.tokens)),
-                self._event("response.content_part.done", **place, part=part),
-            ]
-        return [*done, self._event("response.output_item.done", output_index=item.index, item=self._item(sent))]
-
-    def _event(self, kind: str, **fields: object) -> bytes:
-        self._num_events += 1
-        return named_event(kind, sequence_number=self._num_events - 1, **fields)
-
-    def _item(self, sent: _Sent, *, is_new: bool = False) -> answers.OutputItem:
-        """An item so far; a new one is empty."""
-        item, status = sent.item, sent.status
-        if is_new:
-            status = "in_progress"
-        if item.call is not None and sent.called is not None:
-            called, content = sent.called, "" if is_new else item.content
-            if called.is_custom:
-                content = _custom_input(content)
-            kind = answers.OutputCustomCall if called.is_custom else answers.OutputCall
-            return kind(sent.id, status, item.call.id, called.name, content, called.namespace or UNSET)
-        if item.kind == "reasoning":
-            return answers.OutputReasoning(sent.id, status, [] if is_new else [answers.ReasoningText(item.content)])
-        text = answers.OutputText(item.content, logprobs=self._logprobs(item.tokens))
-        return answers.OutputMessage(sent.id, status, [] if is_new else [text])
-
-    def _told(self, item: Item, tokens: Iterable[ShownToken]) -> dict[str, object]:
-        return {"logprobs": self._logprobs(tokens)} if item.kind == "text" else {}
+            if item.kind == "text":
+                told["logprobs"] = self._logprobs(event.tokens)
+            return [self._event(f"{name}.delta", **place, delta=event.text, **told)]
+        match sent:
+            case answers.OutputCustomCall():
+                events = [self._event(f"{name}.delta", **place, delta=sent.input)]
+                events.append(self._event(f"{name}.done", **place, input=sent.input))
+            case answers.OutputCall():
+                events = [self._event(f"{name}.done", **place, name=sent.name, arguments=sent.arguments)]
+            case _:
+                (part,) = sent.content
+                if isinstance(part, answers.OutputText):
+                    told["logprobs"] = part.logprobs
+                events = [self._event(f"{name}.done", **place, text=part.text, **told)]
+                events.append(self._event("response.content_part.done", **place, part=part))
+        return [*events, self._event("response.output_item.done", output_index=item.index, item=sent)]
 
     def _logprobs(self, tokens: Iterable[ShownToken]) -> list[Raw]:
         logprobs = ChatLogprobs()
         logprobs.extend(tokens, self._token_bytes)
         return logprobs.content
 
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self._num_events += 1
+        return named_event(kind, sequence_number=self._num_events - 1, **fields)
+
     def _response(self, status: answers.Status) -> answers.ResponseBody:
+        for item, sent in zip(self._reader.items, self._items, strict=True):
+            if sent.status == "in_progress":  # the answer has failed
+                self._fill(item, "incomplete")
         return answers.ResponseBody(
             id=self.id,
             created_at=self._created_s,
             model=self._totals.job.model,
             status=status,
-            output=[self._item(sent) for sent in self._items],
+            output=self._items,
             **self._asked,
         )
 
@@ -205,13 +201,6 @@ class ResponseWriter:
             totals.num_prompt + totals.num_completion,
         )
         return response
-
-
-def _part(kind: str, content: str, logprobs: Iterable[Raw] = ()) -> answers.OutputText | answers.ReasoningText | None:
-    """The part of an item; a call has none."""
-    if kind == "text":
-        return answers.OutputText(content, logprobs=tuple(logprobs))
-    return answers.ReasoningText(content) if kind == "reasoning" else None
 
 
 def _custom_input(arguments: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import CallReader
-from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemReader
+from gateway.answer.output_items import Item, ItemReader
 from gateway.tools.formats import FORMATS
 from gateway.tools.request import Tool, ToolUse
 from tests.support.texts import split
@@ -32,10 +32,10 @@ def read(pieces: Sequence[OutputDelta], *, is_trusted: bool) -> list[Item]:
     events = [event for piece in pieces for part in calls.read(piece) for event in items.read(part)]
     is_open = False
     for event in events:
-        assert is_open != isinstance(event, Begun)
-        is_open = not isinstance(event, Ended)
+        assert is_open != (event.kind == "begun")
+        is_open = event.kind != "ended"
     assert not is_open
-    grown = [event for event in events if isinstance(event, Grown)]
+    grown = [event for event in events if event.kind == "grown"]
     for item in items.items:
         assert item.content == "".join(event.text for event in grown if event.item is item)
     return items.items

@@ -1,5 +1,6 @@
 """API keys and browsers' origins on the REST API."""
 
+import hmac
 import json
 import socket
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.api import access
+from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
 from tests.support.api_server import KEYS, ORIGIN, WAIT_S, Served, run_api
@@ -38,13 +41,34 @@ def test_a_key_is_needed_but_for_probes_and_the_page(served: Served, stranger: h
     assert (head.status_code, head.content) == (200, b"")
 
 
-@pytest.mark.parametrize(
-    "path", ["/live/../v1/models", "/v1/../v1/models", "/./live", "/live%00", "/live;x", "/page/app.js/../../v1/models"]
+TARGETS = (
+    "/live/../v1/models /v1/../v1/models /./live /live%00 /live;x /page/app.js/../../v1/models /live%2f..%2fv1/models "
+    "/%6cive/../v1/models /v1/models?x=/live /v1/models#/live /LIVE http://live/live/../v1/models"
 )
-def test_paths_with_dots_need_a_key(served: Served, path: str) -> None:
-    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
-        raw.sendall(f"GET {path} HTTP/1.1\r\nhost: odd.example\r\nconnection: close\r\n\r\n".encode())
-        assert b" 401 " in raw.recv(4096)
+
+
+def test_no_spelling_of_a_path_or_host_gets_round_the_key(served: Served) -> None:
+    for target in TARGETS.split():
+        for host in ("odd.example", "live", "/live", "a, b", "[::1]:99999", ""):
+            with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+                raw.sendall(f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+                assert b" 401 " in raw.recv(4096), (target, host)
+
+
+def test_a_key_is_compared_with_all_keys_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, compare = list[bytes](), hmac.compare_digest
+
+    def note(given: bytes, key: bytes) -> bool:
+        compared.append(key)
+        return compare(given, key)
+
+    monkeypatch.setattr(hmac, "compare_digest", note)
+    keys = ("first-key", "second-key")
+    access.check_key(b"Bearer first-key", keys)
+    for wrong in (b"Bearer first-kex", b"Bearer x", b"Basic x", b""):
+        with pytest.raises(ApiError):
+            access.check_key(wrong, keys)
+    assert compared == [key.encode() for key in keys] * 5
 
 
 def test_preflights_pass_and_answers_name_the_origin(served: Served, stranger: httpx.Client) -> None:

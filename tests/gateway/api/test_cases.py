@@ -293,6 +293,7 @@ RUNS = [
     for mode in MODES
     if (api.name in case.raw if case.raw else api.name in case.only and api.knows(case.ask))
     if mode[0] == "streamed" or api.can_be_whole
+    if mode[1] < 1000 or api.name in ("chat", "Chat")
 ]
 
 

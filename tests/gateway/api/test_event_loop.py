@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator
 from typing import Any
-from weakref import ref
 
 import pytest
 import structlog
@@ -28,7 +27,7 @@ from tests.support.fake_engine_client import FakeEngineClient, Script
 MOST_SHARE = 0.125  # twice that
 LONG_PROMPT = [7 + index % 200 for index in range(2000)]
 MESSAGES = [{"role": "user", "content": "x"}]
-ANSWER = [30 + index % 200 for index in range(250)]
+ANSWER = [30 + index % 200 for index in range(120)]
 
 
 @pytest.fixture
@@ -98,18 +97,6 @@ async def _post(app: FastAPI, path: str, body: dict[str, Any]) -> None:
 
     await app(scope, receive, send)
     assert statuses[0] == 200
-
-
-def test_what_comes_later_is_still_collected(as_in_a_gateway: None) -> None:
-    assert gc.get_freeze_count() > 10_000
-
-    class Loop:
-        def __init__(self) -> None:
-            self.me = self
-
-    gone = ref(Loop())
-    gc.collect()
-    assert gone() is None
 
 
 async def test_others_get_turns_while_a_workers_long_message_is_read() -> None:

@@ -50,7 +50,7 @@ KEYS = [
     "response_format", "structured_outputs", "json", "json_schema", "type", "min_tokens", "input", "text", "reasoning",
     "call_id", "output", "system", "input_schema", "is_error", "tokens",
 ]  # fmt: skip
-fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 EDGES: list[Any] = [
     None, True, 0, -1, 2, 2**63, 10**30, -0.5, float("nan"), float("inf"), "", "x", "\0", "\ud800", "🙂" * 50,

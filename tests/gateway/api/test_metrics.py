@@ -6,7 +6,6 @@ For counts of whole, failed and abandoned answers see test_cases.py and test_end
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import ChoiceMeter, RequestMetrics
-from tests.support.virtual_fleet import virtual_fleet
 
 
 class Measured:
@@ -51,30 +50,3 @@ def test_each_choice_is_timed_from_the_requests_arrival() -> None:
     assert one.latency("e2e_request_latency") == (2, 2.0 + 3.0)
     assert first.decode_s == 0.5 and second.decode_s == 0
     assert one.value("prompt_tokens_total") == one.value("generation_tokens_total") == 7
-
-
-def test_a_choice_ends_once() -> None:
-    one = Measured()
-    done, waiting, left = (one.choice() for _ in range(3))
-    done.add_tokens(1)
-    left.add_tokens(1)
-    done.finish("stop")
-    for choice in (done, waiting, left):
-        choice.cancel()
-        choice.finish("length")
-    assert [one.value("request_success_total", finished_reason=why) for why in ("stop", "length")] == [1, 0]
-    assert [one.value("cancelled_total", phase=phase) for phase in ("waiting", "decode")] == [1, 1]
-    assert one.latency("e2e_request_latency")[0] == 1
-
-
-def test_the_wait_for_a_worker_is_reported_as_it_is_measured() -> None:
-    with virtual_fleet(max_running=1) as fleet:
-        clients = [fleet.ask(f"r{number}") for number in range(2)]
-        fleet.run(0.5)
-        for number in range(2):
-            fleet.decodes[0].sessions[number].emit(4, "length")
-            fleet.run()
-    waits = [client.parts[-1].timing.queue_s for client in clients if client.parts[-1].timing]
-    assert waits == [0.0, 0.5]
-    name = "baton:request_queue_time_seconds"
-    assert [fleet.registry.get_sample_value(f"{name}_{what}") for what in ("count", "sum")] == [2, 0.5]

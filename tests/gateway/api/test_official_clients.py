@@ -3,7 +3,6 @@
 Calls sent back with their results: services/demo/test_tools_service.py.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,9 @@ import openai
 import pydantic
 import pytest
 
-from gateway.errors import ApiError, overloaded
+from gateway.errors import ApiError
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import KEYS, SERVED, WAIT_S, Served
 from tests.support.fake_engine_client import Script
 from tests.support.words import CALL, HELLO, TOOLS
 
@@ -51,37 +50,6 @@ def ask(name: str, openai_client: openai.OpenAI, anthropic_client: anthropic.Ant
     return lambda **fields: called(**{**body, **fields})
 
 
-def test_completions_and_models(openai_client: openai.OpenAI) -> None:
-    client: Any = openai_client
-    more = {"logprobs": True, "top_logprobs": 1}
-    answer = client.chat.completions.create(**CHAT, **more)
-    chunks = list(client.chat.completions.create(**CHAT, **more, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
-    assert chunks[-1].usage == answer.usage and not chunks[-1].choices
-    assert client.completions.create(model=SERVED, prompt="hello", max_tokens=3).choices[0].finish_reason == "length"
-    assert [model.id for model in client.models.list()] == [client.models.retrieve(SERVED).id] == [SERVED]
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
-def test_on_an_event_loop(served: Served) -> None:
-    async def talk() -> list[str]:
-        async with (
-            openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], **OPTIONS) as one,
-            anthropic.AsyncAnthropic(base_url=served.url, api_key=KEYS[0], **OPTIONS) as other,
-            other.messages.stream(**MESSAGES) as messages,
-        ):
-            texts = await one.completions.create(model=SERVED, prompt="hi", stream=True)
-            events: Any = await one.responses.create(**RESPONSES, stream=True)
-            return [
-                "".join([chunk.choices[0].text async for chunk in texts]),
-                "".join([event.delta async for event in events if event.type == "response.output_text.delta"]),
-                "".join([text async for text in messages.text_stream]),
-            ]
-
-    assert asyncio.run(talk()) == [ANSWER] * 3
-
-
 def test_forms_are_parsed(openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic, served: Served) -> None:
     served.engine.reset(served.script('{"name": "Ulm"}'))
     assert openai_client.responses.parse(**RESPONSES, text_format=City).output_parsed == City(name="Ulm")
@@ -97,18 +65,6 @@ def test_half_of_a_calls_arguments_can_be_read(anthropic_client: anthropic.Anthr
     asked: Any = {**MESSAGES, "tools": APIS["messages"].body({"tools": TOOLS})["tools"], "max_tokens": limit}
     with anthropic_client.messages.stream(**asked, tool_choice={"type": "any"}) as cut:
         assert cut.get_final_message().stop_reason == "max_tokens"
-
-
-@ANYTHING
-def test_refusals_raise(name: str, ask: Callable[..., Any], served: Served) -> None:
-    kinds: Any = anthropic if name == "messages" else openai
-    served.engine.reset(Script(error=overloaded("the queue is full")))
-    for stream in (False, True):
-        with pytest.raises(kinds.RateLimitError, match="the queue is full") as limited:
-            ask(stream=stream)
-        assert limited.value.response.headers["retry-after"] == "1"
-    with pytest.raises(kinds.NotFoundError, match="'gpt' is not served"):
-        ask(model="gpt")
 
 
 @ANYTHING

@@ -23,7 +23,7 @@ CHECKS: Any = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-SETTINGS = settings(max_examples=10, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+SETTINGS = settings(max_examples=6, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 
 
 @pytest.fixture(scope="module")

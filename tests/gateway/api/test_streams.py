@@ -64,7 +64,7 @@ def test_a_refusal_that_may_come_late_has_a_status(
 ) -> None:
     """While no worker can serve, and until a decode worker takes or refuses the grammar."""
     monkeypatch.setattr(http_answer, "HOLD_S", 0.01)
-    served.engine.reset(Script(error=not_ready("no worker is left"), delay_s=0.2))
+    served.engine.reset(Script(error=not_ready("no worker is left"), delay_s=0.1))
     served.engine.unready = "no decode worker is alive" if reason == "unready" else None
     ask: dict[str, Any] = {}
     if reason == "grammar":

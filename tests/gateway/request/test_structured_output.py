@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.request.structured_output import check_form
+from gateway.request.rules import check_form
 from gateway.request.types import AnswerForm
 
 

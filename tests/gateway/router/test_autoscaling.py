@@ -5,8 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.router.autoscaling import Goals, advise
 from gateway.router.placement import WorkerView
@@ -47,16 +45,3 @@ def test_advice(case: str, workers: Sequence[WorkerView], queued: tuple[int, int
     assert tuple(advise(workers, *queued, GOALS, expects_prefill=True).values()) == expected, case
     without = advise([view for view in workers if view.role == "decode"], *queued, GOALS, expects_prefill=False)
     assert without == {"prefill": 0, "decode": expected[1]}, case
-
-
-@given(waiting=st.integers(0, 50_000), count=st.integers(1, 20))
-def test_advice_that_is_followed_settles_within_the_goals(waiting: int, count: int) -> None:
-    """The same work on as many workers as advised asks for no change."""
-
-    def follow(count: int) -> int:
-        prefills = [replace(FAST, tokens_waiting=waiting // count)] * count
-        return advise([*prefills, IDLE], 0, 0, GOALS, expects_prefill=True)["prefill"]
-
-    for _ in range(8):
-        count = follow(count)
-    assert follow(count) == count and (count == 1 or waiting // count <= 1000)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.router.local_prefill import MOST_TOKENS, ChunkCosts, Rate, prefers_local
 
@@ -43,24 +41,3 @@ def test_nothing_is_computed_here_before_both_sides_are_known() -> None:
     assert prefers_local(16, 0, 0, FP8, [Rate(0, 0.0)]) == prefers_local(16, 0, 0, FP8, []) == (False, "")
     unmeasured = ChunkCosts(quiet_s=0.0028, tokens=256)
     assert prefers_local(64, 0, 0, unmeasured, [Rate(0, 40_000)])[0], "as fast as there, and then it is measured"
-
-
-SECONDS = st.floats(0, 0.1)
-
-
-@given(
-    st.builds(ChunkCosts, SECONDS, SECONDS, st.floats(1e-6, 1e-3), st.integers(16, 512), st.floats(0, 1e-3)),
-    st.integers(1, 4000), st.integers(0, 64), st.integers(0, 10_000), st.integers(0, 10_000), st.floats(1, 1e6),
-)  # fmt: skip
-def test_load_moves_prompts_away_from_where_it_is(
-    costs: ChunkCosts, num_tokens: int, num_answers: int, here: int, there: int, rate: float
-) -> None:
-    is_local, why = prefers_local(num_tokens, num_answers, here, costs, [Rate(there, rate)])
-    assert why and not (is_local and num_tokens > MOST_TOKENS)
-    if is_local:
-        worse = [Rate(there + 100, rate)]
-        assert prefers_local(num_tokens, num_answers, here, costs, worse)[0]
-        assert prefers_local(num_tokens, num_answers, here, replace(costs, read_s=costs.read_s + 1e-4), worse)[0]
-    else:
-        assert not prefers_local(num_tokens, num_answers + 1, here + 100, costs, [Rate(there, rate)])[0]
-        assert not prefers_local(num_tokens, num_answers, here, costs, [Rate(there, rate), Rate(0, 1e9)])[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.placement import Placement, WorkerView
 from gateway.router.placer import Held, Placer
-from gateway.router.request import AttemptFailed, Request
+from gateway.router.request import Request
 from tests.support.fake_workers import PAGE_TOKENS
 from tests.support.virtual_fleet import wanted
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
@@ -41,15 +41,6 @@ def test_what_was_remembered_decides() -> None:
     assert placed(placer, ALL, request(replace(long(), num_prompt_logprobs=0))) == ("D1", "P1"), "uses no cached pages"
     placer.keep([PREFILL, PREFILL_2, DECODE])
     assert placed(placer, ALL, request()) == ("D1", "P2"), "D2 came back with an empty cache"
-
-
-def test_without_cache_routing_load_decides() -> None:
-    placer = Placer(0, uses_cache=False)
-    for worker in (PREFILL_2, DECODE_2):
-        placer.remember(worker, request())
-    choice = placer.choose(ALL, request())
-    assert isinstance(choice, Placement) and placer.begin(request(), choice) is None
-    assert (choice.decode, choice.prefill, choice.num_cached) == (DECODE, PREFILL, 0)
 
 
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
@@ -90,20 +81,3 @@ def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
     assert placer.begin(request(), there) is None
     placer.end(coming)
     assert isinstance(placer.choose(ALL, request()), Placement)
-
-
-def test_a_worker_that_had_less_than_expected_is_not_believed_to_have_anything() -> None:
-    """Even if more is remembered meanwhile, so this happens once per worker."""
-    placer, one = Placer(0), request()
-    placer.remember(DECODE, one)
-    assert placed(placer, [PREFILL, DECODE], one) == ("D1", None)
-    mistaken = AttemptFailed("mistaken", "less than expected")
-    assert one.go_on(mistaken, "D1", None, 0.0) is None and not mistaken.is_failure and one.is_retry
-    placer.correct(DECODE, one, PAGE_TOKENS)
-    choice = placer.choose([PREFILL, DECODE], request())
-    assert isinstance(choice, Placement) and choice.num_cached == PAGE_TOKENS
-    placer.remember(DECODE, request())
-    assert placed(placer, [PREFILL, DECODE], request()) == ("D1", None)
-    assert placed(placer, [PREFILL, DECODE], one) == ("D1", "P1")
-    assert one.go_on(mistaken, "D1", None, 0.0) is None, "few enough for local prefill, and yet it wants prefill"
-    assert (mistaken.is_failure, one.num_failures, one.avoid) == (True, 1, {"D1"})

@@ -18,37 +18,11 @@ def longest(memory: PrefixIndex, incarnation: str, keys: list[PageKey]) -> int:
     return memory.find(keys).get(incarnation, 0)
 
 
-def test_the_longest_known_beginning() -> None:
-    memory = PrefixIndex()
-    memory.remember("D1", chain(1, 2, 3))
-    assert [longest(memory, "D1", one) for one in (chain(1, 2, 3), chain(1, 2, 4, 5), chain(1), chain(2), [])] == [
-        3, 2, 1, 0, 0,
-    ]  # fmt: skip
-    assert longest(memory, "D2", chain(1, 2, 3)) == 0
-    memory.remember("D1", chain(1, 2, 4))
-    assert longest(memory, "D1", chain(1, 2, 4, 5)) == longest(memory, "D1", chain(1, 2, 3)) == 3
-
-
-def test_a_worker_with_fewer_pages_is_remembered_with_fewer_keys() -> None:
-    memory = PrefixIndex()
-    memory.remember("D1", chain(1, 2, 3, 4), max_keys=3)
-    assert longest(memory, "D1", chain(1, 2, 3, 4)) == 3
-    memory.remember("D1", chain(7, 8), max_keys=3)
-    assert (longest(memory, "D1", chain(7, 8)), longest(memory, "D1", chain(1, 2, 3, 4)), len(memory)) == (2, 1, 3)
-
-
 def test_nothing_grows_without_bound() -> None:
     memory = PrefixIndex()
     keys = [number.to_bytes(16, "little") for number in range(MAX_KEYS + 100)]
     memory.remember("D1", keys)
     assert len(memory) == longest(memory, "D1", keys) == MAX_KEYS
-
-
-def test_what_was_used_longest_ago_goes_first() -> None:
-    memory = PrefixIndex()
-    for first in (1, 2, 1, 3):
-        memory.remember("D1", chain(first, 0), max_keys=4)
-    assert [longest(memory, "D1", chain(first, 0)) for first in (1, 2, 3)] == [2, 0, 2]
 
 
 def test_forgetting() -> None:

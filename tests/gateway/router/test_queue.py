@@ -80,64 +80,6 @@ def test_the_answer_that_has_been_silent_for_longest_goes_first() -> None:
         finish_all(fleet)
 
 
-def test_the_first_place_elsewhere_is_for_the_answer_that_has_been_silent_for_longest() -> None:
-    with virtual_fleet(decode=2, patience_s=9.0) as fleet:
-        one, other = fleet.decodes
-        other.status = {"draining": True}
-        fleet.run(1.0)
-        for name in "ab":
-            fleet.ask(name)
-        fleet.run(0.5)
-        one.sessions[0].emit(1)
-        other.status = {"max_running": 1}
-        fleet.run(1.0)
-        one.break_streams()
-        fleet.run()
-        assert names(other) == ["b"]
-        fleet.run(1.0)
-        finish_all(fleet)
-
-
-def test_of_answers_that_wait_the_one_silent_for_longest_goes_first_however_they_failed() -> None:
-    with virtual_fleet(patience_s=9.0) as fleet:
-        (decode,) = fleet.decodes
-        for name in "ab":
-            fleet.ask(name)
-        decode.status = {"draining": True}
-        fleet.run(1.0)
-        decode.sessions[0].emit(1)
-        for number in (0, 1):
-            decode.sessions[number].say([], "error", "a step failed")
-            fleet.run()
-        decode.status = {}
-        fleet.run(1.0)
-        assert names(decode)[2:] == ["b", "a"]
-        finish_all(fleet)
-
-
-def test_a_request_that_failed_after_its_grammar_was_compiled_is_a_retry_like_others() -> None:
-    with virtual_fleet(max_running=1, patience_s=9.0) as fleet:
-        (decode,) = fleet.decodes
-        decode.refusals.append(COMPILING)
-        fleet.ask(bound("bound"))
-        fleet.run(0.6)
-        fleet.ask("new")
-        decode.status = {"draining": True}
-        fleet.run(1.0)
-        decode.status = {}
-        decode.sessions[0].say([], "error", "a step failed")
-        fleet.run(1.0)
-        assert names(decode) == ["bound", "bound"]
-        finish_all(fleet)
-
-
-def test_choices_that_never_came_do_not_wait_any_more() -> None:
-    with virtual_fleet() as fleet:
-        with fleet.router.admit(3):
-            assert fleet.router._queue.num_waiting == 3
-        assert fleet.router._queue.num_waiting == 0
-
-
 def test_a_request_that_waited_for_its_grammar_goes_last_unless_its_client_has_tokens() -> None:
     with virtual_fleet(max_running=2) as fleet:
         (decode,) = fleet.decodes
@@ -254,19 +196,6 @@ def test_prompts_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
         assert len(prefill.runs) == 2
         finish_all(fleet)
         assert again.tokens == answer(4)
-
-
-def test_requests_that_wait_for_a_prefill_worker_are_not_looked_at_again_and_go_on_when_one_comes() -> None:
-    with virtual_fleet(prefill=1, patience_s=20.0, no_prefill="wait") as fleet:
-        (prefill,) = fleet.prefills
-        fleet.kill(prefill)
-        fleet.run(HEARTBEAT_S + 1)
-        client = fleet.ask()
-        assert len(fleet.router._queue._stuck) == 1
-        fleet.workers["P1"] = prefill
-        fleet.run(1.0)
-        finish(fleet)
-        assert client.tokens == answer(4) and len(prefill.runs) == 1
 
 
 def test_what_other_gateways_have_on_a_worker_counts() -> None:

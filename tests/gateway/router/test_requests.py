@@ -578,6 +578,7 @@ def test_timing_comes_with_the_first_and_the_last_tokens() -> None:
             queue_s=0.5, prefill_s=0.75, transfer_s=0.125, transfer_bytes=4096, transport="shm", cached_tokens=2
         )  # fmt: skip
         assert first == known and middle is None and before.finish_reason
+        assert fleet.registry.get_sample_value("baton:request_queue_time_seconds_sum") == 0.5
         assert last == replace(
             known, first_step_s=0.0625, decode_s=2, draft_tokens=7, accepted_tokens=3, steps=5, preemptions=1
         )

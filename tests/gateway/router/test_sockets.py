@@ -1,9 +1,8 @@
 """The router and workers with gRPC between them: a few of the virtual tests' cases, and what only sockets show."""
 
-import asyncio
 import socket
 from collections.abc import Awaitable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -13,53 +12,9 @@ from decode_worker import service
 from gateway.router.fleet import Fleet
 from protos import decode_pb2, kv_pb2
 from runtime import rpc
-from tests.gateway.router.test_requests import BAD_SCHEMA, NO_ROOM, answer, bound
-from tests.support.dispatching import bounded, failure, pair, routed
-from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal, serving
+from tests.support.dispatching import bounded
+from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.real_workers import MAX_RUNNING, decode_worker, gateway, prefill_worker
-from tests.support.virtual_fleet import wanted
-
-WHOLE = (answer(4), "length")
-
-
-@bounded
-async def test_a_request_is_answered_refused_and_cancelled() -> None:
-    async with pair(is_manual=True) as (built, decode, prefill):
-        decode.refusals.append(NO_ROOM)
-        task = built.start(wanted())
-        await built.signal.until(lambda: prefill.num_done == 1)
-        decode.sessions[0].emit(4, "length")
-        assert await task == WHOLE
-        decode.refusals.append(BAD_SCHEMA)
-        error = await failure(built.start(bound()))
-        assert (error.status, error.param) == (400, "tools[1].function.parameters")
-        prefill.may_finish.clear()
-        task = built.start(wanted())
-        await built.signal.until(lambda: len(prefill.runs) == 2)
-        task.cancel()
-        await built.signal.until(lambda: bool(decode.aborted) and prefill.num_cancelled == 1)
-
-
-@bounded
-async def test_an_answer_goes_on_when_its_server_is_gone() -> None:
-    signal = Signal()
-    workers = [FakeDecode("D1", signal, is_manual=True), FakeDecode("D2", signal, is_manual=True)]
-    async with AsyncExitStack() as stack:
-        lives = [await stack.enter_async_context(AsyncExitStack()) for _ in workers]
-        pairs = zip(lives, workers, strict=True)
-        addresses = [await life.enter_async_context(serving(worker)) for life, worker in pairs]
-        built = await stack.enter_async_context(routed(signal, addresses))
-        async with aclosing(built.generate(wanted(max_tokens=6))) as stream:
-            first = asyncio.ensure_future(anext(stream))
-            await signal.until(lambda: any(worker.sessions for worker in workers))
-            one = next(number for number, worker in enumerate(workers) if worker.sessions)
-            workers[one].sessions[0].emit(2)
-            assert list((await first).token_ids) == answer(2)
-            rest = asyncio.ensure_future(anext(stream))
-            await lives[one].aclose()
-            await workers[1 - one].has_sessions(1)
-            workers[1 - one].sessions[0].emit(4, "length")
-            assert list((await rest).token_ids) == answer(6, 2)
 
 
 async def refused_for(call: Awaitable[object]) -> str:

@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.detokenize import IncrementalDetokenizer, last_with_text
 from gateway.text.stops import StopStrings
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.tokenizer import IncrementalDetokenizer, TemplateRefusalError, Tokenizer
 from tests.support.texts import KINDS, edges, split, tiny
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, CONTEXT, write_byte_level
 
@@ -81,7 +80,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
     spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
     ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     before, after = ids[:cut], ids[cut:]
-    detokenizer = tokenizer.detokenizer(before=last_with_text(tokenizer, before))
+    detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(before))
     text = detokenizer.push(after) + detokenizer.flush()
     prompt = "".join(_deltas(tokenizer, before, []))
     if prompt + text != "".join(_deltas(tokenizer, ids, [])):
@@ -137,7 +136,7 @@ class Words:
     ],
 )
 def test_what_came_before_is_told_apart(tokens: list[bytes | None], pushed: list[tuple[str, str]]) -> None:
-    detokenizer = IncrementalDetokenizer(Words(tokens))
+    detokenizer = IncrementalDetokenizer(cast(Any, Words(tokens)))
     assert [detokenizer.push_token(rank) for rank in range(len(tokens))] == pushed
 
 
@@ -147,7 +146,7 @@ some_bytes = st.lists(st.sampled_from(b"x\x80\x82\xa0\xac\xbd\xbf\xe0\xe2\xed\xe
 @given(st.lists(some_bytes, max_size=8))
 @example([b"\xed\xa0", b"\x80"])
 def test_a_token_begins_at_the_character_of_its_first_byte(tokens: list[bytes]) -> None:
-    detokenizer = IncrementalDetokenizer(Words(tokens))
+    detokenizer = IncrementalDetokenizer(cast(Any, Words(tokens)))
     before, text = b"", ""
     for rank, token in enumerate(tokens):
         ended, more = detokenizer.push_token(rank)

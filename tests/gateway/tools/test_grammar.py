@@ -185,12 +185,6 @@ def test_calls_or_an_answer_in_a_form(format: Format, answer: Grammar) -> None:
         assert not demo().takes(grammar, f'{{{" " * (MAX_JSON_WHITESPACE + 1)}"{name}')
 
 
-def test_many_tools_compile_in_time() -> None:
-    tools = tuple(Tool(f"tool_{n}", "It does something.", WEATHER) for n in range(128))
-    grammar = grammar_of(ToolUse(FORMATS["hermes"], tools, True, None, True))
-    assert demo().takes(grammar, '<tool_call>\n{"name": "tool_99", "arguments": {"city": "x", "days": []}}')
-
-
 # -- behind reasoning ------------------------------------------------------------------------------------------------
 
 THINK = REASONING_FORMATS["think"]

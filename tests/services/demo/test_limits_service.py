@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -49,28 +50,25 @@ def test_what_just_fits_is_answered_alike(
     assert answer["choices"][0]["text"] == surface.ask_one(prompt, max_tokens=max_tokens).text
 
 
-def test_fields_that_name_hosts_or_transfers_are_refused(demo: Live, trap: socket.socket) -> None:
+def test_hosts_in_fields_and_schemas_are_not_called(demo: Live, trap: socket.socket) -> None:
     host, port = trap.getsockname()
-    there = {"host": host, "port": port, "remote_host": host, "remote_port": port, "do_remote_prefill": True}
-    fields = {
-        "kv_transfer_params": there, "bootstrap_host": host, "bootstrap_port": port, "prefill_url": f"http://{host}:{port}",
-        "decode_address": f"{host}:{port}", "host": f"{host}:{port}", "chat_template": "{{ 1 }}", "transport": "shm",
-        "ticket": {"address": f"{host}:{port}"}, "callback_url": f"http://{host}:{port}/done",
-    }  # fmt: skip
-    for name, value in fields.items():
-        refused = complete(demo, prompt=PROMPT, max_tokens=1, **{name: value})
-        error = refused.json()["error"]
-        assert (refused.status_code, error["param"], error["code"]) == (400, name, "unknown_field"), refused.text
-
-
-def test_addresses_within_fields_are_not_called(demo: Live, trap: socket.socket) -> None:
-    url = "http://{}:{}/schema".format(*trap.getsockname())
+    url = f"http://{host}:{port}/schema"
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"$ref": url}}}
-    picture = [{"type": "image_url", "image_url": {"url": url}}]
-    for more in ({"response_format": form}, {"messages": [{"role": "user", "content": picture}]}):
-        body = {"messages": [{"role": "user", "content": "hi"}], **more}
-        refused = HTTP.post(f"{demo.url}/v1/chat/completions", json={"model": MODEL, **body}, timeout=PATIENCE_S)
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    transfer = {"remote_host": host, "remote_port": port, "do_remote_prefill": True}
+    for more in ({"response_format": form}, {"messages": [picture]}, {"kv_transfer_params": transfer}):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **more}
+        refused = HTTP.post(f"{demo.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
         assert refused.status_code == 400, refused.text
+
+
+def test_a_body_and_a_message_over_the_limit_are_refused(demo: Live, surface: Surface) -> None:
+    """Of 8 MiB, unless set otherwise."""
+    long = "x" * (9 << 20)
+    assert complete(demo, prompt=PROMPT, stop=long).status_code == 413
+    with pytest.raises(grpc.RpcError) as refused:
+        surface.ask(PROMPT, stop=[long])
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_headers_and_metadata_choose_no_worker(demo: Live, surface: Surface, trap: socket.socket) -> None:
