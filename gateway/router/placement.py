@@ -60,6 +60,7 @@ class WorkerView:
     tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
     costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
     adapters: frozenset[str] = frozenset()  # digests of those that requests may name
+    has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
     def num_running(self) -> int:

@@ -73,7 +73,8 @@ class Placer:
         """Changes nothing: the caller that takes the placement calls `begin`."""
         all_workers = workers
         if request.adapter:
-            workers = [view for view in workers if request.can_use(view)]
+            usable = [view for view in workers if request.can_use(view)]
+            workers = [view if view.has_slots else replace(view, is_full=True) for view in usable]
         keys, page_tokens = self._find_keys(workers, request)
         coming = self._coming.get(keys[-1], set()) if keys else set()
         found = self._index.find(keys).items()

@@ -214,7 +214,7 @@ class Queue:
         """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
-        back, or needs a prefill worker and none is alive.
+        back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
         decided: list[Waiter] = []
         self.placer.keep(views)
@@ -249,7 +249,7 @@ class Queue:
                     decided.append(waiter)
                 else:
                     self._stuck.add(waiter)
-            else:
+            elif not request.adapter or all(view.has_slots for view in views):
                 unusable = request.avoid.union(view.incarnation for view in views if not request.can_use(view))
                 spared = frozenset(unusable) if spared is None else spared & unusable
                 if not spared:

@@ -24,7 +24,9 @@ class AttemptFailed(Exception):  # noqa: N818  # it is mostly not an error: anot
 
     # "lost": the worker or its stream is gone. "expired": it got no KV in time. "mistaken": it has less of the prompt
     # than was expected
-    why: Literal["no room", "no adapter", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"]
+    why: Literal[
+        "no room", "no adapter", "no slot", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"
+    ]
     detail: str
     role: Role = "decode"
     is_stuck: bool = False  # the worker is in a step that does not end
@@ -113,7 +115,7 @@ class Request:
         self.attempt += 1
         culprit = prefill if failed.role == "prefill" and prefill else decode
         match failed.why:
-            case "no room" | "no adapter":
+            case "no room" | "no adapter" | "no slot":
                 return None
             case "mistaken" if decode not in self.mistaken:
                 self.mistaken.add(decode)

@@ -29,6 +29,7 @@ class WorkerAdapters:
     ) -> None:
         self.loaded: frozenset[str] = frozenset()  # digests
         self.max_loras = 0  # 0: it takes none
+        self.has_slots = True  # it has refused none for want of a slot since its last status
         self.on_change: Callable[[], None] = lambda: None  # called when it has loaded one
         self.address = address
         self._registry = registry
@@ -46,6 +47,7 @@ class WorkerAdapters:
             self._dropped.clear()
             self._failures.clear()
         self.loaded, self.max_loras = frozenset(status.adapters), status.max_loras
+        self.has_slots = True
         self._woken.set()
 
     def wake(self) -> None:

@@ -188,7 +188,7 @@ class WorkerClient:
     def view(self) -> WorkerView:
         """What a policy may know of it."""
         trouble = self.find_trouble()
-        seen = self.incarnation, trouble, self.num_mine, self.is_full, self.adapters.loaded
+        seen = self.incarnation, trouble, self.num_mine, self.is_full, self.adapters.loaded, self.adapters.has_slots
         if self._view is None or seen != self._seen:
             self._seen, self._view = seen, self._build_view(trouble)
         return self._view
@@ -211,6 +211,7 @@ class WorkerClient:
             page_tokens=peer.layout.page_tokens,
             weights=peer.layout.weights,
             adapters=self.adapters.loaded,
+            has_slots=self.adapters.has_slots,
             host=peer.host,
             num_threads=status.threads,
             num_cores=status.cores,
@@ -234,9 +235,15 @@ class WorkerClient:
             self._poll_soon()
         self.on_change()
 
-    def lacks_adapter(self, digest: str) -> None:
-        """It refused a request for this reason: it gets no other with this adapter before its next answer, soon."""
-        self.adapters.forget(digest)
+    def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
+        """It refused a request with this adapter, which it lacks, or for which it has no slot.
+
+        It then gets no other with this adapter, or with any, before its next answer, soon.
+        """
+        if is_loaded:
+            self.adapters.has_slots = False
+        else:
+            self.adapters.forget(digest)
         self._poll_soon()
 
     def _poll_soon(self) -> None:

@@ -21,6 +21,7 @@ from tests.support.virtual_fleet import Client, VirtualFleet, virtual_fleet, wan
 from wire.page_keys import page_keys, root_key
 
 NO_ADAPTER = (grpc.StatusCode.RESOURCE_EXHAUSTED, "not here", ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))
+NO_SLOT = (grpc.StatusCode.RESOURCE_EXHAUSTED, "in use", ((rpc.REFUSED_FOR, rpc.NO_SLOT),))
 LONG = tuple(range(2 * PAGE_TOKENS + 8))
 
 
@@ -163,6 +164,23 @@ def test_a_request_waits_for_the_workers_with_its_adapter_and_leaves_others_the_
         for client in clients:
             finish(fleet, client)
         assert [len(worker.sessions) for worker in fleet.decodes] == [2, 1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_without_a_free_slot_takes_requests_of_the_base(role: str) -> None:
+    with virtual_fleet(prefill=1) as fleet:
+        loads = Loads(fleet)
+        loads.load("one", "/a")
+        worker = {"prefill": fleet.prefills[0], "decode": fleet.decodes[0]}[role]
+        worker.refusals.append(NO_SLOT)
+        client = fleet.ask(named("one", LONG))
+        assert not worker.refusals and not client.attempts[0].is_failure
+        later = fleet.ask(replace(named("one", LONG[1:]), request_id="later"))
+        finish(fleet, fleet.ask(replace(wanted(prompt=LONG), request_id="base")))
+        assert [client.attempts[-1].decode, later.attempts[-1].decode] == [None, None], "they wait"
+        fleet.run(POLL_S)
+        finish(fleet, client)
+        finish(fleet, later)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
