@@ -183,6 +183,20 @@ def test_a_worker_without_a_free_slot_takes_requests_of_the_base(role: str) -> N
         finish(fleet, later)
 
 
+def test_a_restarted_worker_is_not_asked_to_unload_what_its_last_run_was_to() -> None:
+    with virtual_fleet() as fleet:
+        loads, worker = Loads(fleet), fleet.decodes[0]
+        loads.load("one", "/a")
+        fleet.kill(worker)
+        assert loads.unload("one") is None
+        after = fleet.replace(worker, "D1b")
+        loads.prepare(after)
+        after.adapters = {"A": "another gateway's"}
+        fleet.run(4 * POLL_S)
+        assert fleet.fleet.decode["D1"].adapters.loaded == {"A"}
+        assert not after.calls
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_worker_that_comes_back_gets_the_adapters_and_the_request_goes_on(is_killed: bool) -> None:
     with virtual_fleet(patience_s=30.0) as fleet:
