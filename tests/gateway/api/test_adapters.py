@@ -41,7 +41,9 @@ LOADER = Loader()
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def adapted(full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`full` starts before and ends after: each restores the logging that it found."""
+
     def extend(app: Any, served: Any) -> None:
         app.include_router(build_adapter_router(served, cast(Any, LOADER)))
 
