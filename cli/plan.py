@@ -15,6 +15,7 @@ from runtime.settings import ConfigError, Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
 PLACES = ("host", "port", "ops_host", "ops_port")  # of `baton serve`: where its gateway listens
+LEAST_LORAS = 8  # adapters in steps at once where --lora names some: others may be loaded later
 HOST_SHARE = 0.5  # of free main memory, for the KV pools of all workers together
 # Threads that wait between two products of a step spin for some 0.2 ms before they sleep, 3 % of a step's time. Where
 # others want the same cores it costs more than it saves.
@@ -81,6 +82,8 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
     plans: list[WorkerPlan] = []
     for number, (role, own) in enumerate(zip(roles, places, strict=True)):
         given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
+        if config.lora and not config.max_loras:
+            given["max_loras"] = max(len(config.lora), LEAST_LORAS)
         given["kv_memory_share"] = HOST_SHARE / len(roles)
         if gpus or config.device == "cuda":
             given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
@@ -128,9 +131,10 @@ def plan_gateway(
 ) -> ProcessSpec:
     """The gateway of workers at these addresses, which serves the model under these names."""
     ports = {part: getattr(config, part) for part in PLACES}
-    given = {**ports, "served_name": names, "api_key": ()}
+    given = {**ports, "served_name": names, "api_key": (), "admin_key": ""}
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
+    keys |= {"BATON_ADMIN_KEY": config.admin_key} if config.admin_key else {}
     return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)
 
 

@@ -35,6 +35,7 @@ def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -
     check_ports(config)  # these fail now rather than after minutes of loading
     check_models(config)
     load_trust(config)
+    config = replace(config, served_name=choose_served_names(config.served_name, config.model))  # no --lora has it
     return asyncio.run(supervise(config))
 
 

@@ -13,7 +13,7 @@ from cli.service import URL, ApiKey, CommandError, Service, Url
 
 COLUMNS = (
     "role", "address", "pid", "incarnation", "ranks", "transport", "free_pages", "used_pages", "cached_pages",
-    "prefix_hits", "running", "trouble",
+    "prefix_hits", "running", "adapters", "trouble",
 )  # fmt: skip
 IN_WORDS = {("transport", "none"): "not used yet"}  # a cell of the table |-> what people read there
 
@@ -51,9 +51,16 @@ def read_status(service: Service) -> tuple[list[dict[str, Any]], str, str]:
 
 def build_table(workers: list[dict[str, Any]]) -> Table:
     table = Table()
-    for column in COLUMNS:
+    columns = [column for column in COLUMNS if column != "adapters" or any(worker.get(column) for worker in workers)]
+    for column in columns:
         table.add_column(column.replace("_", " "), overflow="fold")
     for worker in workers:
-        cells = [(column, str(worker.get(column, ""))) for column in COLUMNS]
-        table.add_row(*(Text(IN_WORDS.get(cell, cell[1])) for cell in cells))  # a str would be read as markup
+        cells = (_in_words(column, worker.get(column, "")) for column in columns)
+        table.add_row(*(Text(cell) for cell in cells))  # a str would be read as markup
     return table
+
+
+def _in_words(column: str, value: object) -> str:
+    if isinstance(value, dict):  # adapters: name |-> "loaded", or why not
+        return "\n".join(f"{name}: {state}" for name, state in value.items())
+    return IN_WORDS.get((column, str(value)), str(value))

@@ -1,7 +1,8 @@
 """Assembles the REST API around one ring. Must not know what the parts do."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.request.rules import ServedNames
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
@@ -34,8 +36,12 @@ def build_served_model(
     options: ApiOptions,
     registry: CollectorRegistry,
     tracing: Tracing | None = None,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> ServedModel:
-    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
+    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`.
+
+    `adapters`: by the names that requests may have now.
+    """
     return ServedModel(
         tokenizer=tokenizer,
         offload=Offload(),
@@ -43,7 +49,7 @@ def build_served_model(
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
-        names=ServedNames(served_names),
+        names=ServedNames(served_names, adapters),
         options=options,
         metrics=RequestMetrics(registry),
         created_s=int(time.time()),
@@ -61,6 +67,7 @@ def build_app(served: ServedModel) -> FastAPI:
     app.add_middleware(
         AccessCheck,
         api_keys=served.options.api_keys,
+        admin_key=served.options.admin_key,
         open_paths={*OPEN_PATHS, *PAGE_PATHS},
         cors_origins=served.options.cors_origins,
     )

@@ -11,11 +11,13 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
+from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.autoscaling import Goals
 from gateway.router.discovery import Discovery
 from gateway.router.fleet import Fleet
@@ -70,6 +72,7 @@ async def _serve(
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     options = ApiOptions(
         api_keys=config.api_key,
+        admin_key=config.admin_key,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
@@ -78,9 +81,11 @@ async def _serve(
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )
-    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing)
+    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing, fleet.adapters.named)
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, router))
+    loader = AdapterLoader(fleet, registry)
+    app.include_router(build_adapter_router(served, loader))
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -93,6 +98,7 @@ async def _serve(
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
+    first_loads = asyncio.create_task(loader.load_first(config.lora_paths))
     ops.follow(Probes(lambda: None, router.check_ready, registry))
     await _wait_until_ready(fleet, router)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
@@ -106,6 +112,7 @@ async def _serve(
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
+    first_loads.cancel()
     await discovery.close()
     await fleet.close()
     served.offload.close()

@@ -70,8 +70,8 @@ class PrefillServicer:
     def Run(self, request, context):
         """Computes the positions [ticket.begin, ticket.end) of a prompt and offers them. Returns when the last offer was
         acknowledged; cancelling the call stops the work and frees its pages.
-        RESOURCE_EXHAUSTED, with metadata "baton-refused-for": "room" (no room now) or "adapter" (the ticket's is not loaded
-        here); INVALID_ARGUMENT: it can never fit;
+        RESOURCE_EXHAUSTED, with metadata "baton-refused-for": "room" (no room now), "adapter" (the ticket's is not loaded
+        here) or "slot" (other adapters have all now); INVALID_ARGUMENT: it can never fit;
         ABORTED: an offer was refused, or the decode worker cannot be reached; UNAVAILABLE: draining; INTERNAL: a step
         failed.
         """

@@ -43,6 +43,7 @@ MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all
 MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
 GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
+MAX_NAME_CHARS = 200  # of a model in requests: each chunk of an answer has the name
 MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
@@ -78,12 +79,16 @@ class ProcessConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_printable = all("!" <= char <= "~" for char in self.fleet_secret)  # it travels as metadata of calls
-        if self.fleet_secret and not (is_printable and len(self.fleet_secret) >= MIN_SECRET_CHARS):
-            raise ConfigError(  # without its value
-                f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
-                "digits or signs without spaces, such as `openssl rand -hex 32` prints"
-            )
+        _check_secret("fleet_secret", self.fleet_secret)
+
+
+def _check_secret(name: str, secret: str) -> None:
+    is_printable = all("!" <= char <= "~" for char in secret)  # it travels as metadata of calls
+    if secret and not (is_printable and len(secret) >= MIN_SECRET_CHARS):
+        raise ConfigError(  # without its value
+            f"{name} cannot be used: BATON_{name.upper()} needs {MIN_SECRET_CHARS} or more ASCII letters, "
+            "digits or signs without spaces, such as `openssl rand -hex 32` prints"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +189,11 @@ class PublicConfig(Settings):
     """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
+    admin_key: str = field(default="", repr=False)
+    """Key for loading and unloading adapters while serving; pass it by BATON_ADMIN_KEY. None: that is refused."""
+    lora: tuple[str, ...] = ()
+    """NAME=PATH of an adapter (LoRA): requests for the model NAME get the one in this folder, which workers read;
+    repeat for several."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: Positive = 1024
@@ -226,9 +236,22 @@ class PublicConfig(Settings):
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
+        _check_secret("admin_key", self.admin_key)
+        split = [one.partition("=") for one in self.lora]
+        names = [name for name, _, path in split if name and path and len(name) <= MAX_NAME_CHARS]
+        is_named = len(set(names)) == len(self.lora) and not set(names) & set(self.served_name)
+        wanted = (
+            f"NAME=PATH, where NAME has up to {MAX_NAME_CHARS} characters and is neither the model's nor given twice"
+        )
+        self.require("lora", is_named, wanted)
         if self.otlp_endpoint:
             self.require("otlp_endpoint", _is_url(self.otlp_endpoint), "a URL such as http://127.0.0.1:4318")
             self.require("otlp_endpoint", _has_otel(), "OpenTelemetry's packages: pip install 'baton[otel]'")
+
+    @property
+    def lora_paths(self) -> dict[str, str]:
+        """Name |-> path of `lora`."""
+        return {name: path for name, _, path in (one.partition("=") for one in self.lora)}
 
     @property
     def grpc_listen_port(self) -> int:

@@ -23,6 +23,10 @@ class UnknownAdapterError(Exception):
     """The adapter is not loaded here; another worker may have it."""
 
 
+class NoSlotError(NoRoomError):
+    """Sequences have all slots; those without an adapter may have room."""
+
+
 class HeldAdapter(NamedTuple):
     """What a sequence has of its adapter."""
 
@@ -112,13 +116,13 @@ class AdapterSlots:
     # -- sequences -----------------------------------------------------------------------------------------------
 
     def check_room(self, digest: str) -> None:
-        """Raises UnknownAdapterError, or NoRoomError if sequences have all slots."""
+        """Raises UnknownAdapterError, or NoSlotError."""
         one = self._loaded.get(digest)
         if one is None or one.is_unloading:
             why = "" if self.num_slots else ", which takes none (--max-loras 0)"
             raise UnknownAdapterError(f"adapter {digest[:64]!r} is not loaded here{why}")
         if one.slot == NO_SLOT and not self._free and self._find_idle() is None:
-            raise NoRoomError(f"{self.num_slots} other adapters are in use, the most allowed by --max-loras")
+            raise NoSlotError(f"{self.num_slots} other adapters are in use, the most allowed by --max-loras")
 
     def acquire(self, digest: str) -> HeldAdapter:
         """Hold it for one more sequence, in a slot that stays its own until `release`. Raises like `check_room`."""

@@ -12,7 +12,7 @@ from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from worker.adapter_loader import AdapterLoader, AdapterRefusedError
-from worker.adapters import UnknownAdapterError
+from worker.adapters import NoSlotError, UnknownAdapterError
 from worker.metrics import PromptSpeed
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
@@ -55,7 +55,8 @@ class WorkerService:
                 self._thread.wake()
             return sequence
         except NoRoomError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
+            lacking = rpc.NO_SLOT if isinstance(error, NoSlotError) else rpc.NO_ROOM
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, lacking),))
         except UnknownAdapterError as error:
             detail = f"worker {self._me.address}: {error}"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))

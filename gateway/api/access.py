@@ -16,20 +16,32 @@ _SLICES = 10
 
 
 def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None = None) -> None:
-    """Raises ApiError 401 unless a header has one of the keys. Compares in constant time.
+    """Raises ApiError 401 unless a header has one of the keys, if there are any. Compares in constant time.
 
     `authorization`: the header's value, `Bearer <key>`; `api_key`: the value of the header x-api-key.
     """
-    if not api_keys:
-        return
+    if api_keys and not _has_key(authorization, api_keys, api_key):
+        message = "a valid API key is needed; send it as 'Authorization: Bearer <key>'"
+        raise ApiError(401, message, None, "invalid_api_key")
+
+
+def check_admin(authorization: bytes, admin_key: str) -> None:
+    """Raises ApiError 403 if there is no admin key, 401 unless `authorization` has it as in `check_key`."""
+    if not admin_key:
+        message = "start the gateway with --admin-key (BATON_ADMIN_KEY) if adapters should be loaded and unloaded here"
+        raise ApiError(403, message, None, "no_admin_key")
+    if not _has_key(authorization, (admin_key,), None):
+        message = "the key given as --admin-key is needed; send it as 'Authorization: Bearer <key>'"
+        raise ApiError(401, message, None, "invalid_admin_key")
+
+
+def _has_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None) -> bool:
     scheme, _, given = authorization.strip().partition(b" ")
     is_known = False
     for key in api_keys:
         is_bearer = hmac.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
         is_known |= is_bearer or (api_key is not None and hmac.compare_digest(api_key.strip(), key.encode()))
-    if not is_known:
-        message = "a valid API key is needed; send it as 'Authorization: Bearer <key>'"
-        raise ApiError(401, message, None, "invalid_api_key")
+    return is_known
 
 
 def pick_request_id(given: str | None) -> str:

@@ -37,8 +37,9 @@ def build_api_router(served: ServedModel) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """The names of the model served."""
-        return json_response(ModelList([_card(served, name) for name in served.names.listed]))
+        """The names of the model served, and its adapters."""
+        names = served.names
+        return json_response(ModelList([_card(served, name) for name in (*names.listed, *names.adapters)]))
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
@@ -103,4 +104,8 @@ async def _complete(served: ServedModel, request: Request, body: ChatCompletionR
 
 
 def _card(served: ServedModel, name: str) -> ModelCard:
-    return ModelCard(name, served.created_s, served.tokenizer.context_tokens, served.names.listed[0])
+    base, adapter = served.names.listed[0], served.names.adapters.get(name)
+    card = ModelCard(name, served.created_s, served.tokenizer.context_tokens, adapter.path if adapter else base)
+    if adapter:
+        card.parent = base
+    return card

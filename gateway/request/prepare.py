@@ -15,6 +15,7 @@ from gateway.router.engine_client import EngineClient, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
+from runtime.config_parts import MAX_NAME_CHARS
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
@@ -31,6 +32,7 @@ class ApiOptions:
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
+    admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,12 @@ class ServedModel(Prompts):
         """`arrived_s`, `headers`: as in Tracing.begin. None without tracing."""
         if self.tracing is None:
             return None
-        served = self.names.listed[0]
+        served = raw.model if raw.model and raw.model in self.names.adapters else self.names.listed[0]
         operation = "chat" if raw.is_chat else "text_completion"
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "baton",
-            "gen_ai.request.model": (raw.model or served)[: rules.MAX_NAME_CHARS],
+            "gen_ai.request.model": (raw.model or served)[:MAX_NAME_CHARS],
             "gen_ai.response.model": served,
             "gen_ai.request.max_tokens": raw.max_tokens,
             "gen_ai.request.choice.count": raw.n,
@@ -87,6 +89,7 @@ class ServedModel(Prompts):
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=rules.check_speculation(raw),
             cache_salt=raw.cache_salt,
+            adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)

@@ -8,19 +8,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import pydantic_core
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.types import AnswerForm, GenerateRequest
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Drafter, Grammar, Speculation
 from gateway.tools.json_schema import check_enforced
-from runtime.config_parts import ANY_NAME
+from runtime.config_parts import ANY_NAME, MAX_NAME_CHARS
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS, SCALARS, SamplingParams
 
-MAX_NAME_CHARS = 200  # each chunk of an answer has the name
+MAX_LISTED = 20  # names of adapters in an error
 MAX_MESSAGES = 4096  # of a conversation
 MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
@@ -54,17 +56,21 @@ def shown(number: float) -> str:
 class ServedNames:
     """The model's names in requests."""
 
-    def __init__(self, given: Sequence[str]) -> None:
-        """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first."""
+    def __init__(self, given: Sequence[str], adapters: Mapping[str, Adapter]) -> None:
+        """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first.
+
+        `adapters`: by names, which come and go.
+        """
         self.listed = tuple(name for name in given if name != ANY_NAME)
         self._takes_any = ANY_NAME in given
+        self.adapters = adapters
 
     def check(self, model: str | None) -> str:
         """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
         name = model or self.listed[0]
-        if name in self.listed or (self._takes_any and len(name) <= MAX_NAME_CHARS):
+        if name in self.listed or name in self.adapters or (self._takes_any and len(name) <= MAX_NAME_CHARS):
             return name
-        raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
+        raise model_not_found(name[:MAX_NAME_CHARS], [*self.listed, *islice(self.adapters, MAX_LISTED)])
 
 
 def check_choices(raw: GenerateRequest) -> int:

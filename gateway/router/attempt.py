@@ -4,6 +4,7 @@ import asyncio
 from asyncio import sleep
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import grpc
 
@@ -23,6 +24,12 @@ from wire.timing import Timing
 
 NO_TIMING = Timing()
 FINISH_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length"}  # of answers
+REFUSALS: dict[str, Literal["no room", "no adapter", "no slot", "compiling"]] = {
+    rpc.NO_ROOM: "no room",
+    rpc.NO_ADAPTER: "no adapter",
+    rpc.NO_SLOT: "no slot",
+    rpc.GRAMMAR_BUSY: "compiling",
+}
 READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each with the 20 likeliest tokens
 
 
@@ -78,9 +85,8 @@ class Attempt:
             reserved = await self._decode.reserve(self._build_reserve(), timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
             failed = _refusal("decode", self._decode.address, error)
-            if failed.why == "no room":
-                places.release(self._decode, is_refused=True)
-            elif failed.why == "compiling":
+            self._note_refusal(self._decode, failed)
+            if failed.why == "compiling":
                 request.grammar_s += self._clock() - began
             raise failed from error
         self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
@@ -117,6 +123,7 @@ class Attempt:
                 drafter=speculation.drafter, max_draft_tokens=speculation.max_draft_tokens
             ),
             cache_salt=wanted.cache_salt,
+            adapter=request.adapter,
         )
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
@@ -134,14 +141,19 @@ class Attempt:
             prefilled = Prefilled(unpack_prefill_timing(done), await _unpack_logprobs(done.prompt_logprobs))
         except grpc.aio.AioRpcError as error:
             failed = _refusal("prefill", worker.address, error)
-            if failed.why == "no room":
-                self._places.release(worker, is_refused=True)
+            self._note_refusal(worker, failed)
             self._session.put(failed)
         except Exception as bug:  # the request would wait for ever
             self._session.put(bug)
         else:
             self._places.release(worker)
             self._session.put(prefilled)
+
+    def _note_refusal(self, worker: DecodeClient | PrefillClient, failed: AttemptFailed) -> None:
+        if failed.why == "no room":
+            self._places.release(worker, is_refused=True)
+        elif failed.why in ("no adapter", "no slot"):
+            worker.refuse_adapter(self._request.adapter, is_loaded=failed.why == "no slot")
 
     async def next(self) -> Tokens:
         """The next part of the answer. Raises AttemptFailed, or ApiError at the request's deadline."""
@@ -256,10 +268,8 @@ class Attempt:
 def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFailed:
     detail = f"{address}: {error.details()}"
     metadata = tuple(error.trailing_metadata() or ())
-    if (rpc.REFUSED_FOR, rpc.NO_ROOM) in metadata:
-        return AttemptFailed("no room", detail, role)
-    if (rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY) in metadata:
-        return AttemptFailed("compiling", detail, role)
+    if (refused_for := str(dict(metadata).get(rpc.REFUSED_FOR, ""))) in REFUSALS:
+        return AttemptFailed(REFUSALS[refused_for], detail, role)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"

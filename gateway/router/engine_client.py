@@ -47,6 +47,7 @@ class TokenizedRequest:
     grammar: Grammar | None = None
     speculation: Speculation = Speculation()
     cache_salt: str = ""  # KV is shared only between prompts with the same salt
+    adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from itertools import product
 
 import structlog
 
+from gateway.router.adapters import AdapterRegistry
 from gateway.router.decode_client import DecodeClient
 from gateway.router.placement import Role, WorkerView
 from gateway.router.worker_client import PrefillClient, WorkerClient
@@ -40,6 +41,9 @@ class Fleet:
         self._compared: set[str] = set()  # incarnations compared with all others in the set
         self.on_join: Callable[[WorkerClient], None] = lambda _worker: None  # called when a worker appears
         self.on_leave: Callable[[WorkerClient], None] = lambda _worker: None  # called when one has gone
+        self.adapters = AdapterRegistry()
+        self.adapters.on_change = self._wake_all
+        self.adapters.on_drop = self._drop_adapter
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
         for address in prefill:
@@ -50,11 +54,12 @@ class Fleet:
     def join(self, role: Role, address: str, source: str = "", server_name: str = "") -> None:
         """Connect to a worker. `source`: the DNS name that has the address. `server_name`: as in `OpenChannel`."""
         channel = self._open_channel(address, server_name)
+        parts = (*self._limits, source, self._clock, self.adapters)
         worker: WorkerClient
         if role == "prefill":
-            worker = self.prefill[address] = PrefillClient(address, channel, *self._limits, source, self._clock)
+            worker = self.prefill[address] = PrefillClient(address, channel, *parts)
         else:
-            worker = self.decode[address] = DecodeClient(address, channel, *self._limits, source, self._clock)
+            worker = self.decode[address] = DecodeClient(address, channel, *parts)
         worker.on_change = self._notify
         self.on_join(worker)
         if source:
@@ -125,6 +130,15 @@ class Fleet:
                 reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
                 log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
             self._serving[role] = is_serving
+
+    def _wake_all(self) -> None:
+        for worker in self.workers():
+            worker.adapters.wake()
+        self._notify()
+
+    def _drop_adapter(self, digest: str) -> None:
+        for worker in self.workers():
+            worker.adapters.drop(digest)
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)

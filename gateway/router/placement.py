@@ -31,6 +31,7 @@ NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
 )
+NO_PREFILL = "no prefill worker is alive"
 NO_LIMIT = 2**32 - 1  # local prefill of any length
 
 
@@ -58,6 +59,8 @@ class WorkerView:
     tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
     tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
     costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
+    adapters: frozenset[str] = frozenset()  # digests of those that requests may name
+    has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
     def num_running(self) -> int:
@@ -98,7 +101,7 @@ def choose_placement(
     cached: Mapping[str, int] = NOTHING_CACHED,
     no_prefill: NoPrefill = "fallback",
 ) -> Placement | Wait | Unready:
-    """Place a request that needs KV for `num_missing` positions.
+    """Place a request that needs KV for `num_missing` positions. `workers`: those that have its adapter.
 
     `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages.
     Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
@@ -129,7 +132,7 @@ def choose_placement(
         is_rest = num_cached > 0 and num_lacking < decode.page_tokens
         is_short = num_lacking <= limit or is_rest
         if not partners and no_prefill == "fallback":
-            return Placement(decode, None, NO_LIMIT, num_cached, not is_short, "no prefill worker is alive")
+            return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL)
         if is_short:
             why = why if num_lacking <= limit else "the rest of a page behind cached ones"
             return Placement(decode, None, limit, num_cached, why=why)
@@ -165,6 +168,19 @@ def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
         return None
     mismatch = "no prefill worker matches a decode worker; the gateway's log names the difference"
     return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
+
+
+def find_without_adapter(
+    workers: Sequence[WorkerView], name: str, digest: str, no_prefill: NoPrefill
+) -> Unready | None:
+    """Why no request with this adapter can be served, though others can; None when one can."""
+    having = [view for view in workers if digest in view.adapters]
+    lacking, all_lack = find_unready(having, no_prefill), find_unready(workers, no_prefill)
+    if lacking is None or (all_lack is not None and all_lack.role == lacking.role):
+        return None
+    addresses = ", ".join(view.address for view in workers if view.role == lacking.role and view not in having)
+    detail = f"adapter '{name}' is on no {lacking.role} worker that is alive; GET /status says why {addresses} lack it"
+    return Unready(detail, lacking.role)
 
 
 def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:

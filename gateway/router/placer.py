@@ -5,9 +5,18 @@ to have its KV for another one. That one has its places, so no two requests wait
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gateway.router.placement import Placement, Unready, Wait, WorkerView, choose_placement, explain_no_hand_off
+from gateway.router.placement import (
+    NO_PREFILL,
+    Placement,
+    Unready,
+    Wait,
+    WorkerView,
+    choose_placement,
+    explain_no_hand_off,
+    find_without_adapter,
+)
 from gateway.router.prefix_index import PrefixIndex
 from gateway.router.request import Request
 from runtime.config_parts import NoPrefill
@@ -50,8 +59,22 @@ class Placer:
         keys, _ = self._find_keys(workers, request)
         return keys[-1] if keys else None
 
+    def find_without_adapter(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
+        """Why none of the workers that could serve others can serve the request; None when one can."""
+        if not request.adapter:
+            return None
+        no_prefill = self._no_prefill_of(request)
+        return find_without_adapter(workers, request.wanted.adapter, request.adapter, no_prefill)
+
+    def _no_prefill_of(self, request: Request) -> NoPrefill:
+        return "fallback" if request.emitted else self.no_prefill  # an answer that has begun goes on
+
     def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
         """Changes nothing: the caller that takes the placement calls `begin`."""
+        all_workers = workers
+        if request.adapter:
+            usable = [view for view in workers if request.can_use(view)]
+            workers = [view if view.has_slots else replace(view, is_full=True) for view in usable]
         keys, page_tokens = self._find_keys(workers, request)
         coming = self._coming.get(keys[-1], set()) if keys else set()
         found = self._index.find(keys).items()
@@ -59,10 +82,14 @@ class Placer:
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
             workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
-            "fallback" if request.emitted else self.no_prefill,  # an answer that has begun goes on
+            self._no_prefill_of(request),
         )  # fmt: skip
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])
+        if not request.adapter or isinstance(choice, Wait | Unready) or choice.why != NO_PREFILL:
+            return choice
+        if any(view.is_alive for view in all_workers if view.role == "prefill"):
+            return replace(choice, why="no prefill worker that is alive has the adapter")
         return choice
 
     def begin(self, request: Request, placement: Placement) -> Coming | None:

@@ -71,6 +71,7 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
+    without_since: float | None = None  # when it was first seen that no worker has its adapter, since one had it
 
 
 class Queue:
@@ -204,14 +205,16 @@ class Queue:
 
     def _is_given_up(self, role: Role, now: float) -> bool:
         """Whether requests stop waiting for a worker of the role: none could serve for too long."""
-        patience_s = 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
-        return now - self._last_ready.get(role, -float("inf")) >= patience_s
+        return now - self._last_ready.get(role, -float("inf")) >= self._patience(role)
+
+    def _patience(self, role: Role) -> float:
+        return 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
 
     def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
         """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
-        back, or needs a prefill worker and none is alive.
+        back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
         decided: list[Waiter] = []
         self.placer.keep(views)
@@ -222,6 +225,11 @@ class Queue:
             self._stuck_while, self._stuck = alive, set()
         for waiter in [waiter for waiter in self._waiting if waiter not in self._stuck]:
             request = waiter.request
+            if (lacking := self.placer.find_without_adapter(views, request)) is not None:
+                if self._give_up_without_adapter(waiter, lacking, now):
+                    decided.append(waiter)
+                continue
+            waiter.without_since = None
             if self.placer.find_key(views, request) in held:
                 continue
             usable = views
@@ -241,11 +249,21 @@ class Queue:
                     decided.append(waiter)
                 else:
                     self._stuck.add(waiter)
-            else:
-                spared = frozenset(request.avoid) if spared is None else spared & request.avoid
+            elif not request.adapter or all(view.has_slots for view in views):
+                unusable = request.avoid.union(view.incarnation for view in views if not request.can_use(view))
+                spared = frozenset(unusable) if spared is None else spared & unusable
                 if not spared:
                     break
         return decided
+
+    def _give_up_without_adapter(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
+        """Whether the waiter gets an error: no worker has had its adapter for too long."""
+        waiter.without_since = now if waiter.without_since is None else waiter.without_since
+        if now - waiter.without_since < self._patience(lacking.role):
+            return False
+        self._waiting.remove(waiter)
+        waiter.error = not_ready(lacking.detail)
+        return True
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         self._waiting.remove(waiter)

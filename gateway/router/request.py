@@ -8,7 +8,7 @@ import numpy as np
 
 from gateway.errors import ApiError, bad_request, not_ready, took_too_long
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import Role
+from gateway.router.placement import Role, WorkerView
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
 
@@ -24,7 +24,9 @@ class AttemptFailed(Exception):  # noqa: N818  # it is mostly not an error: anot
 
     # "lost": the worker or its stream is gone. "expired": it got no KV in time. "mistaken": it has less of the prompt
     # than was expected
-    why: Literal["no room", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"]
+    why: Literal[
+        "no room", "no adapter", "no slot", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"
+    ]
     detail: str
     role: Role = "decode"
     is_stuck: bool = False  # the worker is in a step that does not end
@@ -41,6 +43,7 @@ class Request:
     deadline: float  # when it has taken too long
     patience_s: float  # how long it looks for a worker that answers
     silent_since: float  # when its client last got tokens; before the first, when it arrived, or queues again
+    adapter: str = ""  # content digest of its adapter
     attempt: int = 1
     num_failures: int = 0
     stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
@@ -59,6 +62,10 @@ class Request:
     def __post_init__(self) -> None:
         self._prompt = _pack(self.wanted.prompt_ids)
 
+    def can_use(self, worker: WorkerView) -> bool:
+        """Whether the worker has its adapter."""
+        return not self.adapter or self.adapter in worker.adapters
+
     @property
     def packed_tokens(self) -> bytes:
         """All tokens so far: what the present attempt starts from."""
@@ -68,7 +75,7 @@ class Request:
         """Keys of the whole pages filled by all tokens so far but the last, whose KV the next step computes."""
         keys = self._keys.setdefault((weights, page_tokens), [])
         if page_tokens and len(keys) < self.num_missing // page_tokens:
-            parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt)
+            parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt, self.adapter)
             rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]
             keys.extend(page_keys(parent, rest, page_tokens))
         return keys
@@ -108,7 +115,7 @@ class Request:
         self.attempt += 1
         culprit = prefill if failed.role == "prefill" and prefill else decode
         match failed.why:
-            case "no room":
+            case "no room" | "no adapter" | "no slot":
                 return None
             case "mistaken" if decode not in self.mistaken:
                 self.mistaken.add(decode)

@@ -65,8 +65,11 @@ class Router:
     def check_ready(self) -> str | None:
         if self.gate.is_draining():
             return DRAINING
-        unready = find_unready(self._fleet.views(), self._placer.no_prefill)
-        return unready.detail if unready else None
+        if unready := find_unready(self._fleet.views(), self._placer.no_prefill):
+            return unready.detail
+        for name, reason in self._fleet.adapters.pending.items():
+            return f"adapter {name} is not loaded yet: {reason}"
+        return None
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
@@ -94,37 +97,38 @@ class Router:
         self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
         self._queue.begin_choice(admitted)
-        now = self._clock()
-        request = Request(wanted, now + self._request_timeout_s, self._patience_s, now)
-        try:
-            while True:
-                record = AttemptRecord(request.attempt, self._clock())
-                if attempts is not None:
-                    attempts.append(record)
-                with self.gate.waiting():
-                    waiter = await self._wait_for_places(request)
-                try:
-                    with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
-                        with self.gate.waiting():
-                            await attempt.reserve()
-                        while True:
+        with self._fleet.adapters.hold(wanted.adapter) as adapter:
+            now = self._clock()
+            request = Request(wanted, now + self._request_timeout_s, self._patience_s, now, adapter)
+            try:
+                while True:
+                    record = AttemptRecord(request.attempt, self._clock())
+                    if attempts is not None:
+                        attempts.append(record)
+                    with self.gate.waiting():
+                        waiter = await self._wait_for_places(request)
+                    try:
+                        with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
                             with self.gate.waiting():
-                                tokens = await attempt.next()
-                            yield tokens
-                            if tokens.finish_reason:
-                                return
-                except AttemptFailed as failed:
-                    error = request.go_on(failed, *attempt.incarnations, self._clock())
-                    self._note(failed, wanted.request_id)
-                    record.close(self._clock(), failed.detail, failed.is_failure)
-                    if error is not None:
-                        raise error from failed
-        except ApiError as error:
-            record.close(self._clock())
-            record.reason, record.is_failure = error.message, True
-            raise
-        finally:
-            record.close(self._clock())
+                                await attempt.reserve()
+                            while True:
+                                with self.gate.waiting():
+                                    tokens = await attempt.next()
+                                yield tokens
+                                if tokens.finish_reason:
+                                    return
+                    except AttemptFailed as failed:
+                        error = request.go_on(failed, *attempt.incarnations, self._clock())
+                        self._note(failed, wanted.request_id)
+                        record.close(self._clock(), failed.detail, failed.is_failure)
+                        if error is not None:
+                            raise error from failed
+            except ApiError as error:
+                record.close(self._clock())
+                record.reason, record.is_failure = error.message, True
+                raise
+            finally:
+                record.close(self._clock())
 
     async def _wait_for_places(self, request: Request) -> Waiter:
         """Raises ApiError where the request gets none."""

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import grpc
 import structlog
 
+from gateway.router.adapters import AdapterRegistry
 from gateway.router.local_prefill import ChunkCosts
 from gateway.router.placement import Role, WorkerView
+from gateway.router.worker_adapters import WorkerAdapters
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
 from wire.stalls import find_stuck
@@ -38,10 +40,11 @@ class WorkerClient:
         stall_s: float,
         source: str = "",
         clock: Callable[[], float] = time.monotonic,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """`channel`: closed with the client. `heartbeat_s`: silence after which a worker counts as dead.
 
-        `stall_s`: see wire/stalls.py.
+        `stall_s`: see wire/stalls.py. `adapters`: those that it is to have.
         """
         self.address = address
         self.status = decode_pb2.WorkerStatus()
@@ -57,6 +60,8 @@ class WorkerClient:
         self._stall_s = stall_s
         self._channel = channel
         self._stub = self.stub_type(channel)
+        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._stub, clock)
+        self.adapters.on_change = lambda: self.on_change()
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
         self._heard = -float("inf")  # when it last answered
@@ -75,6 +80,7 @@ class WorkerClient:
     def start(self) -> None:
         self._spawn(self._poll())
         self._spawn(self._report_quiet())
+        self._spawn(self.adapters.run())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -115,6 +121,7 @@ class WorkerClient:
             log.info("worker answers again", address=self.address)
         self._silence = ""
         self.status = status
+        self.adapters.learn(status)
         self._num_others = max(status.num_running - self.num_mine, 0)
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None
@@ -181,7 +188,7 @@ class WorkerClient:
     def view(self) -> WorkerView:
         """What a policy may know of it."""
         trouble = self.find_trouble()
-        seen = self.incarnation, trouble, self.num_mine, self.is_full
+        seen = self.incarnation, trouble, self.num_mine, self.is_full, self.adapters.loaded, self.adapters.has_slots
         if self._view is None or seen != self._seen:
             self._seen, self._view = seen, self._build_view(trouble)
         return self._view
@@ -203,6 +210,8 @@ class WorkerClient:
             num_pages=peer.num_pages,
             page_tokens=peer.layout.page_tokens,
             weights=peer.layout.weights,
+            adapters=self.adapters.loaded,
+            has_slots=self.adapters.has_slots,
             host=peer.host,
             num_threads=status.threads,
             num_cores=status.cores,
@@ -225,6 +234,17 @@ class WorkerClient:
         if is_refused:
             self._poll_soon()
         self.on_change()
+
+    def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
+        """It refused a request with this adapter, which it lacks, or for which it has no slot.
+
+        It then gets no other with this adapter, or with any, before its next answer, soon.
+        """
+        if is_loaded:
+            self.adapters.has_slots = False
+        else:
+            self.adapters.forget(digest)
+        self._poll_soon()
 
     def _poll_soon(self) -> None:
         self._next_poll = min(self._next_poll, self._clock() + HURRY * self._pause_s)

@@ -30,7 +30,7 @@ WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
 LAST = {"role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "transport": "none", "alive": True}
 OTHERS = [
-    {"role": "decode", "address": "h:2", "transport": "shm", "alive": False},
+    {"role": "decode", "address": "h:2", "transport": "shm", "alive": False, "adapters": {"one": "loaded"}},
     {"role": "prefill", "address": "h:3", "transport": "shm", "alive": True},
 ]
 WORKERS = [LAST, *OTHERS]
@@ -259,6 +259,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
         console.print(build_table(WORKERS))
     assert "[fd00::1]:9001" in shown.get() and "[red]" in shown.get(), "addresses are not markup"
     assert "not used yet" in shown.get() and "none" not in shown.get()
+    assert "one: loaded" in shown.get()
     assert all(column.replace("_", " ") in shown.get() for column in COLUMNS)
 
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -158,6 +159,20 @@ def test_workers_get_what_is_theirs() -> None:
     assert (prefill.ops_host, prefill.ops_port) == (decode.ops_host, decode.ops_port) == ("127.0.0.1", 0)
     assert (decode.transport, decode.require_transport, decode.max_running) == ("grpc", True, 6)
     assert prefill.kv_memory_share == decode.kv_memory_share == pytest.approx(0.5 / 3)
+
+
+def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
+    config = replace(CONFIG, lora=("one=/a", "two=/b=c"), admin_key="0123456789abcdef")
+    assert config.lora_paths == {"one": "/a", "two": "/b=c"}
+    assert {plan.settings.max_loras for plan in plan_workers(config)} == {8}
+    assert {plan.settings.max_loras for plan in plan_workers(replace(config, max_loras=1))} == {1}
+    assert {plan.settings.max_loras for plan in plan_workers(CONFIG)} == {0}
+    spec = plan_gateway(config, ("name",), (), ("c:1",), ("baton",))
+    found = parse(*spec.command[1:])
+    assert isinstance(found, GatewayConfig) and (found.lora, found.admin_key) == (config.lora, "")
+    assert spec.environment["BATON_ADMIN_KEY"] == config.admin_key
+    with pytest.raises(ConfigError, match="neither the model's"):
+        plan_gateway(config, ("one",), (), ("c:1",))
 
 
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:

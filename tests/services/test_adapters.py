@@ -155,7 +155,7 @@ async def test_a_request_without_a_free_slot_waits_and_an_unloaded_adapter_ends_
             return str(dict(error.value.trailing_metadata() or ())["baton-refused-for"]), error.value.details() or ""
 
         reason, detail = await refused(2, two)
-        assert reason == "room" and "--max-loras" in detail
+        assert reason == "slot" and "--max-loras" in detail
         await unload(opened.stub, one)
         await unload(opened.stub, one)
         reason, detail = await refused(2, one)

@@ -3,10 +3,11 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -14,11 +15,13 @@ import httpx
 import structlog
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
-from gateway.request.prepare import ApiOptions
+from gateway.request.prepare import ApiOptions, ServedModel
+from gateway.router.adapters import Adapter
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 from runtime.rpc import build_server
@@ -80,8 +83,13 @@ def run_api(
     write: Callable[[Path], Path] = write_byte_level,
     tracing: Tracing | None = None,
     names: Sequence[str] = (SERVED,),
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    extend: Callable[[FastAPI, ServedModel], None] = lambda app, served: None,
 ) -> Iterator[Served]:
-    """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder."""
+    """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder.
+
+    `extend`: adds routes.
+    """
     logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
         structlog.processors.format_exc_info,
@@ -102,8 +110,10 @@ def run_api(
         await grpc_server.stop(0)
         served.offload.close()
 
-    served = build_served_model(engine, tokenizer, names, options, registry, tracing)
-    http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
+    served = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
+    app = build_app(served)
+    extend(app, served)
+    http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(WAIT_S)

@@ -60,6 +60,10 @@ class FakeWorker:
         self.num_status_calls = 0
         self.calls: list[str] = []  # names of the Reserve and Abort calls
         self.status: dict[str, Any] = {}  # fields of its status that are not as usual
+        self.max_loras = 0
+        self.folders: dict[str, str] = {}  # path |-> digest of the adapter that it sees there
+        self.adapters: dict[str, str] = {}  # digest |-> name of those loaded
+        self.load_refusal: Refusal | None = None  # of LoadAdapter calls
         self.cached: set[tuple[str, bytes]] = set()  # (salt, a page's tokens and all before them)
         self._max_running = max_running
         layout = kv_pb2.KvLayout(weights="w", page_tokens=PAGE_TOKENS)
@@ -69,7 +73,27 @@ class FakeWorker:
         self.num_status_calls += 1
         self.signal.fire()
         usual: dict[str, Any] = {"peer": self.peer, "max_running": self._max_running, "num_running": self.num_running}
+        usual |= {"adapters": self.adapters, "max_loras": self.max_loras}
         return decode_pb2.WorkerStatus(**usual | self.status)
+
+    async def LoadAdapter(
+        self, request: decode_pb2.LoadAdapterRequest, context: Context
+    ) -> decode_pb2.LoadAdapterResponse:
+        self.calls.append(f"Load {request.name}")
+        if self.load_refusal:
+            await context.abort(*self.load_refusal)
+        digest = self.folders.get(request.path, "")
+        if not digest or request.digest not in ("", digest):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{request.path} has the digest {digest}")
+        self.adapters[digest] = request.name
+        return decode_pb2.LoadAdapterResponse(digest=digest)
+
+    async def UnloadAdapter(
+        self, request: decode_pb2.UnloadAdapterRequest, context: Context
+    ) -> decode_pb2.UnloadAdapterResponse:
+        self.calls.append(f"Unload {request.digest}")
+        self.adapters.pop(request.digest, None)
+        return decode_pb2.UnloadAdapterResponse()
 
     @property
     def num_running(self) -> int:

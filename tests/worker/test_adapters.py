@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sequence_params import answer, awaited, build_scheduler, plan, prompt, run, step
-from worker.adapters import AdapterSlots, HeldAdapter, UnknownAdapterError
+from worker.adapters import AdapterSlots, HeldAdapter, NoSlotError, UnknownAdapterError
 from worker.prefix_cache import NoRoomError
 from worker.scheduler import Scheduler
 from worker.sequences import Phase
@@ -80,7 +80,7 @@ def test_requests_for_more_adapters_than_slots_wait() -> None:
     second = scheduler.admit(answer(2, 5, 3, adapter="a"), 0.0)
     plain = scheduler.admit(answer(3, 5, 3), 0.0)
     assert first.adapter == second.adapter != plain.adapter
-    for digest, error in (("b", NoRoomError), ("c", UnknownAdapterError)):
+    for digest, error in (("b", NoSlotError), ("c", UnknownAdapterError)):
         with pytest.raises(error, match="--max-loras" if digest == "b" else "'c' is not loaded here"):
             scheduler.admit(answer(4, 5, 3, adapter=digest), 0.0)
     scheduler.check()

@@ -99,7 +99,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             check_known(request)
         context_tokens = self._served.tokenizer.context_tokens
-        models = [pb.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
+        names = self._served.names
+        models = [pb.Model(id=name, context_tokens=context_tokens) for name in (*names.listed, *names.adapters)]
         return pb.ListModelsResponse(models=models)
 
     async def _stream(

@@ -7,13 +7,15 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id
+from gateway.api.access import REQUEST_ID_HEADER, check_admin, check_key, pick_request_id
 from gateway.api.http.errors import error_response
 from gateway.errors import ApiError
 
 _log = structlog.get_logger()
 
 OPEN_PATHS = frozenset({"/live", "/health"})  # of the API; probes have no key
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 
 
@@ -52,14 +54,22 @@ class RequestScope:
 class AccessCheck:
     """Refuses requests without a valid API key, except to the open paths, and POSTs from pages of other origins.
 
+    Those to ADMIN_PATHS need the admin key.
+
     Browsers send no preflight for a body of plain text. Our own page's origin equals the Host header, also behind a
     proxy that forwards this header.
     """
 
     def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str], cors_origins: Sequence[str]
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        admin_key: str,
+        open_paths: Collection[str],
+        cors_origins: Sequence[str],
     ) -> None:
         self._app = app
+        self._admin_key = admin_key
         self._api_keys = tuple(api_keys)
         self._open_paths = frozenset(open_paths)
         self._origins = frozenset(origin.encode() for origin in cors_origins)
@@ -75,7 +85,9 @@ class AccessCheck:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(reversed(scope["headers"]))  # the first of equal names counts
-        if scope["path"] not in self._open_paths:
+        if scope["path"] in ADMIN_PATHS:
+            check_admin(headers.get(b"authorization", b""), self._admin_key)
+        elif scope["path"] not in self._open_paths:
             check_key(headers.get(b"authorization", b""), self._api_keys, headers.get(b"x-api-key"))
         origin = headers.get(b"origin")
         if scope["method"] != "POST" or origin is None or b"*" in self._origins or origin in self._origins:

@@ -94,6 +94,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     alive: bool
     trouble: str
     weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
+    adapters: dict[str, str]  # name |-> "loaded", or why it is not
     source: str  # the DNS name that it has; empty: named by its address
 
 
@@ -132,6 +133,7 @@ def _describe(worker: WorkerClient) -> WorkerStatus:
         alive=trouble is None,
         trouble=trouble or "",
         weaknesses=dict(status.weaknesses),
+        adapters=worker.adapters.describe(),
         source=worker.source,
         **{name: getattr(status, name) for name in _COUNTS},
     )

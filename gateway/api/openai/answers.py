@@ -209,9 +209,10 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    root: str  # the base model, as in vLLM
+    root: str  # the base model, as in vLLM; of an adapter, its path
     object: str = "model"
     owned_by: str = "baton"
+    parent: str | UnsetType = UNSET  # the base model of an adapter
 
 
 class ModelList(msgspec.Struct):

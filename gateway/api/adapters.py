@@ -1,0 +1,60 @@
+"""The endpoints that load and unload adapters (LoRA), as in vLLM. AccessCheck has compared the admin key."""
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse
+
+from gateway.api.http.body import Body, any_value
+from gateway.api.http.middleware import LOAD_PATH, UNLOAD_PATH
+from gateway.api.http.read_body import limited_route
+from gateway.errors import bad_request, check_count
+from gateway.request.prepare import ServedModel
+from gateway.router.adapter_loader import AdapterLoader
+from runtime.config_parts import MAX_NAME_CHARS
+
+MAX_PATH_CHARS = 4096  # Linux's PATH_MAX
+
+
+class LoadRequest(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    ignored = any_value()
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+class UnloadRequest(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    ignored = any_value("lora_int_id")
+
+    lora_name: str = ""
+
+
+def build_adapter_router(served: ServedModel, loader: AdapterLoader) -> APIRouter:
+    router = APIRouter(route_class=limited_route(served))
+
+    @router.post(LOAD_PATH)
+    async def load(body: LoadRequest) -> PlainTextResponse:
+        """Loads the adapter in a folder of the workers' hosts, or with load_inplace what it has now."""
+        name, path = body.lora_name, body.lora_path
+        if not name or not path:
+            param = "lora_path" if name else "lora_name"
+            raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", param, "missing_field")
+        check_count("lora_name", len(name), MAX_NAME_CHARS, "characters")
+        check_count("lora_path", len(path), MAX_PATH_CHARS, "characters")
+        if name in served.names.listed:
+            raise bad_request(f"lora_name '{name}' is the model's own name; choose another", "lora_name")
+        await loader.load(name, path, body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post(UNLOAD_PATH)
+    async def unload(body: UnloadRequest) -> PlainTextResponse:
+        """Unloads an adapter; requests that run keep it to their end."""
+        if not body.lora_name:
+            raise bad_request("'lora_name' must be provided.", "lora_name", "missing_field")
+        await loader.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router
