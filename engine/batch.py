@@ -212,8 +212,8 @@ def shift(batch: Batch, lag: Tensor, owners: Tensor, rows: InputBatch, padding_s
     )
 
 
-def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor]:
-    """The step of some of the batch's sequences alone, and which of the S rows of logits are theirs, [s] int64.
+def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
+    """The step of some of the batch's sequences alone; which of the T rows, and of the S rows of logits, are theirs.
 
     Waits for the device.
     """
@@ -232,7 +232,7 @@ def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor]:
         batch.seq_lens_host[chosen],
         states=states and states._replace(sources=states.sources[sequences], targets=states.targets[sequences]),
     )  # fmt: skip
-    return part, outputs_here
+    return part, tokens, outputs_here
 
 
 def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:

@@ -216,7 +216,8 @@ def build_engine(
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
-        loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits)
+        has_mtp = draft_model == MTP
+        loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits, has_mtp)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
         if draft_model:
@@ -339,10 +340,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _load(
     folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks,
-    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS,
+    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits)
+    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp)
     whole = decoder.config if ranks.size == 1 else load_config(folder)
     return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts, whole.state_parts)
 

@@ -207,6 +207,8 @@ class FallbackConfig:
     has_sinks: bool  # some layers pass sinks to attention
     attention_modules: tuple[str, ...]  # L names in transformers' module tree
     kept_states: tuple[KeptState, ...] = ()  # of layers without attention, or beside it
+    hidden_size: int = 0  # H
+    depth: int = 0  # all layers
 
     @property
     def num_layers(self) -> int:

@@ -21,7 +21,7 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow, build_batch, lay_out, take_turns
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models.fallback_model import FallbackModel
+from engine.models.fallback_model import FallbackModel, find_layers
 from engine.models.fallback_probe import probe_config, read_config, refuse
 from engine.staging import Stager
 from engine.weights.checkpoint import SafetensorsCheckpoint
@@ -37,13 +37,14 @@ LIMITS = {torch.float32: (2e-3, 1.0), torch.float16: (0.05, 0.5), torch.bfloat16
 
 
 def load_fallback(
-    folder: Path, dtype: torch.dtype | None, device: torch.device, on_progress: OnProgress | None = None
-) -> FallbackModel:
+    folder: Path, dtype: torch.dtype | None, device: torch.device, on_progress: OnProgress | None = None,
+    has_mtp: bool = False,
+) -> FallbackModel:  # fmt: skip
     """Load the checkpoint in `folder` onto `device` and compare it with transformers alone.
 
-    dtype: None is the checkpoint's own. Calls on_progress(done_bytes, total_bytes) before and after. Raises
-    FileNotFoundError for a missing file, ValueError for a model that cannot be served or a checkpoint that lacks
-    tensors.
+    dtype: None is the checkpoint's own. has_mtp: load the layer after the last, too. Calls on_progress(done_bytes,
+    total_bytes) before and after. Raises FileNotFoundError for a missing file, ValueError for a model that cannot be
+    served or a checkpoint that lacks tensors.
     """
     config = read_config(folder)
     shape = probe_config(config)
@@ -51,6 +52,8 @@ def load_fallback(
     if on_progress:
         on_progress(0, total_bytes)
     library: Any = AutoModelForCausalLM
+    if has_mtp:  # which transformers leaves out
+        config.get_text_config(decoder=True).num_hidden_layers += 1
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, on stderr
     loaded, report = library.from_pretrained(
         folder, config=config, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False,
@@ -60,7 +63,11 @@ def load_fallback(
     if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         shown = ", ".join(lacking[:MAX_NAMES_SHOWN]) + (", ..." if len(lacking) > MAX_NAMES_SHOWN else "")
         raise ValueError(f"the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
-    model = FallbackModel(loaded.to(device), shape)
+    mtp_layer = None
+    if has_mtp:
+        mtp_layer = find_layers(loaded, shape).to(device).pop(-1)
+        loaded.config.get_text_config(decoder=True).num_hidden_layers -= 1
+    model = FallbackModel(loaded.to(device), shape, mtp_layer)
     if model.dtype not in LIMITS:
         supported = ", ".join(str(known).removeprefix("torch.") for known in LIMITS)
         raise refuse(shape.family, f"its weights are {model.dtype}", f"set --dtype to one of {supported}")

@@ -1,9 +1,10 @@
 """A model that runs by transformers' own code, over Baton's pages: all but attention. Same interface as `Decoder`."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch, select
+from engine.layers.embedding import Embedding
+from engine.layers.linear import WidenedLinear
 from engine.models.config import FallbackConfig
 from engine.models.fallback_hooks import SERVE, build_cache, find_cache_name, load_states, store_states
 from engine.ops.choose import ops_for
@@ -24,8 +27,11 @@ class FallbackModel:
 
     is_capturable = False  # transformers' code may read values on the host
 
-    def __init__(self, model: Any, config: FallbackConfig) -> None:
-        """model: a PreTrainedModel with its weights on their device; this object takes it over."""
+    def __init__(self, model: Any, config: FallbackConfig, mtp_layer: torch.nn.Module | None = None) -> None:
+        """model: a PreTrainedModel with its weights on their device; this object takes it over.
+
+        mtp_layer: of the same class as its layers, for a draft head.
+        """
         self.config = config
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -41,9 +47,40 @@ class FallbackModel:
         self._cache_name = find_cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._attention: AttentionBackend | None = None  # of the running step
+        self._tapped: Tensor | None = None  # Batch.taps of the running step
+        self.taps: tuple[int, ...] = ()
+        self.mtp_layer, self.rotary = mtp_layer, cast(Any, getattr(model.base_model, "rotary_emb", None))
+        self.embedding = Embedding(model.get_input_embeddings().weight)
+        self.lm_head = WidenedLinear(model.get_output_embeddings().weight)
         model.set_attn_implementation(SERVE)
         for layer, name in enumerate(config.attention_modules):
             model.get_submodule(name).baton_attend = partial(self._attend, layer)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """See `Decoder.tap`. ValueError if transformers' code has no list of layers."""
+        self.taps = tuple(layers)
+        for place, index in enumerate(layers):
+            if index == self.config.depth:
+                self._model.base_model.register_forward_hook(
+                    lambda _module, _args, output, place=place: self._write_tap(place, output.last_hidden_state)
+                )
+            else:
+                find_layers(self._model, self.config)[index].register_forward_pre_hook(
+                    lambda _module, args, given, place=place: self._write_tap(
+                        place, args[0] if args else given["hidden_states"]
+                    ),
+                    with_kwargs=True,
+                )
+
+    def new_taps(self, num_tokens: int) -> Tensor:
+        """See `Decoder.new_taps`."""
+        return torch.empty(num_tokens, len(self.taps) * self.config.hidden_size, dtype=self.dtype, device=self.device)
+
+    def _write_tap(self, place: int, rows: Tensor) -> None:
+        """rows: [B, T, H]"""
+        if self._tapped is not None:
+            size = self.config.hidden_size
+            self._tapped[:, place * size : (place + 1) * size].copy_(rows.flatten(0, 1))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
@@ -53,9 +90,13 @@ class FallbackModel:
             return self.run_planned(batch, attention)
         logits = torch.empty(len(batch.logits_rows), self.config.vocab_size, device=self.device)
         for which in _divide(batch):
-            part, outputs = select(batch, which)
+            part, rows, outputs = select(batch, which)
+            if batch.taps is not None:
+                part = replace(part, taps=self.new_taps(len(rows)))
             attention.plan(pool, part)
             logits.index_copy_(0, outputs, self._run_with_states(part, attention))
+            if batch.taps is not None and part.taps is not None:
+                batch.taps.index_copy_(0, rows, part.taps)
         return logits
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
@@ -83,13 +124,13 @@ class FallbackModel:
         """token_ids, positions: [B, T]; they and the attention's plan are of `batch` |-> [S, V] float32"""
         if self._chooses_rows and len(token_ids) == 1:
             cache["logits_to_keep"] = batch.logits_rows
-        self._attention = attention
+        self._attention, self._tapped = attention, batch.taps
         try:
             output = self._model(
                 input_ids=token_ids, position_ids=positions, use_cache=self._cache_name in cache, **cache
             )
         finally:
-            self._attention = None
+            self._attention = self._tapped = None
         logits: Tensor = output.logits.flatten(0, 1)  # [S or B T, V]
         return (logits if "logits_to_keep" in cache else logits.index_select(0, batch.logits_rows)).float()
 
@@ -114,17 +155,34 @@ class FallbackModel:
     ) -> Tensor:
         """See `fallback_hooks.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
         assert self._attention is not None
-        head_dim, num_rotated = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
-        flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # [B T, H, D] each
-        joined = torch.cat([_widen(heads, head_dim) for heads in flat], 1)
-        joined = joined.to(self.dtype)  # [B T, Hq + 2 Hkv, D]
-        heads = QKV(joined[:, :num_rotated], joined[:, num_rotated:])
-        sinks: Tensor | None = options.get("s_aux")
-        if sinks is not None:
-            sinks = sinks.flatten().float()  # [Hq]
-        attended = self._attention.attend(layer, heads, self.config.windows[layer], sinks)  # [B T, Hq, D]
-        attended = attended[..., : value.shape[-1]].to(query.dtype)
-        return attended.unflatten(0, (len(query), -1))  # type: ignore[no-any-return, no-untyped-call]
+        config = self.config
+        head_dim, window = config.attention_shapes[layer].head_dim, config.windows[layer]
+        return attend(self._attention, layer, head_dim, window, self.dtype, query, key, value, options)
+
+
+def find_layers(model: Any, config: FallbackConfig) -> Any:
+    """The list of a model's layers. ValueError if its layers are not in one."""
+    path = config.attention_modules[0].rpartition(".")[0].rpartition(".")[0]
+    layers = model.get_submodule(path)
+    if not isinstance(layers, torch.nn.ModuleList) or len(layers) < config.depth:
+        raise ValueError(f"the layers of {config.family} are not in one list")
+    return layers
+
+
+def attend(
+    attention: AttentionBackend, layer: int, head_dim: int, window: int | None, dtype: torch.dtype, query: Tensor,
+    key: Tensor, value: Tensor, options: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    """What transformers passes to attention |-> attended, over pages. head_dim: of these."""
+    num_rotated = query.shape[1] + key.shape[1]
+    flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # [B T, H, D] each
+    joined = torch.cat([_widen(heads, head_dim) for heads in flat], 1).to(dtype)  # [B T, Hq + 2 Hkv, D]
+    heads = QKV(joined[:, :num_rotated], joined[:, num_rotated:])
+    sinks: Tensor | None = options.get("s_aux")
+    if sinks is not None:
+        sinks = sinks.flatten().float()  # [Hq]
+    attended = attention.attend(layer, heads, window, sinks)[..., : value.shape[-1]].to(query.dtype)  # [B T, Hq, D]
+    return attended.unflatten(0, (len(query), -1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _divide(batch: Batch) -> list[list[int]]:

@@ -97,6 +97,8 @@ def probe_config(config: PreTrainedConfig) -> FallbackConfig:
         has_sinks=any(layer.has_sinks for layer in layers),
         attention_modules=tuple(calls.found),
         kept_states=kept,
+        hidden_size=text.hidden_size,
+        depth=text.num_hidden_layers,
     )
 
 

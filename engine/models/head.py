@@ -58,13 +58,19 @@ class HeadDecoder(Decoder):
 
     def embed(self, token_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Flow:
         assert hidden is not None, "a draft head without hidden rows"
-        inputs, before = self._inputs, self._layers[0].before_attention
-        embedded, normed = self._embed_tokens(token_ids), self._norm(hidden, inputs.hidden_norm)
+        before = self._layers[0].before_attention
         if self.head.kind == "mtp":
-            joined = inputs.fc(torch.cat((self._norm(embedded, inputs.embedding_norm), normed), 1))
+            joined = self._join(token_ids, hidden)
             return Flow(joined.float(), self._norm(joined, before), self._rotations(positions), None)
+        embedded, normed = self._embed_tokens(token_ids), self._norm(hidden, self._inputs.hidden_norm)
         sums = (normed if self.head.norm_before_residual else hidden).float()
         return Flow(sums, torch.cat((self._norm(embedded, before), normed), 1), self._rotations(positions), None)
+
+    def _join(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """[T], [T, H] |-> [T, H] the layer's rows (MTP)."""
+        inputs, embedded = self._inputs, self._embed_tokens(token_ids)
+        normed = self._norm(embedded, inputs.embedding_norm), self._norm(hidden, inputs.hidden_norm)
+        return inputs.fc(torch.cat(normed, 1))
 
     def _leave(self, flow: Flow) -> Tensor:
         return flow.normed if self.head.norm_output else flow.sums.to(self.dtype)

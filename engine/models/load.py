@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -97,6 +97,7 @@ def load_model(
     quantization: Quantization = "none",
     ranks: Ranks = ONE_RANK,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
+    has_mtp: bool = False,
 ) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
@@ -104,12 +105,13 @@ def load_model(
     `ranks` it loads this rank's shard. Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with
     both equal, in bytes of the files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config
     or dtype, a damaged file, missing, unexpected or mis-shaped tensors, or a device that does not support such weights.
+    has_mtp: `load_head` follows, with the model's own layer.
     """
     check_quantization(quantization, dtype, device)
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks)
+        return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks, has_mtp)
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
@@ -141,7 +143,8 @@ def load_head(
 
     Raises like `load_model`; ValueError also if it is the head of another model.
     """
-    own = load_config(folder) if is_mtp else model.config  # of all ranks
+    is_native = isinstance(model.config, ModelConfig)
+    own = load_config(folder) if is_mtp and is_native else model.config  # of all ranks
     config = read_head(folder, own, is_mtp=is_mtp)
     device, ranks, stored = model.device, model.ranks, SafetensorsCheckpoint(folder)
     names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
@@ -152,6 +155,10 @@ def load_head(
     target_ids = _read_target_ids(stored, config, device)
     if config.vocab_size != own.vocab_size:
         raise ValueError(f"its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
+    if is_mtp and not is_native:
+        from engine.models.fallback_head import build_fallback_head  # imports transformers
+
+        return build_fallback_head(config, checkpoint, cast(Any, model)), config.kv_parts
     check_tensors(config, checkpoint)
 
     def build(weights: Weights | None) -> HeadDecoder:
@@ -201,7 +208,7 @@ def _build_packed(
 
 def _load_without_native_code(
     folder: Path, dtype: str, device: torch.device, on_progress: OnProgress | None, quantization: Quantization,
-    ranks: Ranks,
+    ranks: Ranks, has_mtp: bool,
 ) -> Decoder:  # fmt: skip
     """By transformers' code. The result has the interface of a Decoder."""
     lacking = f"Baton has no code for model_type {read_json(folder / 'config.json').get('model_type')!r}"
@@ -213,7 +220,7 @@ def _load_without_native_code(
         check_dtype(dtype)
     from engine.models.fallback import load_fallback  # imports transformers, seconds
 
-    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress))
+    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress, has_mtp))
 
 
 def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks, part: str = "") -> str:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.json_values import Json, collection, flag, integer, read_json
+from engine.json_values import Json, collection, flag, integer, number, read_json
+from engine.layers.config import RopeConfig
 from engine.models.config import DraftHead, FallbackConfig, LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config
@@ -54,12 +55,12 @@ def _is_eagle3(config: Json) -> bool:
 
 def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:
     """An MTP layer of the model's own folder, or a head's checkpoint. ValueError says what is not supported."""
-    if not isinstance(model, ModelConfig):
-        raise ValueError(f"{model.family} runs by transformers' code, which takes no draft heads")
-    return read_mtp(folder, model) if is_mtp else read_eagle3(folder, model)
+    if not is_mtp:
+        return read_eagle3(folder, model)
+    return read_mtp(folder, model) if isinstance(model, ModelConfig) else read_foreign_mtp(folder, model)
 
 
-def read_eagle3(folder: Path, model: ModelConfig) -> ModelConfig:
+def read_eagle3(folder: Path, model: ModelConfig | FallbackConfig) -> ModelConfig:
     """config.json of a head for a model, in SpecForge's form or that of `speculators`.
 
     ValueError names what is not supported.
@@ -86,7 +87,7 @@ def read_eagle3(folder: Path, model: ModelConfig) -> ModelConfig:
     tap_size = integer(options, "target_hidden_size", decoder.hidden_size)
     if tap_size != model.hidden_size:
         raise ValueError(f"it is made for a hidden_size of {tap_size}, the model's is {model.hidden_size}")
-    num_layers = model.num_layers
+    num_layers = model.num_layers if isinstance(model, ModelConfig) else model.depth
     taps = collection(options, AUX_LAYERS, list) or [2, num_layers // 2, num_layers - 3]
     if not all(isinstance(tap, int) and 0 <= tap < num_layers for tap in taps) or taps != sorted(set(taps)):
         raise ValueError(f"{AUX_LAYERS} is {taps}; expected ascending layers of the model, which has {num_layers}")
@@ -121,10 +122,7 @@ def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
     names = MTP.get(model.family)
     if names is None:
         raise ValueError(f"MTP layers of {model.family} are not supported; supported: {', '.join(MTP)}")
-    config = read_json(folder / "config.json")
-    config = collection(config, "text_config", dict) or config
-    if not integer(config, names.num_layers_key, 0, least=0):
-        raise ValueError(f"the model has no MTP layer: its {names.num_layers_key} is 0 or not there")
+    _check_mtp(folder, names)
     return replace(
         model,
         num_layers=1,
@@ -139,10 +137,46 @@ def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
     )
 
 
-def name_mtp(model: ModelConfig, entries: Collection[str]) -> dict[str, str]:
+def read_foreign_mtp(folder: Path, model: FallbackConfig) -> ModelConfig:
+    """The same of a model that runs by transformers' code, as does the layer: of it, only attention is described."""
+    config, shape = _check_mtp(folder, MTP["glm4_moe"]), model.attention_shapes[-1]
+    if model.kept_states or model.depth != model.num_layers:
+        raise ValueError(f"MTP layers of {model.family} are not supported: some of its layers are no attention")
+    return ModelConfig(
+        family=model.family,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.hidden_size,
+        num_layers=1,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        rms_eps=number(config, "rms_norm_eps", 1e-6),
+        is_tied=False,
+        layers=(LayerConfig(model.windows[-1], rope=None),),
+        ropes=(RopeConfig("default", 1e4),),  # not used
+        context_tokens=model.context_tokens,
+        attention_scale=shape.scale,
+        attention_softcap=shape.softcap,
+        prefix="",
+        draft_head=DraftHead("mtp", (model.depth,), model.hidden_size, model.vocab_size),
+    )
+
+
+def _check_mtp(folder: Path, names: MtpNames) -> Json:
+    """config.json of the language model. ValueError if it has no such layer."""
+    config = read_json(folder / "config.json")
+    config = collection(config, "text_config", dict) or config
+    if not integer(config, names.num_layers_key, 0, least=0):
+        raise ValueError(f"the model has no MTP layer: its {names.num_layers_key} is 0 or not there")
+    return config
+
+
+def name_mtp(model: ModelConfig | FallbackConfig, entries: Collection[str]) -> dict[str, str]:
     """Names of the MTP layer's table |-> in the model's checkpoint. The embedding's copy is left out."""
-    own, found = MTP[model.family], dict[str, str]()
-    prefix = own.prefix.format(model.num_layers)
+    family, depth = ("glm4_moe", model.depth) if isinstance(model, FallbackConfig) else (model.family, model.num_layers)
+    own, found = MTP[family], dict[str, str]()
+    prefix = own.prefix.format(depth)
     for name in entries:
         rest = name.removeprefix(prefix)
         if not name.startswith(prefix) or rest.startswith("embed_tokens."):

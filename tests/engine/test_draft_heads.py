@@ -21,9 +21,10 @@ PROMPTS = [torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual
 FLAGS = {
     "specforge": {}, "all words": {}, "speculators": {}, "residual": {"norm_before_residual": True},
     "one norm": {"norm_before_fc": True}, "norms": {"fc_norm": True, "norm_output": True},
+    "exaone4": {}, "qwen3_next": {},  # models that run by transformers' code
 }  # fmt: skip
 
-MTP = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")
+MTP = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
 
 
 def build(model: Path, draft_model: str) -> Engine:
@@ -35,7 +36,8 @@ def build(model: Path, draft_model: str) -> Engine:
 def write_head(folder: Path, kind: str) -> tuple[Any, Head]:
     if kind in MTP:
         return write_mtp(folder / "model", kind)
-    target = write_target(folder / "model")
+    shapes = {"exaone4": {"num_hidden_layers": 2}, "qwen3_next": {"num_hidden_layers": 3}}
+    target = write_target(folder / "model", kind if kind in shapes else "llama", **shapes.get(kind, {}))
     head = write_eagle3(
         folder / "head", target, FLAGS[kind], is_speculators=kind == "speculators", has_all_words=kind == "all words"
     )

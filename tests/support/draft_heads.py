@@ -184,7 +184,7 @@ def turn(heads: Tensor) -> Tensor:
 
 def write_mtp(folder: Path, model_type: str) -> tuple[Any, Head]:
     """A random model with an MTP layer in its folder: the last layer of a deeper model, which attends to all."""
-    is_qwen = model_type != "glm4_moe"
+    is_qwen = model_type.startswith("qwen")
     shape = {"layer_types": ["linear_attention", "full_attention"] * 2} if is_qwen else {}
     last = len(shape.get("layer_types", range(7))) - 1
     deep = write_target(folder, model_type, **shape, num_hidden_layers=last + 1)
