@@ -41,6 +41,8 @@ class DraftsAndMasks(StepExtras):
             return planned
         kept = []
         standings = self._constraints.constrain(planned)
+        if any(standing is not Standing.OPEN for standing in standings):
+            self._speculator.settle()
         with lock:
             for step, standing in zip(planned, standings, strict=True):
                 if standing is Standing.OPEN:
@@ -71,6 +73,8 @@ class DraftsAndMasks(StepExtras):
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.planned, flight.num_rows, flight.seconds)
+        if failed:
+            self._speculator.settle()
         planned = flight.planned
         taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
         for i in taken:

@@ -282,9 +282,11 @@ class Scheduler:
         if sequence.state.held and num_right < step.num_drafted:  # the state after it has seen a wrong draft
             computed = sequence.launched = step.begin
             self.kv.states.take_back(step)
+        if computed >= len(sequence.tokens):  # it ends, and its state has seen more
+            computed, sequence.state.source = len(sequence.tokens) - 1, -1
         if step.draft_lead is not None:
             self.kv.advance_draft(sequence, min(sequence.computed + step.count + step.draft_lead, computed))
-        self.advance(sequence, min(computed, len(sequence.tokens) - 1), now)
+        self.advance(sequence, computed, now)
         if not sequence.num_steps_launched:
             sequence.launched = sequence.computed
         if not (kept or reason or prompt_logprobs or sequence.is_kept):

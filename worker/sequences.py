@@ -87,6 +87,7 @@ class SequenceState:
     checkpoint_at: int = 0  # 0: there is no checkpoint
     branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
     retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
+    last_source: int = -1  # what the last launched step reads
 
     @property
     def sources(self) -> set[int]:

@@ -69,11 +69,18 @@ class StateSlots:
             state.checkpoint, state.checkpoint_at = others[0], checkpoint_at
 
     def find_stops(self, sequence: Sequence, count: int) -> list[int]:
-        """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept."""
-        begin, end = sequence.launched, sequence.launched + count
+        """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept.
+
+        The second part needs a slot that neither part reads, or their step could not be launched again.
+        """
+        begin, end, state = sequence.launched, sequence.launched + count, sequence.state
         first = self.find_stop(sequence, begin)
         if first >= end or sequence.num_to_score(count):
             return [min(first, end)]
+        if len(state.targets) < 2:
+            if not self.cache.num_spare:
+                return [first]
+            state.held += self.cache.allocate(1)
         return [first, min(self.find_stop(sequence, first), end)]
 
     def find_stop(self, sequence: Sequence, launched: int) -> int:
@@ -96,8 +103,9 @@ class StateSlots:
         is_last = launched >= self._last_border(sequence.num_known)  # of the prompt, or anywhere in the answer
         if is_border and (is_last or launched == state.branch or launched % self.spacing == 0):
             self._keep(state, launched)
-        step = state.source, state.targets[0]
-        state.source = step[1]
+        target = next((slot for slot in state.targets if slot != state.last_source), state.targets[0])
+        step = state.source, target
+        state.last_source, state.source = step
         self._name(sequence)
         return step
 

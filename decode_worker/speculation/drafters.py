@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
-from engine.runner import Runner
+from engine.runner import Launched, Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
@@ -60,6 +60,9 @@ class Drafter:
     def hidden_s(self, lengths: Seq[int]) -> float:
         """Estimated seconds of such drafts that the measured time of their step contains."""
         return 0.0
+
+    def settle(self) -> None:
+        """A sequence ends whose step is not launched: wait for what was launched for it, which uses its pages."""
 
     def end_step(self) -> None:
         """An engine step is over, whether it had drafts or not."""
@@ -121,6 +124,7 @@ class ModelDrafter(Drafter):
         self._chunk_tokens = chunk_tokens
         self._chunks = ChunkSizer(chunk_tokens)
         self._is_ahead = is_ahead
+        self._last: Launched | None = None  # of what is not waited for
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         answers = [Draft()] * len(wanted)
@@ -136,7 +140,7 @@ class ModelDrafter(Drafter):
                 answers[i] = Draft(lead=begin + count - one.end)
         if late:
             started = time.perf_counter()
-            launched = self._runner.launch(late)
+            launched = self._last = self._runner.launch(late)
             if not self._is_ahead:
                 launched.collect()
                 self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
@@ -156,7 +160,7 @@ class ModelDrafter(Drafter):
         for depth in range(max((one.count for one in wanted), default=0)):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
-            launched = self._runner.launch([self._next_request(wanted[i], depth) for i in deep])
+            launched = self._last = self._runner.launch([self._next_request(wanted[i], depth) for i in deep])
             if not waits:
                 continue
             tokens = launched.collect().tokens
@@ -178,6 +182,10 @@ class ModelDrafter(Drafter):
             one.sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth,
             num_unjudged=one.num_unjudged, state_to=ANY_SLOT,
         )  # fmt: skip
+
+    def settle(self) -> None:
+        if self._last is not None and self._is_ahead:
+            self._last.collect()
 
     def cost(self) -> CostCurve | None:
         return self._meter.curve()

@@ -140,6 +140,11 @@ class Speculator:
                 step.num_drafted = len(draft.token_ids) + draft.num_unseen
                 step.drafts, step.draft_lead = draft.token_ids, draft.lead
 
+    def settle(self) -> None:
+        """See `Drafter`."""
+        for drafter in self._drafters.values():
+            drafter.settle()
+
     def note_drain(self, seconds: float) -> None:
         """For so long the device had no step, since the next one needed the last one's tokens."""
         self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)

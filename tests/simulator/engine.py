@@ -150,7 +150,7 @@ class VirtualRunner:
             contents = read(self._ranks[0], pages, begin)
             extend(contents, self._find_seed(part.row), tokens[begin:end])
             added = [contents[begin:]] * len(self._ranks)
-            if part.state_to >= 0:
+            if self._states:
                 added = [self._step_state(part, states, tokens[begin:end]) for states in self._states]
                 contents[begin:] = added[0]
             for position in range(begin, end):

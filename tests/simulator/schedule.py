@@ -68,7 +68,7 @@ class Schedule:
             faults.failing += 0.08
             faults.slow_decode_steps = states_rng.choice([0.0, 0.3])
         num_pages, max_running = rng.randint(6, 7 if self.is_crowded else 11), rng.randint(2, 4)
-        has_draft = rng.random() < 0.5 and not self.has_states
+        has_draft = rng.random() < 0.5
         # like states_rng
         self._ranks_rng = ranks_rng = random.Random(~seed)
         has_ranks = ranks_rng.random() < 0.3
