@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int kRanks = 4, kColumns = 64, kPanelColumns = 16;
+constexpr int kRanks = 4, kColumns = 64, kPanelColumns = 16, kPrefetched = 256;
 
 template <class T> Floats load_some(const T* from, int64_t count);
 template <> Floats load_some(const bfloat16* from, int64_t count) { return widen(load_part<Halves>(from, count * 2)); }
@@ -92,7 +92,9 @@ void expand_groups(const BatonAdapters& of, const T* b, const Rows<R>& rows, int
     Floats sums[G][R] = {};
     for (int64_t j = 0; j < rank; ++j)
         for (int g = 0; g < G; ++g) {
-            const Floats weights = load_some(b + j * of.num_columns + column + g * kLanes, left - g * kLanes);
+            const T* const from = b + j * of.num_columns + column + g * kLanes;
+            if (g * kLanes % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(from + kPrefetched);
+            const Floats weights = load_some(from, left - g * kLanes);
             for (int r = 0; r < R; ++r) sums[g][r] += weights * s[g][r][j];
         }
     for (int g = 0; g < G; ++g)
