@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int kTileRows = 16, kColumns = 64, kRanks = 4, kRowsAtOnce = 4;
+constexpr int kRanks = 4, kColumns = 64, kPanelColumns = 16, kPrefetched = 256;
 
 template <class T> Floats load_some(const T* from, int64_t count);
 template <> Floats load_some(const bfloat16* from, int64_t count) { return widen(load_part<Halves>(from, count * 2)); }
@@ -31,54 +31,98 @@ struct BatonAdapters {
 
 namespace {
 
-// s[row, j .. j + count] of the tile's rows
-template <class T>
-void shrink(const BatonAdapters& of, const int32_t* tile, int64_t j, int64_t count) {
-    const int64_t depth = of.depth, width = of.num_parts * of.max_rank;
-    const T* const a = (const T*)of.a + (tile[0] * width + j) * depth;
-    for (int first = 0; first < tile[2]; first += kRowsAtOnce) {
-        const int num_rows = std::min(kRowsAtOnce, tile[2] - first);
-        const T* x[kRowsAtOnce];
-        for (int r = 0; r < kRowsAtOnce; ++r)
-            x[r] = (const T*)of.x + of.rows[tile[1] + first + std::min(r, num_rows - 1)] * depth;
-        Floats sums[kRanks][kRowsAtOnce] = {};
-        for (int64_t k = 0; k < depth; k += kLanes) {
-            Floats values[kRowsAtOnce];
-            for (int r = 0; r < kRowsAtOnce; ++r) values[r] = r < num_rows ? load_some(x[r] + k, depth - k) : Floats{};
-            for (int i = 0; i < kRanks; ++i) {
-                if (i >= count) break;
-                const Floats weights = load_some(a + i * depth + k, depth - k);
-                for (int r = 0; r < kRowsAtOnce; ++r) sums[i][r] += weights * values[r];
-            }
+constexpr int kGroups(int rows) { return std::min(4, kRegisters / 2 / rows); }  // of lanes, with sums in registers
+
+// The tile's rows first .. first + R; the last one again where there are fewer.
+template <int R> struct Rows {
+    int64_t at[R];  // in x and out
+    int64_t shrunk[R];
+    int count;
+    Rows(const BatonAdapters& of, const int32_t* tile, int first) : count(std::min(R, tile[2] - first)) {
+        for (int r = 0; r < R; ++r) {
+            shrunk[r] = tile[1] + first + std::min(r, count - 1);
+            at[r] = of.rows[shrunk[r]];
         }
-        for (int i = 0; i < count; ++i)
-            for (int r = 0; r < num_rows; ++r)
-                of.shrunk[(tile[1] + first + r) * width + j + i] = reduce(sums[i][r], plus);
+    }
+};
+
+template <class Work> void in_rows(const int32_t* tile, Work work) {  // as many at once as there are
+    for (int first = 0, left; (left = tile[2] - first) > 0; first += 4) {
+        if (left > 2) work(std::integral_constant<int, 4>{}, first);
+        else if (left == 2) work(std::integral_constant<int, 2>{}, first);
+        else work(std::integral_constant<int, 1>{}, first);
     }
 }
 
-// out[row, columns of the block] += b s of the tile's rows
-template <class T> void expand(const BatonAdapters& of, const int32_t* tile, const int32_t* block) {
-    const int64_t width = of.num_parts * of.max_rank, rank = of.ranks[tile[0]];
-    const T* const b = (const T*)of.b + tile[0] * of.max_rank * of.num_columns;
-    for (int64_t column = block[0]; column < block[1]; column += kLanes) {
-        const int64_t left = block[1] - column;
-        for (int first = 0; first < tile[2]; first += kRowsAtOnce) {
-            const int num_rows = std::min(kRowsAtOnce, tile[2] - first);
-            const float* s[kRowsAtOnce];
-            for (int r = 0; r < kRowsAtOnce; ++r)
-                s[r] = of.shrunk + (tile[1] + first + std::min(r, num_rows - 1)) * width + block[2] * of.max_rank;
-            Floats sums[kRowsAtOnce] = {};
-            for (int64_t j = 0; j < rank; ++j) {
-                const Floats weights = load_some(b + j * of.num_columns + column, left);
-                for (int r = 0; r < kRowsAtOnce; ++r) sums[r] += weights * s[r][j];
-            }
-            for (int r = 0; r < num_rows; ++r) {
-                T* const to = (T*)of.out + of.rows[tile[1] + first + r] * of.num_columns + column;
-                store_some(to, load_some(to, left) + sums[r], left);
-            }
+// s[row, j .. j + count] of the tile's rows
+template <class T, int R>
+void shrink(const BatonAdapters& of, const int32_t* tile, int first, int64_t j, int64_t count) {
+    const int64_t depth = of.depth, width = of.num_parts * of.max_rank, whole = depth / kLanes * kLanes;
+    const Rows<R> rows(of, tile, first);
+    const T *a[kRanks], *x[R];
+    for (int i = 0; i < kRanks; ++i) a[i] = (const T*)of.a + (tile[0] * width + j + std::min<int64_t>(i, count - 1)) * depth;
+    for (int r = 0; r < R; ++r) x[r] = (const T*)of.x + rows.at[r] * depth;
+    Floats sums[kRanks][R] = {};
+    const auto add = [&](int64_t k, int64_t left) {
+        Floats values[R];
+        for (int r = 0; r < R; ++r) values[r] = load_some(x[r] + k, left);
+        for (int i = 0; i < kRanks; ++i) {
+            const Floats weights = load_some(a[i] + k, left);
+            for (int r = 0; r < R; ++r) sums[i][r] += weights * values[r];
         }
+    };
+    for (int64_t k = 0; k < whole; k += kLanes) add(k, kLanes);
+    if (whole < depth) add(whole, depth - whole);
+    for (int i = 0; i < count; ++i)
+        for (int r = 0; r < rows.count; ++r)
+            of.shrunk[rows.shrunk[r] * width + j + i] = reduce(sums[i][r], plus);
+}
+
+// out[row, column .. column + left] += b s of the tile's rows, for at most G groups of lanes. block: of the first column;
+// those of the others follow.
+template <class T, int R, int G>
+void expand_groups(const BatonAdapters& of, const T* b, const Rows<R>& rows, int64_t rank, int64_t column,
+                   int64_t left, const int32_t* block) {
+    const int64_t width = of.num_parts * of.max_rank;
+    const float* s[G][R];
+    for (int g = 0; g < G; ++g) {
+        while (column + g * kLanes >= block[1]) block += 3;
+        for (int r = 0; r < R; ++r) s[g][r] = of.shrunk + rows.shrunk[r] * width + block[2] * of.max_rank;
     }
+    Floats sums[G][R] = {};
+    for (int64_t j = 0; j < rank; ++j)
+        for (int g = 0; g < G; ++g) {
+            const T* const from = b + j * of.num_columns + column + g * kLanes;
+            if (g * kLanes % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(from + kPrefetched);
+            const Floats weights = load_some(from, left - g * kLanes);
+            for (int r = 0; r < R; ++r) sums[g][r] += weights * s[g][r][j];
+        }
+    for (int g = 0; g < G; ++g)
+        for (int r = 0; r < rows.count; ++r) {
+            T* const to = (T*)of.out + rows.at[r] * of.num_columns + column + g * kLanes;
+            store_some(to, load_some(to, left - g * kLanes) + sums[g][r], left - g * kLanes);
+        }
+}
+
+// out[row, columns of the blocks, one after the other] += b s of the tile's rows
+template <class T, int R>
+void expand(const BatonAdapters& of, const int32_t* tile, int first, const int32_t* block, int64_t end) {
+    constexpr int kAtOnce = kGroups(R);
+    const Rows<R> rows(of, tile, first);
+    const T* const b = (const T*)of.b + tile[0] * of.max_rank * of.num_columns;
+    for (int64_t column = block[0]; column < end;) {
+        while (column >= block[1]) block += 3;
+        const bool are_many = column + kAtOnce * kLanes <= end;
+        if (are_many) expand_groups<T, R, kAtOnce>(of, b, rows, of.ranks[tile[0]], column, kAtOnce * kLanes, block);
+        else expand_groups<T, R, 1>(of, b, rows, of.ranks[tile[0]], column, std::min(end, (int64_t)block[1]) - column, block);
+        column += are_many ? kAtOnce * kLanes : kLanes;
+    }
+}
+
+bool are_panels(const BatonAdapters& of) {  // all blocks: then groups of lanes never reach into the next
+    for (int64_t block = 0; block < of.num_blocks; ++block)
+        if (of.blocks[3 * block + 1] - of.blocks[3 * block] != kPanelColumns) return false;
+    return true;
 }
 
 template <class T> void add_adapters(const BatonAdapters& of) {
@@ -91,13 +135,21 @@ template <class T> void add_adapters(const BatonAdapters& of) {
                 const int32_t* const tile = of.tiles + 3 * i;
                 const int64_t rank = tile[0] < 0 ? 0 : of.ranks[tile[0]];
                 const int64_t j = group % groups * kRanks, count = std::min<int64_t>(kRanks, rank - j);
-                if (count > 0) shrink<T>(of, tile, group / groups * of.max_rank + j, count);
+                if (count <= 0) continue;
+                in_rows(tile, [&](auto rows, int first) {
+                    shrink<T, rows>(of, tile, first, group / groups * of.max_rank + j, count);
+                });
             }
+        const int64_t at_once = are_panels(of) ? kColumns / kPanelColumns : 1;
 #pragma omp for schedule(dynamic, 8) collapse(2)
         for (int64_t i = 0; i < of.num_tiles; ++i)
-            for (int64_t block = 0; block < of.num_blocks; ++block) {
+            for (int64_t block = 0; block < of.num_blocks; block += at_once) {
                 const int32_t* const tile = of.tiles + 3 * i;
-                if (tile[0] >= 0 && of.ranks[tile[0]]) expand<T>(of, tile, of.blocks + 3 * block);
+                if (tile[0] < 0 || !of.ranks[tile[0]]) continue;
+                const int64_t last = std::min(block + at_once, of.num_blocks) - 1;
+                in_rows(tile, [&](auto rows, int first) {
+                    expand<T, rows>(of, tile, first, of.blocks + 3 * block, of.blocks[3 * last + 1]);
+                });
             }
     }
 }
