@@ -35,8 +35,8 @@ DEPTH = 8  # of a chain in evaluation
 CHOICES = 8  # of the target's likeliest tokens that are learned for each position
 HARD_SHARE = 0.5  # of the loss: the likeliest token alone, which greedy decoding takes
 BATCH_TOKENS = 1536
-MATRIX_RATE, OTHER_RATE = 4e-3, 4e-4  # of Muon and of AdamW, at their peak
-REPORT_EVERY_S, SAVE_EVERY_S = 30.0, 180.0
+MATRIX_RATE, OTHER_RATE = 1.2e-2, 1e-3  # of Muon and of AdamW, at their peak
+REPORT_EVERY_S, SAVE_EVERY_S = 60.0, 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +106,20 @@ def choose_draft_ids(texts: Sequence[Text], vocab_size: int, size: int) -> tuple
 
 
 def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> DraftHead:
-    """It begins as the target's last layer, output norm and output matrix, on the last of the hidden states."""
+    """It begins with the weights of the target's last layer, adding nothing to the last of the hidden states yet."""
     head = DraftHead(target.config, draft_ids)
     hidden, last = target.config.hidden_size, target.model.layers[-1]
     with torch.no_grad():
         head.fc.weight.normal_(std=0.02 * hidden**-0.5)[:, -hidden:] += torch.eye(hidden)
         for name, matrix in head.midlayer.self_attn.named_parameters():
             known = last.self_attn.get_parameter(name)
-            if name != "o_proj.weight":
+            if name == "o_proj.weight":
+                matrix.zero_()
+            else:
                 matrix[:, :hidden].normal_(std=float(known.float().std()))
-            matrix[:, -hidden:] = known
+                matrix[:, -hidden:] = known
         head.midlayer.mlp.load_state_dict(last.mlp.state_dict())
+        head.midlayer.mlp.down_proj.weight.zero_()
         head.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
         head.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
         head.norm.weight.copy_(target.model.norm.weight)
@@ -222,7 +225,7 @@ def train(
             losses.append(loss.item())
             if now - reported > REPORT_EVERY_S:
                 reported, recent = now, losses[-50:]
-                figures = evaluate(head, target, held_out[::8], ())
+                figures = evaluate(head, target, held_out[::4], ())
                 rates = " ".join(f"{share:.2f}" for share in figures.right[:5])
                 console.print(
                     f"{(now - start) / 60:.1f} min, epoch {epoch}, batch {len(losses)}:"
