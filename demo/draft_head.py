@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -130,6 +130,14 @@ class DraftHead(nn.Module):
         config.with_suffix(".new").replace(config)
         save_file(tensors, weights.with_suffix(".new"), metadata={"format": "pt"})
         weights.with_suffix(".new").replace(weights)
+
+    @classmethod
+    def load(cls, config: LlamaConfig, folder: Path) -> "DraftHead":
+        """What `save` wrote for this target. FileNotFoundError if there is nothing."""
+        tensors = load_file(folder / "model.safetensors")
+        head = cls(config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
+        head.load_state_dict(tensors)
+        return head
 
     def _config_json(self) -> dict[str, Any]:
         assert self.config.rope_parameters

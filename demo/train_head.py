@@ -3,7 +3,8 @@
     python -m demo.train_head                        # for smollm2, beside its cached files
     python -m demo.train_head --model FOLDER --out FOLDER --minutes 40
 
-The learning rate follows the clock, so a run ends on time on a busy machine. The text is kept, for the next run.
+The learning rate follows the clock, so a run ends on time on a busy machine. The text is kept, for the next run. Where
+other processes need the cores too, OMP_WAIT_POLICY=passive makes it several times faster.
 """
 
 import itertools
@@ -96,13 +97,10 @@ def load_target(folder: Path) -> LlamaForCausalLM:
     return target
 
 
-def choose_draft_ids(texts: Sequence[Text], vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The most frequent tokens of answers, ascending, and their share of all."""
-    counts = torch.zeros(vocab_size)
-    for text in texts:
-        counts += torch.bincount(torch.tensor(text.tokens[text.num_prompt :]), minlength=vocab_size)
-    ids = counts.sort(descending=True, stable=True).indices[: min(size, vocab_size)].sort().values
-    return ids, float(counts[ids].sum() / counts.sum())
+def count_tokens(texts: Sequence[Text], vocab_size: int) -> Tensor:
+    """Of the answers. [vocab_size]"""
+    answers = [token for text in texts for token in text.tokens[text.num_prompt :]]
+    return torch.bincount(torch.tensor(answers), minlength=vocab_size)
 
 
 def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> DraftHead:
@@ -200,7 +198,7 @@ def optimizers(head: DraftHead) -> list[tuple[torch.optim.Optimizer, float]]:
 
 def train(
     head: DraftHead, target: LlamaForCausalLM, batches: Sequence[Batch], held_out: Sequence[Batch], seconds: float,
-    out: Path, seed: int, console: Console,
+    out: Path, seed: int, console: Console, rate_scale: float = 1.0,
 ) -> list[float]:  # fmt: skip
     """For so long; saves now and then, and at the end. Returns the loss of each step."""
     rng, steps, losses = Random(seed), optimizers(head), list[float]()
@@ -219,7 +217,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             for optimizer, peak in steps:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate_at((now - start) / seconds, peak)
+                    group["lr"] = rate_at((now - start) / seconds, peak * rate_scale)
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
@@ -255,6 +253,7 @@ def main(
     text: Annotated[Path | None, Parameter(help="file of the text; written if it is not there")] = None,
     text_minutes: Annotated[float, Parameter(help="of writing text")] = 10.0,
     draft_vocab: Annotated[int, Parameter(help="tokens that the head can guess")] = 8192,
+    resume: Annotated[bool, Parameter(help="go on from the head in --out, at half the rate")] = False,
     threads: int = 2,
     seed: int = 1,
 ) -> None:
@@ -271,11 +270,15 @@ def main(
     trained = [one for one in texts if not one.is_held_out]
     held_out = make_batches([one for one in texts if one.is_held_out and one.temperature == 0])
     target = load_target(folder)
-    draft_ids, covered = choose_draft_ids(trained, target.config.vocab_size, draft_vocab)
-    head = new_head(target, draft_ids)
-    num_tokens = sum(len(one.tokens) - one.num_prompt for one in trained)
-    console.print(f"{len(trained)} answers of {num_tokens} tokens; the draft vocabulary has {covered:.2%} of them")
-    train(head, target, make_batches(trained), held_out, minutes * 60, out, seed, console)
+    counts = count_tokens(trained, target.config.vocab_size)
+    if resume:
+        head = DraftHead.load(target.config, out)
+    else:
+        head = new_head(target, counts.sort(descending=True, stable=True).indices[:draft_vocab].sort().values)
+    covered = counts[head.t2d].sum() / counts.sum()
+    console.print(f"{len(trained)} answers, {counts.sum():.0f} tokens; the draft vocabulary has {covered:.2%} of them")
+    batches, scale = make_batches(trained), 0.5 if resume else 1.0
+    train(head, target, batches, held_out, minutes * 60, out, seed, console, scale)
     print_table(evaluate(head, target, held_out, (4, 8)), console)
     console.print(f"saved in {out}")
 

@@ -18,7 +18,7 @@ from demo import head_text, train_head
 from demo.draft_head import DraftHead
 from demo.head_text import Text, first_prompts, read_text, write_text
 from demo.paths import TARGET_DIR
-from demo.train_head import choose_draft_ids, evaluate, make_batches, new_head, train
+from demo.train_head import count_tokens, evaluate, make_batches, new_head, train
 
 HIDDEN, VOCAB, DRAFT_VOCAB, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS = 32, 96, 64, 8, 4, 2
 
@@ -53,7 +53,7 @@ def test_training_lowers_the_loss_and_saves_a_checkpoint_of_the_public_format(
     monkeypatch.setattr(train_head, "time", SimpleNamespace(monotonic=itertools.count().__next__))  # a batch a second
     monkeypatch.setattr(train_head, "BATCH_TOKENS", 128)
     torch.manual_seed(0)
-    head = new_head(target, choose_draft_ids(texts, VOCAB, DRAFT_VOCAB)[0])
+    head = new_head(target, count_tokens(texts, VOCAB).topk(DRAFT_VOCAB).indices.sort().values)
     batches = make_batches(texts)
     before = evaluate(head, target, batches, (4,))
     losses = train(head, target, batches, batches, 300, tmp_path, 1, Console(quiet=True))
@@ -61,6 +61,8 @@ def test_training_lowers_the_loss_and_saves_a_checkpoint_of_the_public_format(
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert after.right[0] > before.right[0] + 0.2
     assert 0 < after.chains[4] <= 4
+    again = evaluate(DraftHead.load(target.config, tmp_path), target, batches, (4,))
+    assert again.right[0] == pytest.approx(after.right[0], abs=0.02)  # it is saved in bfloat16
 
     kv, inner = NUM_KV_HEADS * HEAD_SIZE, NUM_HEADS * HEAD_SIZE
     tensors = load_file(tmp_path / "model.safetensors")
