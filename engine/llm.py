@@ -69,6 +69,13 @@ class LLM:
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams = GREEDY, max_tokens: int = 128
     ) -> list[str]:
         """The answers, in order. A prompt is text or token ids. ValueError if one is empty or too long."""
+        answers = self.generate_ids(prompts, sampling, max_tokens)
+        return [str(self.tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+
+    def generate_ids(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, max_tokens: int
+    ) -> list[list[int]]:
+        """As `generate`, but token ids, with the one that ended an answer."""
         all_ = [Running(self._tokenise(prompt, max_tokens)) for prompt in prompts]
         waiting, running = deque(all_), list[Running]()
         while waiting or running:
@@ -80,7 +87,7 @@ class LLM:
                 if token in self._ends or len(one.answer) == max_tokens:
                     self._end(one)
             running = [one for one in running if one.row >= 0]
-        return [str(self.tokenizer.decode(one.answer, skip_special_tokens=True)) for one in all_]
+        return [one.answer for one in all_]
 
     def _tokenise(self, prompt: str | Sequence[int], max_tokens: int) -> list[int]:
         ids = list(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
