@@ -3,6 +3,7 @@
     python -m bench.spec                                 # the demo model and its draft model
     python -m bench.spec --acceptance 0.7                # random weights: 213 M parameters, a draft model of 10 M
     python -m bench.spec --acceptance 0.7 --model FOLDER --draft-model FOLDER
+    python -m bench.spec --model smollm2 --draft-model HEAD --dtype bfloat16      # HEAD: of `python -m demo.train_head`
 
 Models with random weights never agree. So with --acceptance the draft model's forwards run at their real cost, but its
 drafts are replaced: with this probability by the token of greedy decoding, otherwise by a wrong one. Runs the engine
@@ -25,9 +26,10 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Draft, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator, measure
+from demo.head_text import first_prompts
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from tests.support.decoding import NO_SPECULATION, Answers, decode
@@ -109,14 +111,15 @@ def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Seque
     return figures, answers
 
 
-def build_prompts(folder: str, is_demo: bool, vocab_size: int) -> list[list[int]]:
-    """Questions of the demo's kinds; for other models, random tokens."""
-    if is_demo:
-        tokenizer = Tokenizer(Path(folder))
-        texts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+def build_prompts(folder: str, is_demo: bool, has_text: bool, vocab_size: int) -> list[list[int]]:
+    """Questions: of the demo's kinds, or of those that heads are trained on; without a text, random tokens."""
     draw = random.Random(1)
-    return [[draw.randrange(vocab_size) for _ in range(64)] for _ in range(16)]
+    if not has_text:
+        return [[draw.randrange(vocab_size) for _ in range(64)] for _ in range(16)]
+    tokenizer = Tokenizer(Path(folder))
+    questions = QUESTIONS if is_demo else islice(first_prompts(draw), max(STREAMS))
+    texts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions]
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def build_requests(
@@ -152,11 +155,12 @@ def main(
     else:
         folder = locate_model(model)
         engine = _build(folder, locate_draft(model, draft_model), dtype, threads)
-    prompts = build_prompts(folder, is_demo, engine.config.vocab_size)
+    prompts = build_prompts(folder, is_demo, acceptance is None, engine.config.vocab_size)
     meter = measure(engine.runner, engine.rows)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
+        kind = HeadDrafter if engine.has_head else ModelDrafter
+        drafters["draft"] = kind(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
         plain = build_requests(prompts, streams, tokens, "off")

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.placer import Placer
 from gateway.router.request import Request
@@ -302,6 +303,14 @@ def _choose_credulously(self: Placer, workers: Sequence[Any], request: Request) 
     return choose(self, workers, request)
 
 
+take_back_slots = StateSlots.take_back
+
+
+def _take_back_undrafted(self: StateSlots, step: ScheduledSequence) -> None:
+    if not step.num_drafted:
+        take_back_slots(self, step)
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -364,6 +373,8 @@ MUTATIONS: dict[str, Mutation] = {
     "slots are freed under a read": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
     "prefill offers the slots of an earlier attempt": _patched((KVCacheManager, "states_of", _offer_states_of_request)),
     "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
+    "a wrong draft stays in the state": _patched((StateSlots, "take_back", _take_back_undrafted)),
+    "drafts of a failed launch are not waited for": _patched((ModelDrafter, "settle", _nothing)),
     "a step writes into the slot that it reads": _patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
     ),
