@@ -57,6 +57,6 @@ def test_drafts_change_no_token_and_a_head_that_knows_is_right(live: tuple[str, 
         if temperature == 0:
             for prompt, (tokens, *_) in zip(prompts, drafted, strict=True):
                 assert tokens == oracle.answer(prompt, NUM_TOKENS, guess=tokens)
-        num_drafted, num_accepted = (sum(one[at] for one in drafted) for at in (1, 2))
+        num_drafted, num_accepted = sum(one[1] for one in drafted), sum(one[2] for one in drafted)
         assert num_drafted > 0 and not sum(one[1] for one in plain)
         assert kind == "mtp" or num_accepted == num_drafted
