@@ -141,7 +141,7 @@ template <class T> void add_adapters(const BatonAdapters& of) {
                 });
             }
         const int64_t at_once = are_panels(of) ? kColumns / kPanelColumns : 1;
-#pragma omp for schedule(dynamic, 8) collapse(2)
+#pragma omp for schedule(guided, 16) collapse(2)
         for (int64_t i = 0; i < of.num_tiles; ++i)
             for (int64_t block = 0; block < of.num_blocks; block += at_once) {
                 const int32_t* const tile = of.tiles + 3 * i;
