@@ -153,7 +153,9 @@ def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Pat
         try:
             read_head(drafting, load_config(folder), is_mtp=draft == MTP)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"the draft head in {drafting} cannot be used ({error}): set --draft-model") from error
+            raise ConfigError(
+                f"the draft head in {drafting} cannot be used ({error}): set --draft-model to another, or none"
+            ) from error
     return [folder, drafting]
 
 
