@@ -368,6 +368,11 @@ class HeadRunner(Runner):
             carried=self._guessed,
         )  # fmt: skip
 
+    @property
+    def has_pieces(self) -> bool:
+        """Its steps with prompts follow the model's."""
+        return False
+
     def warm_up(self, padding_page: int) -> None:
         """The model's, which this follows, does it."""
 

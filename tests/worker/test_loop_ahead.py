@@ -115,7 +115,9 @@ def led_head(headed: tuple[Path, Path], tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def late_head(headed: tuple[Path, Path]) -> Engine:
-    return capture(build(*headed, LATE))
+    engine = capture(build(*headed, LATE))
+    assert engine.draft_runner is not None and not engine.draft_runner.has_pieces
+    return engine
 
 
 @pytest.fixture(scope="module")
