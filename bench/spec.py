@@ -14,7 +14,8 @@ equally; figures are medians. The worker's own policy chooses the number of draf
 import gc
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,7 +27,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from decode_worker.speculation.drafters import Draft, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator, measure
 from demo.head_text import first_prompts
@@ -37,7 +38,7 @@ from tests.support.random_models import write_pair
 from wire.sampling import SamplingParams
 from worker.models import locate_draft, locate_model
 from worker.scheduler import num_rows_for
-from worker.sequences import SequenceParams
+from worker.sequences import Sequence, SequenceParams
 
 app = App(help=__doc__)
 GREEDY = SamplingParams(temperature=0.0)
@@ -54,7 +55,7 @@ QUESTIONS = (
 class SyntheticDrafter(Drafter):
     """A draft model whose drafts are right with a given probability, independently."""
 
-    def __init__(self, inner: Drafter, truth: Mapping[int, Sequence[int]], acceptance: float, vocab_size: int) -> None:
+    def __init__(self, inner: Drafter, truth: Mapping[int, Seq[int]], acceptance: float, vocab_size: int) -> None:
         """`truth`: handle |-> the whole answer."""
         self._inner = inner
         self._truth = truth
@@ -62,7 +63,7 @@ class SyntheticDrafter(Drafter):
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+    def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = self._inner.propose(wanted)
         return [
             replace(draft, token_ids=self._swap(one, draft), num_unseen=0)
@@ -77,10 +78,16 @@ class SyntheticDrafter(Drafter):
             token if self._random.random() < self._acceptance else (token + 1) % self._vocab_size for token in right
         )
 
+    def num_behind(self, sequence: Sequence, begin: int) -> int | None:
+        return self._inner.num_behind(sequence, begin)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
     def cost(self) -> CostCurve | None:
         return self._inner.cost()
 
-    def hidden_s(self, lengths: Sequence[int]) -> float:
+    def hidden_s(self, lengths: Seq[int]) -> float:
         return self._inner.hidden_s(lengths)
 
     def end_step(self) -> None:
@@ -96,7 +103,7 @@ class Figures:
     accepted: float  # share of the drafts
 
 
-def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[SequenceParams]) -> tuple[Figures, Answers]:
+def measure_round(engine: Engine, speculator: Speculator, wanted: Seq[SequenceParams]) -> tuple[Figures, Answers]:
     """Decode all `wanted` together."""
     gc.collect()
     answers = decode(engine, wanted, speculator, chunk_tokens=CHUNK_TOKENS)
@@ -122,9 +129,7 @@ def build_prompts(folder: str, is_demo: bool, has_text: bool, vocab_size: int) -
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def build_requests(
-    prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str
-) -> list[SequenceParams]:
+def build_requests(prompts: Seq[Seq[int]], streams: int, num_tokens: int, drafter: str) -> list[SequenceParams]:
     """`streams` greedy requests of exactly `num_tokens` tokens."""
     return [
         SequenceParams(
@@ -159,8 +164,7 @@ def main(
     meter = measure(engine.runner, engine.rows)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        kind = HeadDrafter if engine.has_head else ModelDrafter
-        drafters["draft"] = kind(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
+        drafters["draft"] = build_drafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
         plain = build_requests(prompts, streams, tokens, "off")
@@ -191,7 +195,7 @@ def _build(folder: str, draft: str, dtype: str, threads: int) -> Engine:
     )  # fmt: skip
 
 
-def _add_row(table: Table, streams: int, name: str, off: Sequence[Figures], on: Sequence[Figures]) -> None:
+def _add_row(table: Table, streams: int, name: str, off: Seq[Figures], on: Seq[Figures]) -> None:
     ratio = statistics.median(one.tpot_s / other.tpot_s for one, other in zip(on, off, strict=True))
     table.add_row(
         str(streams),

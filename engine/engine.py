@@ -243,6 +243,8 @@ def assemble_engine(
     decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
     models = [model] if draft is None else [model, draft]
     decoders = [one.decoder for one in models]
+    if draft is not None and isinstance(draft.decoder, HeadDecoder):
+        decoder.tap(draft.decoder.head.taps)
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
     shapes = [PoolShape(1, one.decoder.config.kv_parts, page_tokens, pool_dtype) for one in models]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
@@ -310,7 +312,6 @@ def _build_runners(
     if len(decoders) == 1:
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
     if isinstance(decoders[1], HeadDecoder):
-        decoders[0].tap(decoders[1].head.taps)
         head = place.build_head_runner(decoders[1], backends[1], pages[1], rows)
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.follower), head
     return (

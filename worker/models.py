@@ -59,9 +59,7 @@ def locate_draft(model: str, draft_model: str) -> str:
     """The folder or hub id of the draft model that goes with `model`, or "mtp"; empty for none."""
     if draft_model == "auto":
         return _demo_folder("draft") if model == DEMO_MODEL else ""
-    if draft_model in (NO_DRAFT, MTP):
-        return "" if draft_model == NO_DRAFT else MTP
-    return locate_gguf(draft_model) or draft_model
+    return "" if draft_model == NO_DRAFT else locate_gguf(draft_model) or draft_model
 
 
 def locate(config: WorkerConfigT) -> WorkerConfigT:
@@ -147,16 +145,15 @@ def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Pat
     if not draft:
         return [folder]
     drafting = folder if draft == MTP else find_folder(draft, "draft_model")
-    if draft != MTP and (drafting is None or not is_draft_head(drafting)):
-        return [folder, check_model(draft, ("configuration", "weights"), "draft_model")]
-    if folder is not None and drafting is not None and has_native_code(folder):  # workers judge others
-        try:
+    try:
+        is_head = draft == MTP or (drafting is not None and is_draft_head(drafting))
+        if is_head and folder is not None and drafting is not None and has_native_code(folder):  # workers judge others
             read_head(drafting, load_config(folder), is_mtp=draft == MTP)
-        except (ValueError, OSError) as error:
-            raise ConfigError(
-                f"the draft head in {drafting} cannot be used ({error}): set --draft-model to another, or none"
-            ) from error
-    return [folder, drafting]
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"the draft head in {drafting} cannot be used ({error}): set --draft-model to another, or none"
+        ) from error
+    return [folder, drafting if is_head else check_model(draft, ("configuration", "weights"), "draft_model")]
 
 
 def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str = "model") -> Path | None:

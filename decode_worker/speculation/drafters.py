@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
-from engine.runner import Launched, Runner
+from engine.runner import HeadRunner, Launched, Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
@@ -227,3 +227,9 @@ class HeadDrafter(ModelDrafter):
 
     def _find_begin(self, one: Wanted) -> int:
         return one.end - 1
+
+
+def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int, is_ahead: bool = False) -> ModelDrafter:
+    """Of a draft model or a head. Parameters: see `ModelDrafter`."""
+    kind = HeadDrafter if isinstance(runner, HeadRunner) else ModelDrafter
+    return kind(runner, meter, chunk_tokens, is_ahead)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
-from decode_worker.speculation.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import (
     NEWEST_SHARE,
     Acceptance,
@@ -186,8 +186,8 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        meter, kind = _measure_aside(engine.draft_runner, engine.rows), HeadDrafter if engine.has_head else ModelDrafter
-        drafters["draft"] = kind(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
+        meter = _measure_aside(engine.draft_runner, engine.rows)
+        drafters["draft"] = build_drafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)

@@ -50,11 +50,18 @@ class FallbackModel:
         self._tapped: Tensor | None = None  # Batch.taps of the running step
         self.taps: tuple[int, ...] = ()
         self.mtp_layer, self.rotary = mtp_layer, cast(Any, getattr(model.base_model, "rotary_emb", None))
-        self.embedding = Embedding(model.get_input_embeddings().weight)
-        self.lm_head = WidenedLinear(model.get_output_embeddings().weight)
         model.set_attn_implementation(SERVE)
         for layer, name in enumerate(config.attention_modules):
             model.get_submodule(name).baton_attend = partial(self._attend, layer)
+
+    @property
+    def embedding(self) -> Embedding:
+        """For a draft head, like the next."""
+        return Embedding(self._model.get_input_embeddings().weight)
+
+    @property
+    def lm_head(self) -> WidenedLinear:
+        return WidenedLinear(self._model.get_output_embeddings().weight)
 
     def tap(self, layers: Sequence[int]) -> None:
         """See `Decoder.tap`. ValueError if transformers' code has no list of layers."""

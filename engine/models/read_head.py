@@ -46,11 +46,8 @@ def is_draft_head(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     config = read_json(folder / "config.json")
-    return "speculators_model_type" in config or _is_eagle3(config)
-
-
-def _is_eagle3(config: Json) -> bool:
-    return any(isinstance(name, str) and "eagle3" in name.lower() for name in config.get("architectures") or [])
+    is_eagle3 = any("eagle3" in str(name).lower() for name in collection(config, "architectures", list))
+    return "speculators_model_type" in config or is_eagle3
 
 
 def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Draft, Drafter, HeadDrafter, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
@@ -130,9 +130,8 @@ def build_speculators(
 ) -> Mapping[str, Speculator]:  # fmt: skip
     """Drafter's name |-> an eager speculator with that drafter alone."""
     assert engine.draft_runner is not None
-    kind = HeadDrafter if engine.has_head else ModelDrafter
     drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": kind(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
+        "ngram": NgramDrafter(), "draft": build_drafter(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
     }  # fmt: skip
     built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
     return {"off": NO_SPECULATION, **built}
