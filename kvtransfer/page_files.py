@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from errno import EPERM
 from hashlib import blake2b
 from pathlib import Path
 
@@ -55,16 +56,18 @@ class PageFiles:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         home.mkdir(mode=0o700, exist_ok=True)
         if (owner := home.stat().st_uid) != os.geteuid():
-            raise PermissionError(f"{home} belongs to user {owner}, who could write wrong KV there")
-        self._fd, self._folder = _lock_one(home)
+            raise PermissionError(EPERM, f"it belongs to user {owner}, who could write wrong KV there")
+        self._fd, self.folder = _lock_one(home)
         self._others: list[Path] = []
         self.look_for_others()
-        self._strangers = _list_strangers(root, self._folder)
+        self._strangers = _list_strangers(root, self.folder)
         self._read_folder()
+        if (room := shutil.disk_usage(root).free + self.num_bytes) < max_bytes:
+            log.warning("less room for KV than allowed", folder=str(root), mib=room >> 20, allowed_mib=max_bytes >> 20)
 
     def _read_folder(self) -> None:
         found = []
-        with os.scandir(self._folder) as entries:
+        with os.scandir(self.folder) as entries:
             for entry in entries:
                 key = bytes.fromhex(entry.name) if len(entry.name) == 32 and _is_hex(entry.name) else b""
                 if key:
@@ -79,8 +82,8 @@ class PageFiles:
 
     def look_for_others(self) -> None:
         """Read from folders of owners that came after this one, too."""
-        with os.scandir(self._folder.parent) as entries:
-            self._others = [Path(entry.path) for entry in entries if Path(entry.path) != self._folder]
+        with os.scandir(self.folder.parent) as entries:
+            self._others = [Path(entry.path) for entry in entries if Path(entry.path) != self.folder]
 
     @property
     def num_files(self) -> int:
@@ -101,7 +104,7 @@ class PageFiles:
 
     def read(self, key: bytes, row: NDArray[np.uint8]) -> bool | None:
         """Fill `row`; returns whether it has the draft model's KV. None: there is no such file that can be used."""
-        for folder in (self._folder, *self._others):
+        for folder in (self.folder, *self._others):
             path, header = folder / key.hex(), bytearray(HEADER.size)
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,7 +132,7 @@ class PageFiles:
             log.warning(
                 "a KV file cannot be used: counts as missing", path=str(path), wrong=reason, so_far=self.num_bad
             )
-        if path.parent == self._folder:
+        if path.parent == self.folder:
             self._drop(key)
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class PageFiles:
             return
         fields = HEADER.pack(MAGIC, self._pages_of, key, has_draft, 0)
         header = HEADER.pack(MAGIC, self._pages_of, key, has_draft, _sum(fields, row))
-        path = self._folder / key.hex()
+        path = self.folder / key.hex()
         new = path.with_suffix(".new")
         try:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -155,7 +158,7 @@ class PageFiles:
         except OSError as error:
             self._paused_until = time.monotonic() + PAUSE_S
             log.warning(
-                "KV cannot be saved; serving goes on without, and this is tried again", folder=str(self._folder),
+                "KV cannot be saved; serving goes on without, and this is tried again", folder=str(self.folder),
                 reason=str(error), seconds=PAUSE_S,
             )  # fmt: skip
             with suppress(OSError):
@@ -183,7 +186,7 @@ class PageFiles:
         with self._lock:
             self.num_bytes -= self._sizes.pop(key, 0)
         with suppress(OSError):
-            (self._folder / key.hex()).unlink()
+            (self.folder / key.hex()).unlink()
 
     def close(self) -> None:
         """Another process may own the folder from now on."""
@@ -223,12 +226,11 @@ class PageTiers:
             batch = lacking[begin : begin + self._per_load]
             pages = [entry.page for entry in batch]
             rows = self._pool.load(pages)
-            for entry, row, generation in zip(batch, rows, self._pool.generations[pages], strict=True):
-                if generation == entry.generation:
-                    num_saved += 1
-                    for tier in self.tiers:
-                        if not tier.has(entry.key):
-                            tier.write(entry.key, row, entry.has_draft)
+            for at in find_unchanged(batch, self._pool.generations[pages]):
+                num_saved += 1
+                for tier in self.tiers:
+                    if not tier.has(batch[at].key):
+                        tier.write(batch[at].key, rows[at], batch[at].has_draft)
         return num_saved
 
     def load(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
@@ -256,6 +258,11 @@ class PageTiers:
         self._readers.shutdown()
         for tier in self.tiers:
             tier.close()
+
+
+def find_unchanged(entries: Sequence[NamedPage], generations: Sequence[int] | NDArray[np.uint64]) -> list[int]:
+    """Which of the entries' pages still have what they had: the others have had other holders. Pure."""
+    return [at for at, entry in enumerate(entries) if generations[at] == entry.generation]
 
 
 def identify(*facts: object) -> bytes:
@@ -286,6 +293,17 @@ def _lock(folder: Path) -> int | None:
             return fd
     os.close(fd)
     return None
+
+
+def host_folder() -> Path:
+    """Of files in memory: as they belong to no process, they are there for the worker's next start, too."""
+    return Path(f"/dev/shm/baton-kv-{os.geteuid()}")
+
+
+def remove_unowned(root: Path) -> None:
+    """Remove all files that no process owns now."""
+    for folder, _ in _list_strangers(root, root):
+        _remove_unlocked(folder)
 
 
 def _list_strangers(root: Path, own: Path) -> list[tuple[Path, int]]:

@@ -61,6 +61,7 @@ class KVCacheManager:
     model: str = ""  # fingerprint of the weights
     num_after: int = 0  # tokens after a page that its KV depends on: 1 with a draft head
     states: StateSlots = field(default_factory=no_states)
+    needs_draft: bool = False  # pages are used only with the draft model's KV, as a prefill worker offers both
     max_offer_pages: int = ANY_NUMBER  # bounds the duration of a read
     num_queried: int = 0  # prompt tokens looked up
     num_hit: int = 0  # of those, the cached ones
@@ -166,6 +167,8 @@ class KVCacheManager:
         for page, key, has_draft in zip(restore.pages, restore.keys, drafts, strict=False):
             if has_draft:
                 self.cache.mark_draft(page)
+            elif self.needs_draft:
+                break
             self.cache.name(page, key)
         for slot, key in zip(restore.slots[:num_slots], restore.slot_keys, strict=False):
             self.states.cache.name(slot, key)

@@ -16,13 +16,14 @@ from engine.engine import Engine
 from engine.kv.pool import Pool
 from kvtransfer.checksums import OfferPart, check_checksums, compute_checksums
 from kvtransfer.layout import Run, build_layout, plan_all_runs
-from kvtransfer.page_files import PageFiles, PageTiers, identify
+from kvtransfer.page_files import PageFiles, PageTiers, host_folder, identify
 from kvtransfer.reader import Local, Reader
 from kvtransfer.transports import describe_rank, open_reader
 from protos import kv_pb2
 from runtime import rpc
 from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.settings import ConfigError
 from runtime.trust import Trust
 from wire.kv_layout import KvPart
 from wire.page_keys import NamedPage
@@ -163,15 +164,16 @@ def build_pools(
 def _build_tiers(
     config: PrefillConfig | DecodeConfig, pool: Pool, layout: kv_pb2.KvLayout, has_states: bool
 ) -> PageTiers:
-    """Pages and slots, and the ranks, share what the worker may take. Raises OSError if a folder cannot be used."""
+    """Pages and slots, and the ranks, share what the worker may take. Raises ConfigError if a folder cannot be used."""
     pages_of = identify(layout.SerializeToString(deterministic=True), pool.parts, pool.rank, pool.num_ranks)
     tiers = []
-    for root, gib in ((host_folder(), config.kv_host_gib), (Path(config.kv_disk), config.kv_disk_gib)):
-        if gib and root.name:
-            tiers.append(PageFiles(root, pages_of, (gib << 30) // (1 + has_states) // pool.num_ranks))
+    for option, root, gib in (
+        ("kv_host_gib", host_folder(), config.kv_host_gib),
+        ("kv_disk", Path(config.kv_disk).expanduser(), config.kv_disk_gib if config.kv_disk else 0),
+    ):
+        try:
+            if gib:
+                tiers.append(PageFiles(root, pages_of, (gib << 30) // (1 + has_states) // pool.num_ranks))
+        except OSError as error:
+            raise ConfigError(f"{option}={getattr(config, option)} cannot be used: {root}: {error.strerror}") from error
     return PageTiers(pool, tiers)
-
-
-def host_folder() -> Path:
-    """Of files in memory: as they belong to no process, they are there for the worker's next start, too."""
-    return Path(f"/dev/shm/baton-kv-{os.geteuid()}")
