@@ -28,7 +28,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families faults chaos soak clients clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families faults chaos soak clients wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+wheel: | .venv/bin/python ## Build dist/baton-VERSION-py3-none-any.whl, which needs no checkout
+	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .
 
 clean: ## Remove what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -147,18 +147,21 @@ class Live(Service):
 
 @contextmanager
 def serve(
-    model: Path | str, *flags: str, env: Mapping[str, str] | None = None, hands_over: bool = True
-) -> Iterator[Live]:  # fmt: skip
+    model: Path | str,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    hands_over: bool = True,
+    installed: Path | None = None,
+) -> Iterator[Live]:
     """`baton serve` on free ports, ready; stopped by SIGTERM at the end.
 
     hands_over: transfer KV unless flags say otherwise; if False, the ports are the only flags besides `flags`.
+    installed: the script to run, in a folder of its own and without PYTHONPATH, so that it finds no checkout.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
         command = [
-            sys.executable,
-            "-m",
-            "cli.main",
+            *((installed,) if installed else (sys.executable, "-m", "cli.main")),
             "serve",
             "--model",
             str(model),
@@ -167,13 +170,17 @@ def serve(
             *(() if not hands_over or any(flag.startswith(HAND_OFF) for flag in flags) else HAND_OFF_FLAGS),
             *flags,
         ]
+        environment = build_environment(env or {})
+        if installed:
+            del environment["PYTHONPATH"]
         process = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            env=build_environment(env or {}),
+            env=environment,
+            cwd=folder if installed else None,
         )
         live = Live(process, log)
         threading.Thread(target=_read_log, args=(live,), daemon=True).start()
