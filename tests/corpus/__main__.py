@@ -205,6 +205,10 @@ def tidy_stream(text: str) -> list[Any]:
             events.append({"data": {"choices": [ids]}})
         if choice.get("delta") == {"content": ""}:
             choice["delta"] = {}
+        if {"reasoning_content", "content"} <= choice.get("delta", {}).keys():  # two tokens that came together
+            first = dict.fromkeys(choice) | {"index": choice["index"]}
+            first["delta"] = {"reasoning_content": choice["delta"].pop("reasoning_content")}
+            events.append({**lines, "data": {**value, "choices": [first]}})
         events.append({**lines, "data": value})
     joined: list[Any] = []
     for _, run in groupby(events, key=lambda event: choice_of(event) is not None):
