@@ -9,7 +9,7 @@ from statistics import median
 
 Figures = Mapping[str, float]  # name |-> value, of one system in one round; empty if it failed
 Rounds = Mapping[str, Sequence[Figures]]  # system |-> its rounds
-BEGIN, END = "<!-- bench-peers: {} -->", "<!-- /bench-peers: {} -->"
+BEGIN, END = "<!-- {} -->", "<!-- /{} -->"
 UNITS = {"ms": " ms", "per_s": "/s", "ratio": " x"}
 
 
@@ -63,6 +63,20 @@ def share_prefix(text: str, other: str) -> float:
     """The share of `text` that `other` begins with, 0 to 1."""
     count = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
     return (min(len(text), len(other)) if count is None else count) / max(len(text), 1)
+
+
+def read_row(document: str, name: str, label: str) -> dict[str, float]:
+    """System |-> median of a figure in milliseconds, from the table between `name`'s markers; ValueError without it."""
+    table = document.partition(BEGIN.format(name))[2].partition(END.format(name))[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    row = next((cells for head, *cells in lines if head == label), None)
+    if row is None:
+        raise ValueError(f"there is no {label!r} between the markers of {name}")
+    systems = lines[0]  # without the empty first cell
+    return {
+        system: float(cell.rstrip(")").removesuffix(" ms").split("(")[-1])
+        for system, cell in zip(systems, row, strict=True)
+    }
 
 
 def put_between(document: str, name: str, text: str) -> str:

@@ -205,9 +205,10 @@ def tidy_stream(text: str) -> list[Any]:
             events.append({"data": {"choices": [ids]}})
         if choice.get("delta") == {"content": ""}:
             choice["delta"] = {}
-        if {"reasoning_content", "content"} <= choice.get("delta", {}).keys():  # two tokens that came together
-            first = dict.fromkeys(choice) | {"index": choice["index"]}
-            first["delta"] = {"reasoning_content": choice["delta"].pop("reasoning_content")}
+        delta = choice.get("delta", {})
+        if isinstance(value, dict) and {"reasoning_content", "content"} <= delta.keys():  # tokens that came together
+            first = {key: choice[key] if key == "index" else None for key in choice}
+            first["delta"] = {"reasoning_content": delta.pop("reasoning_content")}
             events.append({**lines, "data": {**value, "choices": [first]}})
         events.append({**lines, "data": value})
     joined: list[Any] = []
@@ -226,6 +227,8 @@ def choice_of(event: Mapping[str, Any]) -> int | None:
 
 def merge(a: Any, b: Any, key: str = "") -> Any:
     """Two values as one; None if they differ in more than what is joined."""
+    if key == "finish_reason" and a is None:
+        return b
     if key == "delta" and {} in (a, b) and "role" not in (a or b):
         return a or b
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():

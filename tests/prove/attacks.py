@@ -5,9 +5,10 @@ address of a `Wire` in place of its decode worker's, so that its offers can be c
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import grpc
 import torch
@@ -19,39 +20,35 @@ from tests.prove.report import Report
 from tests.support.asking import Asking
 from tests.support.fake_workers import PATIENCE_S, Context, Signal
 from tests.support.fault_answers import Truth, prompt_of
-from tests.support.fleet import ProcessFleet, run_fleet
+from tests.support.fleet import HOST, ProcessFleet, run_fleet
 from tests.support.real_workers import Gateway, gateway, packed
 
 TITLE = "reference to KV"
-UNKNOWN, RANGE, CONSUMED, REUSED, EXPIRED = (
-    "unknown id",
-    "out of range",
-    "consumed",
-    "its pages reused",
-    "lease expired",
-)
-READS, ANY = "page read without an offer", "any"
-NUM_PROMPT, NUM_TOKENS = 100, 24
+CASES = UNKNOWN, RANGE, CONSUMED, REUSED, EXPIRED, READ = (
+    "unknown id", "out of range", "consumed", "its pages reused", "lease expired", "page read without an offer",
+)  # fmt: skip
+NUM_PROMPT, NUM_TOKENS, MORE_TOKENS = 100, 24, 200
 LEASE_S = 4.0
 PREFILL_MIB = 32  # of KV: about one context, so a few long prompts recycle each page
 FILLER_TOKENS = 1500
 MANY = 2**40
-# What is changed in an offer, by case, and the reason for which it must be refused.
-ALTERED: Mapping[str, tuple[tuple[str, Callable[[kv_pb2.OfferRequest, int], object]], ...]] = {
+RunCall: TypeAlias = "grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]"
+Change = Callable[[kv_pb2.OfferRequest, int], object]  # of an offer of a worker with this many pages
+ALTERED: Mapping[str, Sequence[tuple[str, Change]]] = {  # case |-> changes, and the reason for which each is refused
     UNKNOWN: (
-        ("session", lambda offer, pages: setattr(offer.ticket, "session", MANY)),
-        ("incarnation", lambda offer, pages: setattr(offer.ticket, "incarnation", "gone")),
-        ("attempt", lambda offer, pages: setattr(offer.ticket, "attempt", 2)),
-        ("adapter", lambda offer, pages: setattr(offer.ticket, "adapter", "none")),
-        ("handshake", lambda offer, pages: setattr(offer, "incarnation", "gone")),
+        ("session", lambda offer, _: setattr(offer.ticket, "session", MANY)),
+        ("incarnation", lambda offer, _: setattr(offer.ticket, "incarnation", "gone")),
+        ("attempt", lambda offer, _: setattr(offer.ticket, "attempt", 2)),
+        ("adapter", lambda offer, _: setattr(offer.ticket, "adapter", "none")),
+        ("handshake", lambda offer, _: setattr(offer, "incarnation", "gone")),
     ),
     RANGE: (
-        ("bounds", lambda offer, pages: setattr(offer.pages[0], "page", pages)),
-        ("bounds", lambda offer, pages: setattr(offer.pages[-1], "page", 2**32 - 1)),
-        ("bounds", lambda offer, pages: setattr(offer, "end", offer.end + 1)),
-        ("bounds", lambda offer, pages: offer.pages.add(page=0)),
-        ("bounds", lambda offer, pages: offer.pages.pop()),
-        ("generation", lambda offer, pages: setattr(offer.pages[0], "generation", MANY)),
+        ("bounds", lambda offer, num_pages: setattr(offer.pages[0], "page", num_pages)),
+        ("bounds", lambda offer, _: setattr(offer.pages[-1], "page", 2**32 - 1)),
+        ("bounds", lambda offer, _: setattr(offer, "end", offer.end + 1)),
+        ("bounds", lambda offer, _: offer.pages.add(page=0)),
+        ("bounds", lambda offer, _: offer.pages.pop()),
+        ("generation", lambda offer, _: setattr(offer.pages[0], "generation", MANY)),
     ),
 }
 
@@ -60,37 +57,20 @@ ALTERED: Mapping[str, tuple[tuple[str, Callable[[kv_pb2.OfferRequest, int], obje
 class Way:
     """A transport that pages travel by."""
 
-    transport: str  # its name in metrics
+    name: str  # in metrics
     flags: Sequence[str] = ()  # of both workers
     reader_flags: Sequence[str] = ()  # of the decode worker
     env: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""  # why it cannot be used on this machine
 
 
+NO_NIXL, NO_CARD = "" if is_installed() else "NIXL is not installed", "" if torch.cuda.is_available() else "no card"
 WAYS = {
     "shm": Way("shm"),
     "grpc": Way("grpc"),
-    "nixl": Way(
-        "nixl:tcp",
-        (),
-        ("--nixl-allow-tcp",),
-        {"UCX_TLS": "tcp,self"},
-        "" if is_installed() else "NIXL is not installed",
-    ),
-    "cuda_ipc": Way("cuda_ipc", ("--device=cuda",), missing="" if torch.cuda.is_available() else "no card here"),
+    "nixl": Way("nixl:tcp", (), ("--nixl-allow-tcp",), {"UCX_TLS": "tcp,self"}, NO_NIXL),
+    "cuda_ipc": Way("cuda_ipc", ("--device=cuda",), missing=NO_CARD),
 }
-
-
-@dataclass
-class Held:
-    """An offer that the decode worker has not got, and the Run call that waits for its reply."""
-
-    handle: int
-    ticket: kv_pb2.Ticket  # the decode worker's own
-    prompt: list[int]
-    offer: kv_pb2.OfferRequest
-    reply: "asyncio.Future[kv_pb2.OfferResponse]"
-    run: "grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]"
 
 
 class Wire(decode_pb2_grpc.DecodeServicer):
@@ -108,7 +88,8 @@ class Wire(decode_pb2_grpc.DecodeServicer):
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewResponse:
         if self.is_cut:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off")
-        return await renew(self._decode, request.ticket)
+        response: decode_pb2.RenewResponse = await self._decode.Renew(request, timeout=PATIENCE_S)
+        return response
 
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
         reply: asyncio.Future[kv_pb2.OfferResponse] = asyncio.get_running_loop().create_future()
@@ -116,178 +97,173 @@ class Wire(decode_pb2_grpc.DecodeServicer):
         return await reply
 
 
-async def renew(decode: decode_pb2_grpc.DecodeStub, ticket: kv_pb2.Ticket) -> decode_pb2.RenewResponse:
-    response: decode_pb2.RenewResponse = await decode.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=PATIENCE_S)
-    return response
+@dataclass
+class Held:
+    """A victim: a session whose offer the decode worker has not got, and the Run call that waits for its reply."""
+
+    handle: int
+    prompt: list[int]
+    offer: kv_pb2.OfferRequest
+    reply: "asyncio.Future[kv_pb2.OfferResponse]"
+    run: RunCall
 
 
+@dataclass
 class Attacker:
-    """Plays the gateway of its victims and what lies between the workers."""
+    """Plays the gateway of its victims and, at `address`, what lies between the workers."""
 
-    def __init__(self, fleet: ProcessFleet, way: str, report: Report, truth: Truth, opened: Gateway) -> None:
-        self._fleet, self._way, self._report, self._truth, self._gateway = fleet, way, report, truth, opened
-        self._channels = [open_channel(fleet[name].address) for name in ("prefill-0", "decode-0")]
-        self._prefill = prefill_pb2_grpc.PrefillStub(self._channels[0])
-        self._pages = kv_pb2_grpc.KvPagesStub(self._channels[0])
-        self._decode = decode_pb2_grpc.DecodeStub(self._channels[1])
-        self._wire, self._server = Wire(self._decode), build_server()
-        self._address = f"127.0.0.1:{bind(self._server, '127.0.0.1', 0)}"
-        self._num_victims = 0
+    report: Report
+    truth: Truth
+    way: str
+    fleet: ProcessFleet
+    gateway: Gateway
+    prefill: prefill_pb2_grpc.PrefillStub
+    decode: decode_pb2_grpc.DecodeStub
+    wire: Wire
+    address: str
+    num_victims: int = 0
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator["Attacker"]:
-        decode_pb2_grpc.add_DecodeServicer_to_server(self._wire, self._server)
-        await self._server.start()
-        try:
-            yield self
-        finally:
-            await self._server.stop(None)
-            for channel in self._channels:
-                await channel.close()
-
-    async def attack(self) -> None:
-        """All cases, one victim after the other."""
-        peer = (await self._prefill.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)).peer
+    async def attack(self) -> kv_pb2.Peer:
+        """All cases, each on a victim of its own, which is answered right in the end. Returns the prefill worker."""
+        status: decode_pb2.WorkerStatus = await self.prefill.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
         for case, changes in ALTERED.items():
-            held = await self._hold()
+            held = await self.hold()
             for wanted, change in changes:
-                offer = kv_pb2.OfferRequest()
-                offer.CopyFrom(held.offer)
-                change(offer, peer.num_pages)
-                await self._offer(case, offer, wanted)
-            await self._let_pass(held)
-            await self._expect_answer(case, held)
-        await self._use_again()
-        await self._use_recycled(peer.num_pages)
-        await self._use_expired()
-        await self._read(peer)
+                altered = kv_pb2.OfferRequest()
+                altered.CopyFrom(held.offer)
+                change(altered, status.peer.num_pages)
+                await self.offer(case, altered, wanted)
+            await self.let_pass(held)
+            await self.expect_answer(case, held)
+        await self.use_again()
+        await self.use_recycled(status.peer.num_pages)
+        await self.use_expired()
+        return status.peer
 
-    async def _use_again(self) -> None:
-        held = await self._hold(num_tokens=8 * NUM_TOKENS)
-        await self._let_pass(held)
-        await self._offer(CONSUMED, held.offer, "session")  # its session runs
-        await self._expect_answer(CONSUMED, held, 8 * NUM_TOKENS)
-        await self._offer(CONSUMED, held.offer, "session")  # it has ended
-        await self._move(CONSUMED, held, "")  # the pages are cached: they still have what was promised
+    async def use_again(self) -> None:
+        held = await self.hold(MORE_TOKENS)
+        await self.let_pass(held)
+        await self.offer(CONSUMED, held.offer, "session")  # its session runs
+        await self.expect_answer(CONSUMED, held, MORE_TOKENS)
+        await self.offer(CONSUMED, held.offer, "session")  # it has ended
+        await self.move(CONSUMED, held, "")  # the pages are cached: they still have what was promised
 
-    async def _use_recycled(self, num_pages: int) -> None:
+    async def use_recycled(self, num_pages: int) -> None:
         """The prefill worker is told that its pages were read, so it gives them to other prompts."""
-        held = await self._hold()
+        held = await self.hold()
         held.reply.set_result(kv_pb2.OfferResponse(accepted=True))
         await held.run
         for number in range(2 + num_pages * 16 // FILLER_TOKENS):
-            filler = Asking(self._fleet.grpc_address, prompt_of(FILLER_TOKENS, number), 1, cache_salt=new_incarnation())
+            filler = Asking(self.fleet.grpc_address, prompt_of(FILLER_TOKENS, number), 1, cache_salt=new_incarnation())
             while not filler.is_over:
                 await asyncio.sleep(LEASE_S / 10)
-                await renew(self._decode, held.ticket)
+                await self.decode.Renew(decode_pb2.RenewRequest(ticket=held.offer.ticket), timeout=PATIENCE_S)
             filler.answer()
-        await self._offer(REUSED, held.offer, "generation")
-        await self._move(REUSED, held, "generation")
-        await self._prefill.Run(self._build_run(held.prompt, held.ticket), timeout=PATIENCE_S)
-        await self._expect_answer(REUSED, held)
+        await self.offer(REUSED, held.offer, "generation")
+        await self.move(REUSED, held, "generation")
+        await self.wait(self.run(held.prompt, held.offer.ticket))
+        await self.expect_answer(REUSED, held)
 
-    async def _use_expired(self) -> None:
-        """No renewal comes through: the session ends, and its late reference with it; the next attempt is answered."""
-        held = await self._hold()
-        self._wire.is_cut = True
-        end, _ = await self._gateway.end_of(held.handle)
-        self._report.require(end == "expired", f"{EXPIRED} ({self._way}): the session ended with {end}")
-        await self._offer(EXPIRED, held.offer, "session")
-        with suppress(grpc.aio.AioRpcError):  # the prefill worker has given up
-            await held.run
-        held.reply.cancel()
-        self._wire.is_cut = False
-        await self._move(EXPIRED, held, "")
+    async def use_expired(self) -> None:
+        """No renewal comes through: the session ends, and its late reference with it."""
+        held = await self.hold()
+        self.wire.is_cut = True
+        end, _ = await self.gateway.end_of(held.handle)
+        self.report.require(end == "expired", f"{EXPIRED} ({self.way}): the session ended with {end}")
+        await self.offer(EXPIRED, held.offer, "session")
+        await self.wait(held.run)  # the prefill worker gives up
+        self.wire.is_cut = False
+        await self.move(EXPIRED, held, "")
 
-    async def _move(self, case: str, held: Held, wanted: str) -> None:
+    async def move(self, case: str, held: Held, wanted: str) -> None:
         """The reference in another session of the same prompt, which is answered right, with these pages or others."""
         other = replace(held, handle=held.handle + MANY)
-        ticket = await self._gateway.reserve(other.handle, held.prompt, NUM_TOKENS, cache_salt=new_incarnation())
-        offer = kv_pb2.OfferRequest()
-        offer.CopyFrom(held.offer)
-        offer.ticket.CopyFrom(ticket)
-        await self._offer(case, offer, wanted)
+        ticket = await self.gateway.reserve(other.handle, held.prompt, NUM_TOKENS, cache_salt=new_incarnation())
+        moved = kv_pb2.OfferRequest()
+        moved.CopyFrom(held.offer)
+        moved.ticket.CopyFrom(ticket)
+        await self.offer(case, moved, wanted)
         if wanted:
-            await self._prefill.Run(self._build_run(held.prompt, ticket), timeout=PATIENCE_S)
-        await self._expect_answer(case, other)
+            await self.wait(self.run(held.prompt, ticket))
+        await self.expect_answer(case, other)
 
-    async def _read(self, peer: kv_pb2.Peer) -> None:
-        """Pages of the prefill worker, without an offer."""
-        wrong = (
-            ("FAILED_PRECONDITION", kv_pb2.ReadPagesRequest(incarnation="gone", pages=[0], num_bytes=1)),
-            (
-                "OUT_OF_RANGE",
-                kv_pb2.ReadPagesRequest(incarnation=peer.incarnation, pages=[peer.num_pages], num_bytes=1),
-            ),
-            ("OUT_OF_RANGE", kv_pb2.ReadPagesRequest(incarnation=peer.incarnation, pages=[0], num_bytes=MANY)),
-        )
-        for wanted, request in wrong:
-            code = ""
-            try:
-                async for _ in self._pages.Read(request, timeout=PATIENCE_S):
-                    pass
-            except grpc.aio.AioRpcError as error:
-                code = error.code().name
-            self._report.refused(TITLE, READS, self._way, code, wanted)
+    def run(self, prompt: list[int], ticket: kv_pb2.Ticket) -> RunCall:
+        request = prefill_pb2.RunRequest(request_id="proof", prompt=packed(prompt), ticket=ticket)
+        call: RunCall = self.prefill.Run(request, timeout=PATIENCE_S)
+        return call
 
-    def _build_run(self, prompt: list[int], ticket: kv_pb2.Ticket) -> prefill_pb2.RunRequest:
-        return prefill_pb2.RunRequest(request_id="proof", prompt=packed(prompt), ticket=ticket)
+    async def wait(self, run: RunCall) -> None:
+        with suppress(grpc.aio.AioRpcError):  # the answer shows it
+            await run
 
-    async def _hold(self, num_tokens: int = NUM_TOKENS) -> Held:
-        """A new victim; all its pages are computed and on offer."""
-        self._num_victims += 1
-        handle, prompt = self._num_victims, list(prompt_of(NUM_PROMPT, 1000 + self._num_victims))
-        ticket = await self._gateway.reserve(handle, prompt, num_tokens)
-        there = kv_pb2.Ticket()
-        there.CopyFrom(ticket)
-        there.address = self._address
-        run = self._prefill.Run(self._build_run(prompt, there), timeout=PATIENCE_S)
-        offer, reply = await asyncio.wait_for(self._wire.offers.get(), PATIENCE_S)
-        offer.ticket.address = ticket.address
-        return Held(handle, ticket, prompt, offer, reply, run)
+    async def hold(self, num_tokens: int = NUM_TOKENS) -> Held:
+        self.num_victims += 1
+        prompt = list(prompt_of(NUM_PROMPT, 1000 + self.num_victims))
+        ticket = await self.gateway.reserve(self.num_victims, prompt, num_tokens)
+        address, ticket.address = ticket.address, self.address
+        run = self.run(prompt, ticket)
+        offer, reply = await asyncio.wait_for(self.wire.offers.get(), PATIENCE_S)
+        offer.ticket.address = address
+        return Held(self.num_victims, prompt, offer, reply, run)
 
-    async def _offer(self, case: str, offer: kv_pb2.OfferRequest, wanted: str) -> None:
-        response: kv_pb2.OfferResponse = await self._decode.Offer(offer, timeout=PATIENCE_S)
-        self._report.refused(TITLE, case, self._way, "" if response.accepted else response.reason, wanted)
-        self._report.require(response.accepted or bool(response.detail), f"{case} ({self._way}): refused without words")
+    async def offer(self, case: str, offer: kv_pb2.OfferRequest, wanted: str) -> None:
+        response: kv_pb2.OfferResponse = await self.decode.Offer(offer, timeout=PATIENCE_S)
+        self.report.refused(TITLE, case, self.way, response.reason, wanted)
+        self.report.require(response.accepted or response.detail != "", f"{case} ({self.way}): refused without words")
 
-    async def _let_pass(self, held: Held) -> None:
+    async def let_pass(self, held: Held) -> None:
         """The offer as the prefill worker made it."""
-        held.reply.set_result(await self._decode.Offer(held.offer, timeout=PATIENCE_S))
-        await held.run
+        held.reply.set_result(await self.decode.Offer(held.offer, timeout=PATIENCE_S))
+        await self.wait(held.run)
 
-    async def _expect_answer(self, case: str, held: Held, num_tokens: int = NUM_TOKENS) -> None:
-        end, error = await self._gateway.end_of(held.handle)
-        tokens = self._gateway.tokens[held.handle]
-        wanted = await asyncio.to_thread(self._truth.oracle.answer, held.prompt, num_tokens, tokens)
-        self._report.answered(tokens == wanted, f"{case} ({self._way}): {end} {error}, tokens {tokens}, not {wanted}")
+    async def expect_answer(self, case: str, held: Held, num_tokens: int = NUM_TOKENS) -> None:
+        end = await self.gateway.end_of(held.handle)
+        tokens = self.gateway.tokens.get(held.handle, [])
+        wanted = await asyncio.to_thread(self.truth.oracle.answer, held.prompt, num_tokens, tokens)
+        self.report.answered(tokens == wanted, f"{case} ({self.way}): {end}, tokens {tokens}, not {wanted}")
+
+
+async def attack(report: Report, truth: Truth, way: str, fleet: ProcessFleet) -> None:
+    server, signal = build_server(), Signal()
+    address = f"{HOST}:{bind(server, HOST, 0)}"
+    async with (
+        gateway(fleet["decode-0"], signal, "proof") as opened,
+        open_channel(fleet["decode-0"].address) as decode,
+        open_channel(fleet["prefill-0"].address) as prefill,
+    ):
+        stubs = prefill_pb2_grpc.PrefillStub(prefill), decode_pb2_grpc.DecodeStub(decode)
+        wire = Wire(stubs[1])
+        decode_pb2_grpc.add_DecodeServicer_to_server(wire, server)
+        await server.start()
+        try:
+            peer = await Attacker(report, truth, way, fleet, opened, *stubs, wire, address).attack()
+        finally:
+            await server.stop(None)
+        for wanted, incarnation, page, num_bytes in (
+            ("FAILED_PRECONDITION", "gone", 0, 1),
+            ("OUT_OF_RANGE", peer.incarnation, peer.num_pages, 1),
+            ("OUT_OF_RANGE", peer.incarnation, 0, MANY),
+        ):
+            request = kv_pb2.ReadPagesRequest(incarnation=incarnation, pages=[page], num_bytes=num_bytes)
+            reading = kv_pb2_grpc.KvPagesStub(prefill).Read(request, timeout=PATIENCE_S)
+            report.refused(TITLE, READ, way, (await reading.code()).name, wanted)
 
 
 def prove_references(report: Report, truth: Truth, way: Way) -> None:
     """All cases over one transport, then an ordinary request; every process lives and no page stays used."""
-    common = [f"--transport={way.transport.partition(':')[0]}", *way.flags]
+    common = [f"--transport={way.name.partition(':')[0]}", *way.flags]
     flags = {"prefill": common, "decode": [*common, "--require-transport", *way.reader_flags]}
     with run_fleet(1, 1, flags, lease_s=LEASE_S, kv_memory_mib={"prefill": PREFILL_MIB}, starts=False) as fleet:
         for process in fleet.processes.values():
             process.env = way.env
         fleet.start()
         Asking(fleet.grpc_address, prompt_of(FILLER_TOKENS), 1).answer()  # chunks grow: a victim's prompt is one offer
-
-        async def run() -> None:
-            signal = Signal()
-            async with (
-                gateway(fleet["decode-0"], signal, "proof") as opened,
-                Attacker(fleet, way.transport, report, truth, opened).opened() as attacker,
-            ):
-                await attacker.attack()
-
-        asyncio.run(run())
-        prompt = prompt_of(NUM_PROMPT, 1)
-        tokens = Asking(fleet.grpc_address, prompt, NUM_TOKENS).answer()
-        is_right = tokens == truth.oracle.answer(prompt, NUM_TOKENS, tokens)
-        report.answered(is_right, f"an ordinary request after the attacks ({way.transport}) has other tokens")
+        asyncio.run(attack(report, truth, way.name, fleet))
+        tokens = Asking(fleet.grpc_address, prompt_of(NUM_PROMPT), NUM_TOKENS).answer()
+        is_right = tokens == truth.oracle.answer(prompt_of(NUM_PROMPT), NUM_TOKENS, tokens)
+        report.answered(is_right, f"an ordinary request after the attacks ({way.name}) has other tokens: {tokens}")
         fleet.wait_until_unused()
-        read = fleet.count("decode", "kv_transfer_bytes_total", {"transport": way.transport})
-        report.require(read > 0, f"no page was read over {way.transport}")
-        for process in fleet.processes.values():
-            report.require(process.is_running and process.num_starts == 1, f"{process.name} died ({way.transport})")
+        read = fleet.count("decode", "kv_transfer_bytes_total", {"transport": way.name})
+        report.require(read > 0, f"no page was read over {way.name}")
+        dead = [process.name for process in fleet.processes.values() if not process.is_running]
+        report.require(not dead, f"{dead} died ({way.name})")
