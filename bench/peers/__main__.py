@@ -92,7 +92,7 @@ def run(
         text = describe_group(group, result["groups"][name])
         print(text, flush=True)
         if document is not None:
-            document.write_text(put_between(document.read_text(), f"bench-peers: {name}", text))
+            document.write_text(put_between(document.read_text(), name, text))
 
 
 @app.command
@@ -102,7 +102,7 @@ def plot(*, document: Path = Path("docs/BENCHMARKS.md"), out: Path = Path("docs/
 
     text = document.read_text()
     groups = {
-        title: [read_row(text, f"bench-peers: {name}", f"interference: {label}") for label in INTERFERENCE]
+        title: [read_row(text, name, f"interference: {label}") for label in INTERFERENCE]
         for title, name in (("each as it comes", "bf16"), ("vLLM with 256 tokens a step as well", "chunks"))
     }
     draw_interference(groups, out)

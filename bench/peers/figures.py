@@ -9,7 +9,7 @@ from statistics import median
 
 Figures = Mapping[str, float]  # name |-> value, of one system in one round; empty if it failed
 Rounds = Mapping[str, Sequence[Figures]]  # system |-> its rounds
-BEGIN, END = "<!-- {} -->", "<!-- /{} -->"
+BEGIN, END = "<!-- bench-peers: {} -->", "<!-- /bench-peers: {} -->"
 UNITS = {"ms": " ms", "per_s": "/s", "ratio": " x"}
 
 

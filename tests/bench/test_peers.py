@@ -35,7 +35,7 @@ class TestFigures:
 
     def test_markers(self) -> None:
         once = put_between("# Head\n", "x", "one")
-        assert once == "# Head\n\n<!-- x -->\none\n<!-- /x -->\n"
+        assert once == "# Head\n\n<!-- bench-peers: x -->\none\n<!-- /bench-peers: x -->\n"
         assert put_between(once + "tail\n", "x", "two") == once.replace("one", "two") + "tail\n"
 
     def test_a_row_is_read_from_a_table(self) -> None:

@@ -3,6 +3,7 @@
 Exit code 1 if a token is wrong, a request hangs, a page stays used, or a refusal has another reason than it must have.
 """
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from typing import Literal, get_args
 from cyclopts import App
 from rich.console import Console
 
-from bench.peers.figures import put_between
 from demo.paths import TARGET_DIR
 from tests.faults import chaos
 from tests.prove import attacks, features, orders
@@ -104,7 +104,8 @@ def main(
     out.write_text(build_markdown(report) + "\n")
     if document is not None:
         short = build_markdown(report, (attacks.TITLE, TITLE))
-        document.write_text(put_between(document.read_text(), "prove", short))
+        between = re.compile(r"(?<=<!-- prove -->\n).*?(?=<!-- /prove -->)", re.DOTALL)
+        document.write_text(between.sub(lambda _: f"{short}\n", document.read_text()))
     return 1 if report.problems else 0
 
 
