@@ -7,10 +7,11 @@ the other has no prefill worker.
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from tests.support.lora import write_adapter
 
 TITLE = "asked for"
 FLAGS = ("--dtype=float32", "--max-context-tokens=512", "--served-name=demo")
-WAYS: Mapping[str, tuple[str, ...]] = {"handed over": HAND_OFF_FLAGS, "not handed over": ("--prefill-workers=0",)}
 CLIENTS = 4
 ADAPTER = "tuned"
 FEATURES: Mapping[str, str] = {  # |-> names of cases in tests/corpus/cases.txt
@@ -54,17 +54,16 @@ SAYS_WHY = re.compile(r"\.timing\.prefill_reason: ")  # why a prompt was not han
 NUM_CANCELLED = 8
 
 
+@dataclass
 class Twin:
     """One of the two services."""
 
-    def __init__(self, live: Live, has_prefill: bool) -> None:
-        self.live, self.has_prefill = live, has_prefill
-        self._service = Service("plain", live.addresses["gateway"], live.grpc_address)
-        self._channel = grpc.insecure_channel(live.grpc_address)
+    live: Live
+    channel: grpc.Channel
 
     def answer(self, case: Case) -> dict[str, Any]:
-        is_rpc = case.method == "rpc"
-        return record_rpc(self._service, self._channel, case) if is_rpc else record_http(self._service, case)
+        service = Service("plain", self.live.addresses["gateway"], self.live.grpc_address)
+        return record_rpc(service, self.channel, case) if case.method == "rpc" else record_http(service, case)
 
     def num_offers(self) -> float:
         """Offers that its decode worker has read."""
@@ -95,42 +94,38 @@ def change_body(case: Case, fields: Mapping[str, str]) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def prove_features(report: Report, features: Mapping[str, list[Case]], cancels: bool = True) -> None:
+def prove_features(report: Report, features: Mapping[str, list[Case]]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_model(folder / "model", reasons=True)
         write_adapter(folder / ADAPTER, model, "llama", seed=1)
-        flags = (*FLAGS, f"--lora={ADAPTER}={folder / ADAPTER}")
-        lives = [stack.enter_context(serve_calmly(model, *flags, *own)) for own in WAYS.values()]
-        twins = [Twin(live, "prefill-0" in live.addresses) for live in lives]
+        twins = []
+        for flag in (*HAND_OFF_FLAGS, "--prefill-workers=0"):
+            live = stack.enter_context(serve_calmly(model, *FLAGS, f"--lora={ADAPTER}={folder / ADAPTER}", flag))
+            twins.append(Twin(live, stack.enter_context(grpc.insecure_channel(live.grpc_address))))
         clients = stack.enter_context(ThreadPoolExecutor(CLIENTS))
         for feature, cases in features.items():
-            compare(report, feature, cases, twins, clients)
-        if cancels:
-            prove_cancels(report, twins)
+            before = [twin.num_offers() for twin in twins]
+            num_answered = compare(report, feature, cases, twins, clients)
+            offers = [twin.num_offers() - number for twin, number in zip(twins, before, strict=True)]
+            is_apart = offers[0] >= num_answered > 0 == offers[1]
+            report.require(is_apart, f"{feature}: {offers} offers of {num_answered} requests with an answer")
+        prove_cancels(report, twins)
 
 
-def compare(report: Report, feature: str, cases: list[Case], twins: list[Twin], clients: ThreadPoolExecutor) -> None:
-    before = [twin.num_offers() for twin in twins]
+def compare(report: Report, feature: str, cases: list[Case], twins: list[Twin], clients: ThreadPoolExecutor) -> int:
+    """Ask both services. Returns how many requests got an answer; others are refused by both in the same words."""
     pairs = list(clients.map(lambda case: [twin.answer(case) for twin in twins], cases))
-    num_answered = 0
-    equal = {"whole": 0, "streamed": 0}
+    equal, num_wrong = Counter[str](), 0
     for case, (one, other) in zip(cases, pairs, strict=True):
         places = [place for place in differences(one, other, "") if not SAYS_WHY.search(place)]
-        report.answered(not places, f"{feature}, {case.name}: {places[:3]}")
-        num_answered += one["status"] in (200, "OK")
-        is_streamed = case.method == "rpc" or case.name.endswith(" streamed")
-        equal["streamed" if is_streamed else "whole"] += not places
-    num_cases = len(cases)
-    for column, number in equal.items():
-        report.put(TITLE, feature, column, f"{number} equal" if number else "")
-    if wrong := num_cases - sum(equal.values()):
-        report.put(TITLE, feature, "streamed", f"WRONG: {wrong} differ")
-    offers = [twin.num_offers() - number for twin, number in zip(twins, before, strict=True)]
-    report.require(num_answered > 0, f"{feature}: nothing was answered")
-    report.require(
-        offers[0] >= num_answered and not offers[1], f"{feature}: {offers} offers of {num_answered} answered requests"
-    )
+        is_equal = report.answered(not places, f"{feature}, {case.name}: {places[:3]}")
+        num_wrong += not is_equal
+        equal["streamed" if case.method == "rpc" or case.name.endswith(" streamed") else "whole"] += is_equal
+    for column in ("whole", "streamed"):
+        report.put(TITLE, feature, column, f"{equal[column]} equal")
+    report.put(TITLE, feature, "streamed", f"{num_wrong} WRONG" if num_wrong else "")
+    return sum(one["status"] in (200, "OK") for one, _ in pairs)
 
 
 def prove_cancels(report: Report, twins: list[Twin]) -> None:

@@ -87,18 +87,21 @@ def prove_orders(report: Report, truth: Truth, orders: Sequence[Sequence[str]] =
     """Two fleets at a time. Processes end with the thread that starts them, so each fleet has one."""
     wanted = truth.oracle.answer(prompt_of(NUM_PROMPT), NUM_TOKENS)
     ports = [free_ports(2 * len(NAMES) + 1) for _ in orders]
-    with ThreadPoolExecutor(LANES) as lanes:
+    lanes = ThreadPoolExecutor(LANES)
+    try:
         running = [(order, lanes.submit(run_order, order, own)) for order, own in zip(orders, ports, strict=True)]
-    for order, answering in running:
-        row = " → ".join(name.removesuffix("-0").replace("decode-1", "decode 2") for name in order)
-        try:
-            answers = answering.result()
-        except AssertionError as error:
-            report.require(False, f"{row}: {error}")
-            report.put(TITLE, row, FIRST, "WRONG: none")
-            continue
-        for which, (tokens, was_refused) in answers.items():
-            is_right = report.answered(tokens == wanted, f"{row}: {which}: tokens {tokens}, not {wanted}")
-            report.num_refusals += was_refused
-            report.put(TITLE, row, which.partition(":")[0], f"refused: {NOT_YET}" if was_refused else "")
-            report.put(TITLE, row, which.partition(":")[0], "right" if is_right else "WRONG")
+        for order, answering in running:
+            row = " → ".join(name.removesuffix("-0").replace("decode-1", "decode 2") for name in order)
+            try:
+                answers = answering.result()
+            except AssertionError as error:
+                report.require(False, f"{row}: {error}")
+                report.put(TITLE, row, FIRST, "WRONG: none")
+                continue
+            for which, (tokens, was_refused) in answers.items():
+                is_right = report.answered(tokens == wanted, f"{row}: {which}: tokens {tokens}, not {wanted}")
+                report.num_refusals += was_refused
+                report.put(TITLE, row, which.partition(":")[0], f"refused: {NOT_YET}" if was_refused else "")
+                report.put(TITLE, row, which.partition(":")[0], "right" if is_right else "WRONG")
+    finally:
+        lanes.shutdown(cancel_futures=True)
