@@ -28,7 +28,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families faults chaos soak clients wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove faults chaos soak clients wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
+
+prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of each attack: some minutes; takes MINUTES of kills
+	$(BIN)/python -m tests.prove $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)

@@ -18,6 +18,7 @@ MOST_REQUESTS = 200  # shown over time
 TTFT_COLOUR, DECODE_COLOUR = "#d98324", "#2c6e9b"
 
 mpl.use("agg")  # no screen
+mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "baton"}  # text stays text; a figure's file is the same twice
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -37,6 +38,34 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.legend()
     draw_requests(requests, results[0])
     figure.savefig(path, dpi=DPI)
+
+
+def draw_interference(groups: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
+    """Bars per server: gaps in its streams, quiet and the longest while long prompts come, and these prompts' TTFT.
+
+    groups: title |-> quiet median ITL, longest ITL meanwhile, mean TTFT, each as server |-> milliseconds.
+    """
+    names = [(title, server) for title, figures in groups.items() for server in figures[0]]
+    quiet, busy, ttft = ([groups[title][index][server] for title, server in names] for index in range(3))
+    places = [at + 0.8 * list(groups).index(title) for at, (title, _) in enumerate(names)]
+    figure = Figure(figsize=(11, 0.5 * len(names) + 1.3), layout="constrained")
+    gaps, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    longest = gaps.barh(
+        places, busy, height=0.7, color=TTFT_COLOUR, label="longest gap while two prompts of 1,500 tokens come"
+    )
+    gaps.barh(places, quiet, height=0.7, color=DECODE_COLOUR, label="median gap before")
+    gaps.bar_label(longest, [f"{value:,.0f} ms" for value in busy], padding=3)
+    gaps.set(xscale="log", xlim=(10, 6 * max(busy)), title="4 streams: gaps between tokens, ms")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    bars = waits.barh(places, [value / 1e3 for value in ttft], height=0.7, color="#999999")
+    waits.bar_label(bars, [f"{value / 1e3:.1f} s" for value in ttft], padding=3)
+    waits.set(xlim=(0, 1.25e-3 * max(ttft)), title="the two prompts: mean TTFT, s")
+    gaps.set_yticks(places, [server for _, server in names])
+    for title in groups:
+        first = places[next(at for at, (other, _) in enumerate(names) if other == title)]
+        gaps.text(11, first - 0.62, title, fontsize=9, style="italic")
+    gaps.set_ylim(places[-1] + 0.6, -0.95)  # downwards
+    figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def draw_curve(axes: Axes, result: Mapping[str, Any], name: str) -> None:

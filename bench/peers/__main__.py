@@ -4,6 +4,7 @@
     python -m bench.peers convert                      # the model in the peers' formats
     python -m bench.peers run --rounds 5               # all groups of rows, and the tables of docs/BENCHMARKS.md
     python -m bench.peers run --groups bf16 --rows tpot,prefix --systems baton,llama.cpp --rounds 1
+    python -m bench.peers plot                         # docs/interference.svg, from these tables
 
 The servers of a group run at once, idle, and take turns: a machine's speed drifts, so only measurements close in time
 compare. A round is one turn of each; the tables show medians of the rounds' ratios.
@@ -19,7 +20,7 @@ from typing import Any
 from cyclopts import App
 
 from bench.peers.documents import describe_group
-from bench.peers.figures import put_between
+from bench.peers.figures import put_between, read_row
 from bench.peers.prepare import convert, install
 from bench.peers.session import Places
 from bench.peers.systems import GROUPS, PACKAGES, SYSTEMS, Group
@@ -27,6 +28,7 @@ from bench.peers.turns import FORMAT, run_group
 from runtime.settings import ConfigError
 
 app = App(help=__doc__, result_action="return_value", suppress_keyboard_interrupt=False)
+INTERFERENCE = ("quiet median itl", "busy max itl", "mean long ttft")
 PEERS, MODELS = Path("build/peers"), Path("build/models")
 
 
@@ -91,6 +93,19 @@ def run(
         print(text, flush=True)
         if document is not None:
             document.write_text(put_between(document.read_text(), name, text))
+
+
+@app.command
+def plot(*, document: Path = Path("docs/BENCHMARKS.md"), out: Path = Path("docs/interference.svg")) -> None:
+    """Draw what long prompts do to streams, from the tables between a document's markers."""
+    from bench.load.plots import draw_interference  # an extra: matplotlib is imported only when asked for
+
+    text = document.read_text()
+    groups = {
+        title: [read_row(text, name, f"interference: {label}") for label in INTERFERENCE]
+        for title, name in (("each as it comes", "bf16"), ("vLLM with 256 tokens a step as well", "chunks"))
+    }
+    draw_interference(groups, out)
 
 
 def read_result(out: Path) -> dict[str, Any]:

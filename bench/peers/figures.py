@@ -65,6 +65,20 @@ def share_prefix(text: str, other: str) -> float:
     return (min(len(text), len(other)) if count is None else count) / max(len(text), 1)
 
 
+def read_row(document: str, name: str, label: str) -> dict[str, float]:
+    """System |-> median of a figure in milliseconds, from the table between `name`'s markers; ValueError without it."""
+    table = document.partition(BEGIN.format(name))[2].partition(END.format(name))[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    row = next((cells for head, *cells in lines if head == label), None)
+    if row is None:
+        raise ValueError(f"there is no {label!r} between the markers of {name}")
+    systems = lines[0]  # without the empty first cell
+    return {
+        system: float(cell.rstrip(")").removesuffix(" ms").split("(")[-1])
+        for system, cell in zip(systems, row, strict=True)
+    }
+
+
 def put_between(document: str, name: str, text: str) -> str:
     """`document` with `text` between the markers of `name`; appends the markers if missing."""
     begin, end = BEGIN.format(name), END.format(name)

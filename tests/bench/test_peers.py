@@ -9,7 +9,7 @@ import pytest
 
 from bench.peers.__main__ import choose, read_result
 from bench.peers.documents import describe_group
-from bench.peers.figures import build_cell, find_ratios, put_between
+from bench.peers.figures import build_cell, build_table, find_ratios, put_between, read_row
 from bench.peers.processes import find_tree, read_cpu_s, read_pss_bytes, start, stop
 from bench.peers.session import Places, build_command
 from bench.peers.systems import SYSTEMS, Group, System
@@ -37,6 +37,12 @@ class TestFigures:
         once = put_between("# Head\n", "x", "one")
         assert once == "# Head\n\n<!-- bench-peers: x -->\none\n<!-- /bench-peers: x -->\n"
         assert put_between(once + "tail\n", "x", "two") == once.replace("one", "two") + "tail\n"
+
+    def test_a_row_is_read_from_a_table(self) -> None:
+        text = put_between("", "x", build_table({"r": ROUNDS}, ["a", "b"]))
+        assert read_row(text, "x", "r: ttft") == {"a": 200, "b": 175}
+        with pytest.raises(ValueError, match="'r: none' between the markers of x"):
+            read_row(text, "x", "r: none")
 
 
 class TestChoice:

@@ -42,7 +42,8 @@ ID_KEYS = {"id", "call_id", "item_id", "tool_use_id"}
 DRAWN_ID = re.compile(r"((chatcmpl|cmpl)-|(msg|resp|rs|fc|ctc|call|toolu)_)[0-9A-Za-z]{9,}|[0-9A-Za-z]{9}")
 # In streams, events of choices are grouped by choice; neighbours that differ only under these keys become one event in
 # which the texts and lists of these keys are joined. Deltas without text count as such of any key, and the ids of a
-# completion's prompt as an event of their own. Sequence numbers that count the events are right.
+# completion's prompt as an event of their own; a chat's log-probabilities come after all. Sequence numbers that count
+# the events are right.
 JOINED_KEYS = {
     "text", "content", "reasoning_content", "reasoning", "arguments", "delta", "partial_json", "thinking", "token_ids",
     "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset",
@@ -191,6 +192,7 @@ class Tidier:
 def tidy_stream(text: str) -> list[Any]:
     tidier = Tidier()
     events: list[Any] = []
+    logprobs: dict[int, list[Any]] = {}  # choice |-> of all its chunks
     for block in text.split("\n\n"):
         lines = dict(line.partition(": ")[::2] for line in block.split("\n") if line and not line.startswith(":"))
         if not lines:
@@ -203,15 +205,23 @@ def tidy_stream(text: str) -> list[Any]:
         if "prompt_token_ids" in choice:
             ids = {"index": choice["index"], "prompt_token_ids": choice.pop("prompt_token_ids")}
             events.append({"data": {"choices": [ids]}})
+        if (choice.get("logprobs") or {}).get("content"):  # of a chat: which chunk has a marker's is left to chance
+            logprobs.setdefault(choice["index"], []).extend(choice["logprobs"]["content"])
+            choice["logprobs"] = None
         if choice.get("delta") == {"content": ""}:
             choice["delta"] = {}
+        delta = choice.get("delta", {})
+        if isinstance(value, dict) and {"reasoning_content", "content"} <= delta.keys():  # tokens that came together
+            first = {key: choice[key] if key == "index" else None for key in choice}
+            first["delta"] = {"reasoning_content": delta.pop("reasoning_content")}
+            events.append({**lines, "data": {**value, "choices": [first]}})
         events.append({**lines, "data": value})
     joined: list[Any] = []
     for _, run in groupby(events, key=lambda event: choice_of(event) is not None):
         for event in sorted(run, key=lambda event: choice_of(event) or 0):
             merged = merge(joined[-1], event) if joined else None
             joined[-1:] = [merged] if merged is not None else [*joined[-1:], event]
-    return joined
+    return [*joined, *map(list, sorted(logprobs.items()))]
 
 
 def choice_of(event: Mapping[str, Any]) -> int | None:
@@ -222,6 +232,8 @@ def choice_of(event: Mapping[str, Any]) -> int | None:
 
 def merge(a: Any, b: Any, key: str = "") -> Any:
     """Two values as one; None if they differ in more than what is joined."""
+    if key == "finish_reason" and a is None:
+        return b
     if key == "delta" and {} in (a, b) and "role" not in (a or b):
         return a or b
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():

@@ -124,7 +124,21 @@ def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Cou
     return kills
 
 
-def run(minutes: float, num_clients: int, every_s: float, seed: int, model: str) -> int:
+@dataclass(frozen=True)
+class Chaos:
+    """A run's results."""
+
+    tally: Tally
+    kills: Counter[str]  # by worker
+    unused: str  # used pages and slots at the end, in words
+    failed_attempts: float
+
+    @property
+    def is_right(self) -> bool:
+        return set(self.tally.outcomes) == {"right"}
+
+
+def run(minutes: float, num_clients: int, every_s: float = KILL_EVERY_S, seed: int = 1, model: str = "") -> Chaos:
     tally, flags = Tally(), [f"--model={model}"] if model else []
     roles = dict.fromkeys(("gateway", "prefill", "decode"), flags)
     with run_fleet(2, 2, flags=roles, lease_s=10, patience_s=HANG_S) as fleet:
@@ -154,11 +168,11 @@ def run(minutes: float, num_clients: int, every_s: float, seed: int, model: str)
             unused += f"; {used_slots} slots of states"
             tally.outcomes["leaked"] += 1
         failed_attempts = fleet.gateway.metric("attempts_failed_total")
-    report(tally, kills, unused, failed_attempts, minutes)
-    return 0 if set(tally.outcomes) == {"right"} else 1
+    return Chaos(tally, kills, unused, failed_attempts)
 
 
-def report(tally: Tally, kills: Counter[str], unused: str, failed_attempts: float, minutes: float) -> None:
+def report(chaos: Chaos, minutes: float) -> None:
+    tally, kills = chaos.tally, chaos.kills
     for complaint in tally.complaints[:10]:
         print(complaint)
     pauses = sorted(tally.pauses) or [0.0]
@@ -167,10 +181,10 @@ def report(tally: Tally, kills: Counter[str], unused: str, failed_attempts: floa
         ("workers killed and restarted", f"{sum(kills.values())} ({', '.join(f'{n} {c}' for n, c in kills.items())})"),
         ("requests by outcome", ", ".join(f"{name} {count}" for name, count in tally.outcomes.items())),
         ("tokens", str(tally.num_tokens)),
-        ("attempts that failed and were tried again", f"{failed_attempts:.0f}"),
+        ("attempts that failed and were tried again", f"{chaos.failed_attempts:.0f}"),
         ("longest pause of a request, median", f"{pauses[len(pauses) // 2]:.2f} s"),
         ("longest pause of a request, worst", f"{pauses[-1]:.2f} s (bound {HANG_S:g} s)"),
-        ("used pages and slots at the end", unused),
+        ("used pages and slots at the end", chaos.unused),
     ]
     for name, value in rows:
         print(f"| {name:<42} | {value} |")
@@ -184,7 +198,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="folder of a model with the demo's tokens; default: the demo")
     options = parser.parse_args()
-    return run(options.minutes, options.streams, options.every_s, options.seed, options.model)
+    chaos = run(options.minutes, options.streams, options.every_s, options.seed, options.model)
+    report(chaos, options.minutes)
+    return 0 if chaos.is_right else 1
 
 
 if __name__ == "__main__":

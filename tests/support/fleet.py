@@ -167,6 +167,14 @@ class ProcessFleet(Service):
     def url(self) -> str:
         return f"http://{self.gateway.address}"
 
+    def start(self) -> None:
+        """Start all at once; returns when the gateway considers every worker alive."""
+        for process in self.processes.values():
+            process.start()
+        for process in self.processes.values():
+            process.wait_ready()
+        self.wait_until_whole()
+
     def workers(self) -> list[Process]:
         return [process for process in self.processes.values() if process.role != "gateway"]
 
@@ -218,13 +226,15 @@ def run_fleet(
     patience_s: float = 20.0,  # and perhaps longer than that
     kv_memory_mib: Mapping[str, int] | None = None,
     programs: Mapping[str, Sequence[str]] | None = None,
+    starts: bool = True,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all are killed at the end.
 
     `flags`: additional ones by role or name. `links`: worker name |-> the address at which the gateway reaches it.
     `ports`: two per process, in the order gateway, prefill, decode, and the gateway's for gRPC. `kv_memory_mib`: by
-    role, default 64. `programs`: worker name |-> what to run instead of PROGRAM. The environment variable DECODE_TP
-    sets the ranks of decode workers, so that a whole suite can run with several.
+    role, default 64. `programs`: worker name |-> what to run instead of PROGRAM. `starts`: False leaves that to
+    the caller. The environment variable DECODE_TP sets the ranks of decode workers, so that a whole suite can run with
+    several.
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
     decode_tp = os.environ.get("DECODE_TP", "1")
@@ -250,11 +260,8 @@ def run_fleet(
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={ports[-1]}", *HAND_OFF_FLAGS)
         gateway.flags = (*gateway.flags, *waits, *peers)
         try:
-            for process in fleet.processes.values():
-                process.start()
-            for process in fleet.processes.values():
-                process.wait_ready()
-            fleet.wait_until_whole()
+            if starts:
+                fleet.start()
             yield fleet
         finally:
             for process in fleet.processes.values():
