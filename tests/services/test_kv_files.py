@@ -71,7 +71,7 @@ def test_conversations_go_on_after_the_death_of_every_worker(kind: str, tmp_path
         for index, prompt in enumerate(prompts):
             tokens, cached = service.ask(prompt)
             assert not cached
-            prompts[index] = [*prompt, *tokens, *random_prompt(5, VOCAB, seed=99)]  # the next turn
+            prompts[index] = [*prompt, *tokens, *random_prompt(30, VOCAB, seed=99)]  # the next turn
         service.wait_until_saved()
         service.kill_workers()
         for prompt in prompts:
