@@ -9,6 +9,7 @@ a torn, changed or foreign file is a miss.
 
 import fcntl
 import os
+import secrets
 import shutil
 import struct
 import threading
@@ -57,6 +58,7 @@ class PageFiles:
         home.mkdir(mode=0o700, exist_ok=True)
         if (owner := home.stat().st_uid) != os.geteuid():
             raise PermissionError(EPERM, f"it belongs to user {owner}, who could write wrong KV there")
+        self.store = _name_store(home / "id")  # equal for all owners of this home
         self._fd, self.folder = _lock_one(home)
         self._others: list[Path] = []
         self.look_for_others()
@@ -83,7 +85,7 @@ class PageFiles:
     def look_for_others(self) -> None:
         """Read from folders of owners that came after this one, too."""
         with os.scandir(self.folder.parent) as entries:
-            self._others = [Path(entry.path) for entry in entries if Path(entry.path) != self.folder]
+            self._others = [Path(entry.path) for entry in entries if entry.is_dir() and Path(entry.path) != self.folder]
 
     @property
     def num_files(self) -> int:
@@ -271,6 +273,13 @@ def identify(*facts: object) -> bytes:
 
 
 LOCK = "owner"  # the file whose lock is held by a folder's owner
+
+
+def _name_store(path: Path) -> str:
+    """A name that follows from the file's random content, whatever became of that."""
+    with suppress(FileExistsError), path.open("xb") as file:
+        file.write(secrets.token_bytes(16))
+    return blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _lock_one(home: Path) -> tuple[int, Path]:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from protos import decode_pb2
 from wire.page_keys import NamedPage, PageKey
 from worker.kv_cache import RestorePlan, plan_restore
 from worker.metrics import PromptSpeed, WorkerMetrics
@@ -23,6 +24,7 @@ from worker.thread import EngineThread
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
 RECHECK_S = 60.0  # a speed measured longer ago is not known any more
+SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
 NICE = 10  # of the thread that writes: steps go first
 log = structlog.get_logger()
 
@@ -31,7 +33,7 @@ def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, comput
     """Whether to read these tokens' KV, and not to compute it behind `num_waiting` others. A speed of 0: not known."""
     if not read_per_s or not computed_per_s:
         return True
-    return num_tokens / read_per_s < (num_tokens + num_waiting) / computed_per_s
+    return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
 
 
 class KVTiers:
@@ -44,6 +46,7 @@ class KVTiers:
         self._computing = metrics.prompt_speed
         self._reading = PromptSpeed()
         self._read_at = 0.0  # time.monotonic() when `_reading` was measured
+        self._num_restored = 0  # tokens
         kv = worker.scheduler.kv
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
@@ -57,8 +60,8 @@ class KVTiers:
             cache.on_named = lambda: loop.call_soon_threadsafe(self._has_named.set)
         self._keep(asyncio.create_task(self._save()))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
-        self._num_read = metrics.counter("kv_tokens_restored", "Prompt tokens whose KV was read from files")
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: self._num_restored)
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
@@ -66,6 +69,13 @@ class KVTiers:
     @property
     def exist(self) -> bool:
         return bool(self._pools)
+
+    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+        files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        if files:
+            status.kv_store = self._pools[0].tiers.tiers[-1].store
+            status.saved_bytes = sum(tier.num_bytes for tier in files)
+            status.restored_tokens = self._num_restored
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -150,7 +160,7 @@ class KVTiers:
             self._read_at = time.monotonic()
             num_tokens, seconds = len(drafts) * self._scheduler.kv.page_tokens, self._read_at - started
             self._reading.count(num_tokens, seconds)
-            self._num_read.inc(num_tokens)
+            self._num_restored += num_tokens
             log.info("KV was read from files", tokens=num_tokens, seconds=round(seconds, 3))
 
     async def close(self) -> None:

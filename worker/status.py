@@ -127,6 +127,7 @@ class WorkerService:
         if (slots := scheduler.kv.states.cache).num_pages:
             status.free_slots, status.used_slots = slots.num_spare, slots.num_held
             status.cached_slots = slots.num_cached
+        self.tiers.add_to_status(status)
         self.add_to_status(status)
         return status
 
