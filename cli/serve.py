@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
+from kvtransfer.page_files import host_folder, remove_unowned
 from runtime import rpc
 from runtime.child import follow_parent
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
@@ -75,7 +76,11 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
         return plan_gateway(config, names, prefill, decode, program)
 
-    return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
+    try:
+        return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
+    finally:
+        if config.kv_host_gib:
+            remove_unowned(host_folder())
 
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen

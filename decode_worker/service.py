@@ -30,7 +30,7 @@ from worker.sequences import Phase, SequenceParams
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
 
-GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE = 4.0, 0.8  # longest wait for a grammar, also as a share of the timeout
+MOST_WAIT_S, MOST_WAIT_SHARE = 4.0, 0.8  # longest wait for a grammar or for saved KV, also as a share of the timeout
 log = structlog.get_logger()
 
 
@@ -41,7 +41,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         self, worker: Worker, thread: EngineThread, receiver: KVReceiver, streams: GatewayStreams,
         metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars, chunks: ChunkSizer,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, receiver.peers.transports, metrics.prompt_speed)
+        super().__init__(worker, thread, receiver.peers.transports, metrics)
         self._receiver = receiver
         self._streams = streams
         self._metrics = metrics
@@ -63,7 +63,13 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             params = build_params(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        sequence = await self.admit(params, context)
+        keys = self._scheduler.kv.keys_of(params)
+        if self.tiers.exist and params.num_prompt_logprobs is None:
+            if not await self.tiers.restore(keys, find_wait(context)):
+                detail = "saved KV of the prompt is still being read"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
+            await self._check_open(request.gateway, context)  # that may have taken seconds
+        sequence = await self.admit(params, keys, context)
         log.info(
             "session reserved", request_id=params.request_id, session=sequence.id, attempt=params.attempt,
             cached=sequence.num_cached,
@@ -81,11 +87,9 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"gateway {gateway} has no Steps stream open here")
 
     async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> LoadedGrammar:
-        """Responds in time even if the grammar is not ready: a worker that is silent for too long counts as dead."""
-        left_s = context.time_remaining()
-        wait_s = GRAMMAR_WAIT_S if left_s is None else min(GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE * left_s)
+        """Responds in time even if the grammar is not ready."""
         try:
-            return await self._grammars.get(wanted.kind, wanted.text, wait_s)
+            return await self._grammars.get(wanted.kind, wanted.text, find_wait(context))
         except GrammarRefusedError as error:
             at_fault = ((rpc.FIELD_AT_FAULT, "grammar"), (rpc.PARAM_AT_FAULT, error.param))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), at_fault)
@@ -161,6 +165,12 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
         return await self._receiver.take(request)
+
+
+def find_wait(context: Context) -> float:
+    """Seconds that a call may wait for what it needs: a worker that is silent for too long counts as dead."""
+    left_s = context.time_remaining()
+    return MOST_WAIT_S if left_s is None else min(MOST_WAIT_S, MOST_WAIT_SHARE * left_s)
 
 
 def build_params(

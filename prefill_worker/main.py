@@ -31,6 +31,7 @@ class PrefillRole(Role):
 
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
         engine, scheduler = worker.engine, worker.scheduler
+        scheduler.kv.needs_draft = engine.draft_runner is not None
         scheduler.kv.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
         self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
         self._sender = KVSender(worker, config.lease_s, self.metrics)
@@ -54,6 +55,7 @@ class PrefillRole(Role):
         self._pages.add_to(server)
 
     async def close(self) -> None:
+        await self._service.tiers.close()
         await self._sender.close()
 
 

@@ -32,7 +32,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self, worker: Worker, config: PrefillConfig, thread: EngineThread, sender: KVSender, metrics: PrefillMetrics
     ) -> None:
-        super().__init__(worker, thread, sender.transports, metrics.prompt_speed)
+        super().__init__(worker, thread, sender.transports, metrics)
         self._sender = sender
         self._metrics = metrics
         self._heartbeat_s = config.heartbeat_s
@@ -55,7 +55,13 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
             num_logprobs,
         )  # fmt: skip
-        sequence = await self.admit(params, context, is_kept=True)
+        keys = self._scheduler.kv.keys_of(params)
+        try:
+            while num_logprobs is None and not await self.tiers.restore(keys, self._heartbeat_s):
+                await self._sender.renew(request.ticket)
+        except OfferFailedError as failure:
+            await context.abort(failure.code, str(failure))
+        sequence = await self.admit(params, keys, context, is_kept=True)
         self._updates[sequence.id] = asyncio.Queue()
         try:
             return await self._hand_over(request, sequence)

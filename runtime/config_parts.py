@@ -110,6 +110,12 @@ class EngineConfig(Settings):
     """Tokens in a KV page; the same on all workers."""
     kv_memory_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 0
     """Memory of one worker's KV pool, over its ranks; 0 is what its longest batch needs, within its share of memory."""
+    kv_host_gib: Annotated[int, count(0, MAX_MEMORY_MIB >> 10)] = 0
+    """GiB of main memory in which each worker keeps KV that its pool may evict, also between its starts."""
+    kv_disk: str = ""
+    """Folder for such KV on a disk; workers of the same model read what others have written there. Empty: none."""
+    kv_disk_gib: Annotated[int, count(1, MAX_MEMORY_MIB >> 10)] = 32
+    """GiB that each worker may have in --kv-disk; the least recently used goes first."""
     gpu_memory_share: Annotated[
         float, needs(lambda share: 0 <= share <= 1, "a number above 0 and at most 1, or 0 for auto")
     ] = 0.0

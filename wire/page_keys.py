@@ -9,10 +9,20 @@ adapters never share keys. Workers key their pages with them, and the gateway re
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from typing import NamedTuple
 
 PageKey = bytes
 KEY_BYTES = 16
 TOKEN_BYTES = 4
+
+
+class NamedPage(NamedTuple):
+    """A page that has a key. A copy of it counts only if the page still has this generation afterwards."""
+
+    page: int
+    generation: int
+    key: PageKey
+    has_draft: bool  # the draft model's KV is complete, too
 
 
 def root_key(model: str, cache_salt: str, adapter: str = "") -> PageKey:

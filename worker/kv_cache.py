@@ -3,12 +3,14 @@
 prefix_cache.py describes a page, states.py a slot. The scheduler decides which sequence gets them.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
-from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.sequences import ANY_NUMBER, Phase, Sequence, SequenceParams
 from worker.states import StateSlots, no_states
 
@@ -21,6 +23,35 @@ class Hit(NamedTuple):
     checkpoint: int  # the slot with the state behind the usable pages; -1: none
 
 
+class RestorePlan(NamedTuple):
+    """What to read from elsewhere, so that a prompt can continue there."""
+
+    keys: Seq[PageKey]  # of pages, behind those that are cached
+    slot_keys: Seq[PageKey]  # of one slot, or none
+
+
+def plan_restore(
+    keys: Seq[PageKey], num_there: int, num_usable: int, num_found: int, has_slot: Callable[[PageKey], bool] | None
+) -> RestorePlan:
+    """Of a prompt's keys `num_there` are cached, a step could continue behind `num_usable`, `num_found` are to be had.
+
+    `has_slot`: whether a key's checkpoint is to be had; None: the model has no states.
+    """
+    if has_slot is None:
+        return RestorePlan(keys[num_there:num_found], ())
+    end = next((at for at in range(num_found, num_usable, -1) if has_slot(keys[at - 1])), 0)
+    return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else ())
+
+
+class Restore(NamedTuple):
+    """Pages, and perhaps a slot, that are filled from elsewhere before a prompt needs them. Held until it ends."""
+
+    keys: Seq[PageKey]
+    pages: list[int]
+    slot_keys: Seq[PageKey]
+    slots: list[int]
+
+
 @dataclass(slots=True)
 class KVCacheManager:
     """Owns the pages and slots, and what a sequence has of them. The caller serialises calls."""
@@ -30,9 +61,11 @@ class KVCacheManager:
     model: str = ""  # fingerprint of the weights
     num_after: int = 0  # tokens after a page that its KV depends on: 1 with a draft head
     states: StateSlots = field(default_factory=no_states)
+    needs_draft: bool = False  # pages are used only with the draft model's KV, as a prefill worker offers both
     max_offer_pages: int = ANY_NUMBER  # bounds the duration of a read
     num_queried: int = 0  # prompt tokens looked up
     num_hit: int = 0  # of those, the cached ones
+    restores: list[Restore] = field(default_factory=list)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that so many positions fill, the last one perhaps in part."""
@@ -115,6 +148,33 @@ class KVCacheManager:
         sequence.pages = []
         sequence.num_pages_in_row = min(sequence.num_pages_in_row, 0)
 
+    # -- what is restored ----------------------------------------------------------------------------------------
+
+    def begin_restore(self, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
+        """Pages and slots for these keys, which are not cached, until `end_restore`. NoRoomError."""
+        slots = self.states.cache.allocate(len(slot_keys))
+        try:
+            restore = Restore(keys, self.cache.allocate(len(keys)), slot_keys, slots)
+        except NoRoomError:
+            self.states.cache.release(slots)
+            raise
+        self.restores.append(restore)
+        return restore
+
+    def end_restore(self, restore: Restore, drafts: Seq[bool], num_slots: int) -> None:
+        """Leading pages are filled, `drafts` says which with the draft model's KV, and so many slots: now cached."""
+        self.restores.remove(restore)
+        for page, key, has_draft in zip(restore.pages, restore.keys, drafts, strict=False):
+            if has_draft:
+                self.cache.mark_draft(page)
+            elif self.needs_draft:
+                break
+            self.cache.name(page, key)
+        for slot, key in zip(restore.slots[:num_slots], restore.slot_keys, strict=False):
+            self.states.cache.name(slot, key)
+        self.cache.release(restore.pages)
+        self.states.cache.release(restore.slots)
+
     # -- offers --------------------------------------------------------------------------------------------------
 
     def next_offer(self, sequence: Sequence, begin: int) -> range | None:
@@ -138,8 +198,9 @@ class KVCacheManager:
 
     def check(self, sequences: Seq[Sequence]) -> None:
         """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
-        self.cache.check(page for sequence in sequences for page in sequence.pages)
-        self.states.check(sequences)
+        holders = [*(sequence.pages for sequence in sequences), *(restore.pages for restore in self.restores)]
+        self.cache.check(chain.from_iterable(holders))
+        self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots])
         writers: set[int] = set()
         for sequence in sequences:
             end = max(sequence.computed, sequence.launched, sequence.draft_computed)

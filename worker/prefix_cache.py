@@ -9,10 +9,10 @@ A page with a key is full of known tokens: `name` sets the key, and equal prompt
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from wire.page_keys import PageKey
+from wire.page_keys import NamedPage, PageKey
 
 
 class Generations(Protocol):
@@ -48,6 +48,8 @@ class PrefixCache:
         self._page: dict[PageKey, int] = {}  # key |-> the page that has it
         self._cached: OrderedDict[int, None] = OrderedDict()  # next to evict first
         self._has_draft = [False] * num_pages  # page |-> the draft model's KV is complete too
+        self._named: dict[int, None] = {}  # pages that got keys and were not taken since, oldest first
+        self.on_named: Callable[[], object] | None = None  # called when `take_named` has something again; None: never
 
     @property
     def num_pages(self) -> int:
@@ -126,6 +128,21 @@ class PrefixCache:
         """A held page is complete. If another page already has this key, `find` keeps returning that one."""
         if self._key[page] is None and self._page.setdefault(key, page) == page:
             self._key[page] = key
+            if self.on_named is not None:
+                was_empty = not self._named
+                self._named[page] = None
+                if was_empty:
+                    self.on_named()
+
+    def take_named(self, limit: int) -> list[NamedPage]:
+        """At most so many pages that got keys since they were last taken, and still have them."""
+        taken: list[NamedPage] = []
+        while self._named and len(taken) < limit:
+            page = next(iter(self._named))
+            del self._named[page]
+            if (key := self._key[page]) is not None:
+                taken.append(NamedPage(page, int(self._generations[page]), key, self._has_draft[page]))
+        return taken
 
     def has_draft(self, page: int) -> bool:
         return self._has_draft[page]

@@ -14,6 +14,7 @@ import uvloop
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
+from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -204,6 +205,8 @@ async def _serve(
     await parts.close()
     for pool in worker.pools:
         pool.local.close()
+    if config.kv_host_gib and config.ready_fd is None:  # otherwise `baton serve` may start this worker again
+        remove_unowned(host_folder())
     if children is not None:
         await children.close()
 

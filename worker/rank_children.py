@@ -22,6 +22,7 @@ from kvtransfer.reader import PageRef, ReadError
 from protos import kv_pb2
 from runtime.child import ChildServer, describe_exit
 from runtime.config import DecodeConfig, PrefillConfig
+from wire.page_keys import NamedPage
 from worker.rank_reads import run_all
 from worker.rank_ring import RingLeader, open_ring
 
@@ -78,6 +79,21 @@ class ComputeChecksums(msgspec.Struct, tag=True):
     is_states: bool
 
 
+class SavePages(msgspec.Struct, tag=True):
+    """The rank's part of pages, or slots, to its files."""
+
+    entries: list[NamedPage]
+    is_states: bool
+
+
+class RestorePages(msgspec.Struct, tag=True):
+    """Files into pages, or slots, of the rank's pool."""
+
+    keys: list[bytes]
+    into: list[int]
+    is_states: bool
+
+
 class LoadAdapter(msgspec.Struct, tag=True):
     """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in ranks.py)."""
 
@@ -99,9 +115,11 @@ class Done(msgspec.Struct, tag=True):
     detail: str = ""
     is_gone: bool = False  # the reader cannot be used any more
     checksums: list[int] = []
+    drafts: list[bool] = []  # of the pages restored
 
 
-Call = Start | OpenReader | ReadPages | ProbePages | CloseReader | ComputeChecksums | LoadAdapter
+ReaderCall = OpenReader | ReadPages | ProbePages | CloseReader
+Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter
 
 
 class RankChildren:
@@ -143,6 +161,10 @@ class RankChildren:
             log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result(), reason=reason)
             end_process()
 
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self._children) + 1)
+
     async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
         """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
         self._timeout_s = timeout_s + MARGIN_S
@@ -180,9 +202,7 @@ class RankChildren:
 
     async def open(self, transport: str, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
         """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
-        readers = [
-            ChildReader(self, rank, next(self._reader_numbers), transport) for rank in range(1, len(self._children) + 1)
-        ]
+        readers = [ChildReader(self, rank, next(self._reader_numbers), transport) for rank in self._ranks]
         packed = peer.SerializeToString()
         try:
             await run_all([reader.ask(OpenReader(reader.number, transport, packed, is_states)) for reader in readers])
@@ -200,6 +220,26 @@ class RankChildren:
             raise ReadError(done.reason, done.detail)
         return done.checksums
 
+    async def save(self, entries: Sequence[NamedPage], is_states: bool) -> None:
+        """Each child saves its part. Raises ReadError."""
+        call = SavePages(list(entries), is_states)
+        for done in await asyncio.gather(*(self.ask(rank, call, RANKS_S) for rank in self._ranks)):
+            if done.reason:
+                raise ReadError(done.reason, done.detail)
+
+    def restore(
+        self, keys: Sequence[bytes], into: Sequence[int], is_states: bool
+    ) -> list[Coroutine[Any, Any, list[bool]]]:
+        """For each child: PageTiers.load of its part. Raises ReadError."""
+
+        async def restore(rank: int) -> list[bool]:
+            done = await self.ask(rank, RestorePages(list(keys), list(into), is_states), RANKS_S)
+            if done.reason:
+                raise ReadError(done.reason, done.detail)
+            return done.drafts
+
+        return [restore(rank) for rank in self._ranks]
+
     def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
         """For each child: it reads its part. Raises ValueError if it cannot."""
 
@@ -208,7 +248,7 @@ class RankChildren:
             if done.reason:
                 raise ValueError(f"rank {rank}: {done.detail}")
 
-        return [load(rank) for rank in range(1, len(self._children) + 1)]
+        return [load(rank) for rank in self._ranks]
 
     async def close(self) -> None:
         self.is_closing = True

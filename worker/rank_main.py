@@ -59,7 +59,7 @@ class Rank:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
         reader = None
-        if not isinstance(call, calls.ComputeChecksums | calls.LoadAdapter):
+        if isinstance(call, calls.ReaderCall):
             reader = self._readers.get(call.reader)
         done.is_gone = bool(done.reason) and reader is not None and reader.is_gone()
         return done
@@ -105,6 +105,10 @@ class Rank:
                 done.checksums = await asyncio.to_thread(
                     compute_checksums, self._pools[call.is_states].own, call.pages, call.begin, call.num_bytes
                 )
+            case calls.SavePages():
+                await asyncio.to_thread(self._pools[call.is_states].tiers.save, call.entries)
+            case calls.RestorePages():
+                done.drafts = await asyncio.to_thread(self._pools[call.is_states].tiers.load, call.keys, call.into)
             case calls.LoadAdapter():
                 await self._load_adapter(call)
 

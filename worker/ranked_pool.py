@@ -5,25 +5,30 @@ The other ranks' processes do their part when rank 0 asks them (rank_children.py
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from engine.engine import Engine
 from engine.kv.pool import Pool
 from kvtransfer.checksums import OfferPart, check_checksums, compute_checksums
 from kvtransfer.layout import Run, build_layout, plan_all_runs
+from kvtransfer.page_files import PageFiles, PageTiers, host_folder, identify
 from kvtransfer.reader import Local, Reader
 from kvtransfer.transports import describe_rank, open_reader
 from protos import kv_pb2
 from runtime import rpc
 from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.settings import ConfigError
 from runtime.trust import Trust
 from wire.kv_layout import KvPart
+from wire.page_keys import NamedPage
 from worker.rank_children import RankChildren
-from worker.rank_reads import RanksReader
+from worker.rank_reads import RanksReader, find_failure
 
 
 class PageBytes(NamedTuple):
@@ -44,6 +49,7 @@ class RankedPool:
     local: Local
     children: RankChildren | None
     is_states: bool
+    tiers: PageTiers  # this rank's
 
     def describe(self, role: str, address: str, others: Sequence[kv_pb2.Rank]) -> kv_pb2.Peer:
         """The worker with this pool, for handshakes and Status. `others`: ranks 1 and up."""
@@ -86,6 +92,24 @@ class RankedPool:
         landed = await self.compute_checksums(into, [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs])
         check_checksums(offer, part, self.layout.page_tokens, runs, landed, way)
 
+    async def save(self, entries: Sequence[NamedPage], writer: Executor) -> int:
+        """PageTiers.save of each rank; returns how many this one wrote. Raises ReadError."""
+        writing = asyncio.get_running_loop().run_in_executor(writer, self.tiers.save, entries)
+        if self.children is not None:
+            await self.children.save(entries, self.is_states)
+        return await writing
+
+    async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
+        """PageTiers.load of each rank: what all of them read. Raises ReadError."""
+        reading: Coroutine[Any, Any, list[bool]] = asyncio.to_thread(self.tiers.load, keys, into)
+        others = self.children.restore(keys, into, self.is_states) if self.children else []
+        results = await asyncio.gather(reading, *others, return_exceptions=True)  # all have ended: none writes any more
+        read = [result for result in results if not isinstance(result, BaseException)]
+        failure = find_failure([result for result in results if isinstance(result, BaseException)])
+        if failure is not None:
+            raise failure
+        return [all(drafts) for drafts in zip(*read, strict=False)]
+
     async def compute_checksums(self, pages: Sequence[int], places: Sequence[PageBytes]) -> list[int]:
         """The checksums of all pages at the first place, then at the second and so on; each rank computes its own.
 
@@ -116,7 +140,8 @@ def build_pools(
             trust.open_channel, is_loopback(config.host), isinstance(config, DecodeConfig) and config.nixl_allow_tcp,
             config.lease_s,
         )  # fmt: skip
-        return RankedPool(incarnation, pool, layout, local, children, is_states)
+        tiers = _build_tiers(config, pool, layout, has_states=engine.states is not None)
+        return RankedPool(incarnation, pool, layout, local, children, is_states, tiers)
 
     pool, states, first = engine.pool, engine.states, engine.pool.shape.parts[0]
     assert isinstance(first, KvPart)
@@ -134,3 +159,21 @@ def build_pools(
         )  # fmt: skip
         pools.append(build(states, f"{incarnation}/states", layout, is_states=True))
     return pools
+
+
+def _build_tiers(
+    config: PrefillConfig | DecodeConfig, pool: Pool, layout: kv_pb2.KvLayout, has_states: bool
+) -> PageTiers:
+    """Pages and slots, and the ranks, share what the worker may take. Raises ConfigError if a folder cannot be used."""
+    pages_of = identify(layout.SerializeToString(deterministic=True), pool.parts, pool.rank, pool.num_ranks)
+    tiers = []
+    for option, root, gib in (
+        ("kv_host_gib", host_folder(), config.kv_host_gib),
+        ("kv_disk", Path(config.kv_disk).expanduser(), config.kv_disk_gib if config.kv_disk else 0),
+    ):
+        try:
+            if gib:
+                tiers.append(PageFiles(root, pages_of, (gib << 30) // (1 + has_states) // pool.num_ranks))
+        except OSError as error:
+            raise ConfigError(f"{option}={getattr(config, option)} cannot be used: {root}: {error.strerror}") from error
+    return PageTiers(pool, tiers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import PageKey
 from worker.adapters import NO_ADAPTER, AdapterSlots
-from worker.kv_cache import KVCacheManager
+from worker.kv_cache import KVCacheManager, Restore
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
 
@@ -117,19 +117,29 @@ class Scheduler:
         if params.adapter:
             self.adapters.check_room(params.adapter)
         most_tokens = max(params.end, params.num_prompt + params.max_tokens if params.max_tokens else 0)
-        most, cache = self.kv.num_pages(most_tokens), self.kv.cache
-        if most > cache.num_pages:
+        most, num_pages = self.kv.num_pages(most_tokens), self.kv.cache.num_pages
+        if most > num_pages:
             raise NeverFitsError(
                 f"prompt and answer of {most_tokens} tokens need {most} pages; "
-                f"this worker has {cache.num_pages}: raise --kv-memory-mib or lower max_tokens"
+                f"this worker has {num_pages}: raise --kv-memory-mib or lower max_tokens"
             )
         running = self.num_running
         if running >= self.max_running:
             raise NoRoomError(f"{running} sequences are running, the most allowed by --max-running")
+        self._check_spare(found, needed)
+
+    def _check_spare(self, found: Seq[int], needed: int) -> None:
+        """Raise NoRoomError unless this many pages are spare beside those `found`."""
+        cache = self.kv.cache
         growing = sum(other.params.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
         is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + growing)
         if (growing and is_tight) or not cache.can_take(found, needed):  # a growing sequence may soon need a page
             raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - growing, 0)} are spare")
+
+    def begin_restore(self, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
+        """`KVCacheManager.begin_restore`, unless answers may soon need the pages. NoRoomError."""
+        self._check_spare((), len(keys))
+        return self.kv.begin_restore(keys, slot_keys)
 
     def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
         """Whether nothing comes from another worker. A partial page does not justify a transfer."""

@@ -11,9 +11,11 @@ from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
+from wire.page_keys import PageKey
 from worker.adapter_loader import AdapterLoader, AdapterRefusedError
 from worker.adapters import NoSlotError, UnknownAdapterError
-from worker.metrics import PromptSpeed
+from worker.kv_tiers import KVTiers
+from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
 from worker.sequences import Sequence, SequenceParams
@@ -26,7 +28,7 @@ class WorkerService:
     """The common part of the roles' services. Calls that change the scheduler hold the engine thread's lock."""
 
     def __init__(
-        self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]], speed: PromptSpeed
+        self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]], metrics: WorkerMetrics
     ) -> None:
         """`transports`: every peer's address |-> transport."""
         self._me = worker.me
@@ -39,16 +41,21 @@ class WorkerService:
         self._thread = thread
         self._adapters = AdapterLoader(worker.engine, worker.scheduler.adapters, worker.children, thread)
         self._transports = transports
-        self._speed = speed
+        self._speed = metrics.prompt_speed
+        self.tiers = KVTiers(worker, thread, metrics)
 
     async def check_draining(self, context: Context) -> None:
         """Abort the call if this worker accepts nothing new."""
         if self._shutdown.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
 
-    async def admit(self, params: SequenceParams, context: Context, is_kept: bool = False) -> Sequence:
-        """Admit the params without yielding to other tasks. Aborts the call if there is no room, or no such adapter."""
-        keys = self._scheduler.kv.keys_of(params)
+    async def admit(
+        self, params: SequenceParams, keys: list[PageKey], context: Context, is_kept: bool = False
+    ) -> Sequence:
+        """Admit the params without yielding to other tasks. Aborts the call if there is no room, or no such adapter.
+
+        `keys`: `KVCacheManager.keys_of(params)`.
+        """
         try:
             with self._thread.lock:
                 sequence = self._scheduler.admit(params, time.monotonic(), is_kept, keys)
@@ -120,6 +127,7 @@ class WorkerService:
         if (slots := scheduler.kv.states.cache).num_pages:
             status.free_slots, status.used_slots = slots.num_spare, slots.num_held
             status.cached_slots = slots.num_cached
+        self.tiers.add_to_status(status)
         self.add_to_status(status)
         return status
 

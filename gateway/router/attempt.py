@@ -24,11 +24,12 @@ from wire.timing import Timing
 
 NO_TIMING = Timing()
 FINISH_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length"}  # of answers
-REFUSALS: dict[str, Literal["no room", "no adapter", "no slot", "compiling"]] = {
+REFUSALS: dict[str, Literal["no room", "no adapter", "no slot", "compiling", "restoring"]] = {
     rpc.NO_ROOM: "no room",
     rpc.NO_ADAPTER: "no adapter",
     rpc.NO_SLOT: "no slot",
     rpc.GRAMMAR_BUSY: "compiling",
+    rpc.RESTORING: "restoring",
 }
 READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each with the 20 likeliest tokens
 
@@ -88,6 +89,8 @@ class Attempt:
             self._note_refusal(self._decode, failed)
             if failed.why == "compiling":
                 request.grammar_s += self._clock() - began
+            elif failed.why == "restoring":
+                self._queue.remember(self._places, request, "decode")  # it is about to have it
             raise failed from error
         self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
         request.absent_since = None

@@ -4,6 +4,7 @@ Filter, score, pick: a worker that cannot serve is filtered out with a reason, t
 have to compute and by load, and the one with the least cost is picked:
 
     cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
+                    (those that it has in files count READ_SHARE each)
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
@@ -26,6 +27,7 @@ Role = Literal["prefill", "decode"]
 # 2,000 tokens of KV take 80 us), 20 ms in all, and that worker's prefill computes 200 to 400 tokens meanwhile. A
 # prefill worker takes 16 prompts: 512 tokens each, a chunk.
 BUSY_TOKENS = 8192
+READ_SHARE = 0.25  # what it costs to read a token's KV from a file, against computing it; workers measure, and decide
 NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
@@ -60,6 +62,7 @@ class WorkerView:
     tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
     costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
     adapters: frozenset[str] = frozenset()  # digests of those that requests may name
+    store: str = ""  # where its KV is saved in files; empty: nowhere
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
@@ -99,11 +102,13 @@ def choose_placement(
     local_prefill_max_tokens: int | None,
     avoid: frozenset[str] = frozenset(),
     cached: Mapping[str, int] = NOTHING_CACHED,
+    stored: Mapping[str, int] = NOTHING_CACHED,
     no_prefill: NoPrefill = "fallback",
 ) -> Placement | Wait | Unready:
     """Place a request that needs KV for `num_missing` positions. `workers`: those that have its adapter.
 
-    `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages.
+    `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages; `stored`: the
+    same of its files.
     Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
     request before: such a worker is asked again only when no other can serve, and such a prefill worker never while
     decode may prefill instead. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the
@@ -115,14 +120,20 @@ def choose_placement(
     if unready is not None:
         return unready
 
+    def find(view: WorkerView) -> tuple[int, int]:
+        """Tokens that are cached, and those and the ones in files."""
+        num_cached = cached.get(view.incarnation, 0)
+        return num_cached, max(num_cached, stored.get(view.incarnation, 0))
+
     def cost(view: WorkerView) -> tuple[float, int, int]:
-        num_lacking = num_missing - cached.get(view.incarnation, 0)
+        num_cached, num_there = find(view)
+        num_lacking = num_missing - num_there + READ_SHARE * (num_there - num_cached)
         return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
 
     workers = _leave_out(workers, avoid, no_prefill) if avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
-        num_cached = cached.get(decode.incarnation, 0)
+        _, num_cached = find(decode)
         known = [view for view in workers if view.role == "prefill" and view.layout == decode.layout]
         partners = [view for view in known if view.is_alive]
         num_lacking = num_missing - num_cached

@@ -77,12 +77,14 @@ class Placer:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in usable]
         keys, page_tokens = self._find_keys(workers, request)
         coming = self._coming.get(keys[-1], set()) if keys else set()
-        found = self._index.find(keys).items()
-        cached = {name: count * page_tokens for name, count in found if name not in request.mistaken}
+        found = self._index.find(keys)
+        known = [view for view in workers if view.incarnation not in request.mistaken]
+        cached = {view.incarnation: found.get(view.incarnation, 0) * page_tokens for view in known}
+        stored = {view.incarnation: found[view.store] * page_tokens for view in known if view.store in found}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
             workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
-            self._no_prefill_of(request),
+            stored, self._no_prefill_of(request),
         )  # fmt: skip
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])
@@ -112,15 +114,18 @@ class Placer:
         if self._uses_cache:
             keys = request.page_keys(worker.weights, worker.page_tokens)
             self._index.remember(worker.incarnation, keys, worker.num_pages)
+            if worker.store:
+                self._index.remember(worker.store, keys)
 
     def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
         """The worker has no more than the first `num_cached` tokens of the request."""
         keys = request.page_keys(worker.weights, worker.page_tokens)
-        self._index.forget(worker.incarnation, keys[num_cached // max(worker.page_tokens, 1) :])
+        for name in (worker.incarnation, worker.store):
+            self._index.forget(name, keys[num_cached // max(worker.page_tokens, 1) :])
 
     def keep(self, workers: Sequence[WorkerView]) -> None:
         """Forget the incarnations that are not among these."""
-        self._index.keep({view.incarnation for view in workers})
+        self._index.keep({name for view in workers for name in (view.incarnation, view.store)})
 
     def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
         """Keys of the request's whole pages, and the tokens in a page: as the first living decode worker has them."""

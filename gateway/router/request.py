@@ -25,7 +25,17 @@ class AttemptFailed(Exception):  # noqa: N818  # it is mostly not an error: anot
     # "lost": the worker or its stream is gone. "expired": it got no KV in time. "mistaken": it has less of the prompt
     # than was expected
     why: Literal[
-        "no room", "no adapter", "no slot", "compiling", "invalid", "absent", "failed", "lost", "expired", "mistaken"
+        "no room",
+        "no adapter",
+        "no slot",
+        "compiling",
+        "restoring",
+        "invalid",
+        "absent",
+        "failed",
+        "lost",
+        "expired",
+        "mistaken",
     ]
     detail: str
     role: Role = "decode"
@@ -120,7 +130,7 @@ class Request:
             case "mistaken" if decode not in self.mistaken:
                 self.mistaken.add(decode)
                 return None
-            case "compiling":
+            case "compiling" | "restoring":
                 return self._pause(now)
             case "invalid" if not self.emitted:  # later it is not the client's fault: another worker may do
                 return self.end_with(self._impossible(failed))
@@ -152,7 +162,10 @@ class Request:
         return bad_request(f"{param} cannot be used: {failed.detail}", param)
 
     def _pause(self, now: float) -> ApiError | None:
-        """The grammar is being compiled: others get the places meanwhile, and go first unless the client has tokens."""
+        """The grammar is being compiled, or saved KV is being read: others get the places meanwhile.
+
+        They go first unless the client has tokens.
+        """
         self.absent_since = None
         self.resumes_at = now + GRAMMAR_PAUSE_S
         if self.resumes_at >= self.deadline:

@@ -212,6 +212,7 @@ class WorkerClient:
             weights=peer.layout.weights,
             adapters=self.adapters.loaded,
             has_slots=self.adapters.has_slots,
+            store=status.kv_store,
             host=peer.host,
             num_threads=status.threads,
             num_cores=status.cores,

@@ -297,7 +297,7 @@ async def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monke
             return answer
 
         with monkeypatch.context() as patch:
-            patch.setattr(service, "GRAMMAR_WAIT_S", 0.05)
+            patch.setattr(service, "MOST_WAIT_S", 0.05)
             code, why = await code_of("regex", "a")  # the compiler is not even loaded
         assert (code, why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the grammar is still being compiled")
         assert await lasting_code_of("regex", "a") == (grpc.StatusCode.OK, "")

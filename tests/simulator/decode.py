@@ -22,7 +22,7 @@ from tests.simulator.world import Failure, Process, ViolationError
 from worker import rank_reads, receiving
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError
-from worker.sequences import Phase, Update
+from worker.sequences import Phase, SequenceParams, Update
 
 MAX_DRAFT_TOKENS = 3
 
@@ -67,6 +67,9 @@ class Stream:
             after = max(self._arrival - world.now, 0.0) + world.delay()
             world.at(after, self.gateway, self.epoch, self._on_end)
             worker.later(world.delay(), lambda: worker.end_stream(self.name))
+
+
+RESTORE_WAIT_S = 1.0
 
 
 class SimDecode(SimWorker):
@@ -132,6 +135,16 @@ class SimDecode(SimWorker):
             answer(refusal(grpc.StatusCode.FAILED_PRECONDITION, "no Steps stream"))
             return
         params = build_params(request, *self._speculator.resolve(request.speculation.drafter, 0), None)
+        began = self.world.now
+        self.restore(params, lambda: self._admit(params, began, answer))
+
+    def _admit(self, params: SequenceParams, began: float, answer: Answer) -> None:
+        if params.gateway not in self._streams:
+            answer(refusal(grpc.StatusCode.FAILED_PRECONDITION, "no Steps stream"))
+            return
+        if self.world.now - began > RESTORE_WAIT_S:
+            answer(refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "being read", (rpc.REFUSED_FOR, rpc.RESTORING)))
+            return
         try:
             sequence = self.scheduler.admit(params, self.world.now)
         except NoRoomError as error:

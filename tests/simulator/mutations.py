@@ -14,14 +14,15 @@ from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.placer import Placer
 from gateway.router.request import Request
-from kvtransfer import reader
+from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
+from tests.simulator.files import Files, SavedPage
 from tests.simulator.prefill import HandOver, SimPrefill
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, rank_reads, receiving
-from worker.kv_cache import Hit, KVCacheManager
+from worker.kv_cache import Hit, KVCacheManager, Restore
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
@@ -48,10 +49,12 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
 admit = Scheduler.admit
 allocate = PrefixCache.allocate
 begin_read = receiving.begin_read
+begin_restore = KVCacheManager.begin_restore
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
 check_generations = reader.check_generations
 choose = Placer.choose
+end_restore = KVCacheManager.end_restore
 end_sequence = Scheduler._end
 find = StateSlots.find
 find_hit = KVCacheManager.find
@@ -271,6 +274,40 @@ def _restore_source(self: Scheduler, step: ScheduledSequence) -> None:
     step.sequence.state.source = step.slots[0]
 
 
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def _use_unless(is_foreign: bool) -> Callable[[SavedPage, PageKey], bool]:
+    """Only one of the two checks of a file."""
+    return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)  # type: ignore[return-value]
+
+
+def _name_at_once(self: KVCacheManager, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
+    restore = begin_restore(self, keys, slot_keys)
+    for page, key in zip(restore.pages, keys, strict=True):
+        self.cache.name(page, key)
+    return restore
+
+
+def _end_with_all(self: KVCacheManager, restore: Restore, drafts: Sequence[bool], num_slots: int) -> None:
+    missing = len(restore.pages) - len(drafts)
+    end_restore(self, restore, [*drafts, *[True] * missing], num_slots)
+
+
+def _end_with_drafts(self: KVCacheManager, restore: Restore, drafts: Sequence[bool], num_slots: int) -> None:
+    end_restore(self, restore, [True] * len(drafts), num_slots)
+
+
+def _end_with_slots(self: KVCacheManager, restore: Restore, drafts: Sequence[bool], num_slots: int) -> None:
+    end_restore(self, restore, drafts, len(restore.slots))
+
+
+def _end_without_draft(self: KVCacheManager, restore: Restore, drafts: Sequence[bool], num_slots: int) -> None:
+    needs_draft, self.needs_draft = self.needs_draft, False
+    end_restore(self, restore, drafts, num_slots)
+    self.needs_draft = needs_draft
+
+
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
 
 
@@ -383,6 +420,16 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a step begins on what a dropped one was to leave": _patched((Scheduler, "take_back", _keep_source)),
     "what a failed step left becomes a checkpoint": _patched((Scheduler, "take_back", _restore_source)),
+    "a page is saved that has had another holder": _patched(
+        (page_files, "find_unchanged", lambda entries, generations: list(range(len(entries))))
+    ),
+    "a torn file is used": _patched((Files, "is_usable", _use_unless(is_foreign=True))),
+    "another page's file is used": _patched((Files, "is_usable", _use_unless(is_foreign=False))),
+    "pages are found while they are read from files": _patched((KVCacheManager, "begin_restore", _name_at_once)),
+    "pages behind a file that cannot be used count as read": _patched((KVCacheManager, "end_restore", _end_with_all)),
+    "a checkpoint whose file cannot be used counts as read": _patched((KVCacheManager, "end_restore", _end_with_slots)),
+    "a file without draft KV counts as one with it": _patched((KVCacheManager, "end_restore", _end_with_drafts)),
+    "prefill uses files without draft KV": _patched((KVCacheManager, "end_restore", _end_without_draft)),
     "leases do not end": _patched((receiving, "expire", _none), (receiving, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(

@@ -52,6 +52,7 @@ class SimPrefill(SimWorker):
 
     def boot(self) -> None:
         super().boot()
+        self.scheduler.kv.needs_draft = self.has_draft
         self.scheduler.kv.max_offer_pages = self._max_offer_pages
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
@@ -98,6 +99,14 @@ class SimPrefill(SimWorker):
         if not 0 <= ticket.begin < ticket.end < params.num_prompt or ticket.begin % PAGE_TOKENS:
             answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, f"positions [{ticket.begin}, {ticket.end})"))
             return
+        caller_is = call, caller
+        self.restore(params, lambda: self._begin(caller_is, params, ticket, timeout_s, answer))
+
+    def _begin(
+        self, caller_is: tuple[int, tuple[str, int]], params: SequenceParams, ticket: kv_pb2.Ticket, timeout_s: float,
+        answer: Answer,
+    ) -> None:  # fmt: skip
+        call, caller = caller_is
         try:
             sequence = self.scheduler.admit(params, self.world.now, is_kept=True)
         except NoRoomError as error:

@@ -7,6 +7,7 @@ from typing import Any
 from gateway.router.engine_client import Speculation, TokenizedRequest
 from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
+from tests.simulator.files import Files
 from tests.simulator.gateway import TIMEOUT_S, SimGateway
 from tests.simulator.model import answer, find_seed
 from tests.simulator.prefill import SimPrefill
@@ -106,6 +107,12 @@ class Schedule:
         ]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
         self.processes: list[Process] = [*self.gateways, *self.workers]
+        files_rng = random.Random(f"files {seed}")  # like states_rng
+        if files_rng.random() < 0.3:
+            shared = Files(files_rng)
+            for worker in self.workers:
+                worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
+                worker.files.begin_on(worker)
         self.clients: list[tuple[Client, float]] = []  # with its start time
         self._asked: list[_Asked] = []
         self._most_prompt, self._most_tokens = 2 * num_prefill_pages + 1, 2 * num_pages
@@ -274,6 +281,8 @@ class Schedule:
         for worker in self.workers:
             if worker.scheduler.kv.cache.num_held or len(worker.scheduler):
                 raise ViolationError(f"{worker.name} still holds {worker.scheduler.kv.cache.num_held} pages")
+            if worker.scheduler.kv.restores:
+                raise ViolationError(f"{worker.name} still restores")
             if num_slots := worker.scheduler.kv.states.cache.num_held:
                 raise ViolationError(f"{worker.name} still holds {num_slots} slots")
             if len(worker.scheduler._free_rows) != len(worker.rows.tokens):

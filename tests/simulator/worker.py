@@ -8,15 +8,16 @@ from typing import Any
 
 from protos import decode_pb2, kv_pb2
 from tests.simulator.engine import VirtualRows
+from tests.simulator.files import Files
 from tests.simulator.model import PAGE_TOKENS, Memory, Truth, find_seed, read
-from tests.simulator.world import Process, ViolationError, World
+from tests.simulator.world import Action, Process, ViolationError, World
 from worker import receiving
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler, num_rows_for
-from worker.sequences import Phase, ScheduledSequence, Update
+from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
 from worker.states import StateSlots
 from worker.thread import Progress
@@ -142,6 +143,7 @@ class SimWorker(Process):
         self.has_draft = has_draft
         self.num_ranks = num_ranks
         self.num_slots = num_slots  # 0: the model has no states
+        self.files: Files | None = None  # below the pools; they outlive incarnations
         super().__init__(world, name)
 
     def boot(self) -> None:
@@ -154,6 +156,8 @@ class SimWorker(Process):
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
         self.loop = self.build_loop()
         self.loop.begin_on(self)
+        if self.files is not None:
+            self.files.begin_on(self)
 
     def build_loop(self) -> SteppedLoop:
         raise NotImplementedError
@@ -183,6 +187,13 @@ class SimWorker(Process):
         self.scheduler.check()
         if any(self.scheduler.get(sequence.id) is None for sequence in self.loop.stepped()):
             raise ViolationError("a sequence is gone under a launched step")
+
+    def restore(self, params: SequenceParams, then: Action) -> None:
+        """`then` follows when the prompt's KV was read from files, where it is there."""
+        if self.files is None:
+            then()
+        else:
+            self.files.restore(self, self.scheduler.kv.keys_of(params), then)
 
     def check_kv(self, sequence: Tokens) -> None:
         """The sequence's KV is that of its tokens and its salt, for both models, and so are its states."""

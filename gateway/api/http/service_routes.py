@@ -89,6 +89,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     free_slots: int  # of states, for models whose layers keep some; checkpoints included
     used_slots: int
     cached_slots: int
+    saved_bytes: int  # of KV in its files
+    restored_tokens: int  # of prompts, whose KV it read from files
     prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
     alive: bool
@@ -98,7 +100,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     source: str  # the DNS name that it has; empty: named by its address
 
 
-_COUNTS = ("free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots")
+_COUNTS = (
+    "free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots", "saved_bytes",
+    "restored_tokens",
+)  # fmt: skip
 
 
 def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:

@@ -43,6 +43,20 @@ def test_what_was_remembered_decides() -> None:
     assert placed(placer, ALL, request()) == ("D1", "P2"), "D2 came back with an empty cache"
 
 
+def test_what_is_in_files_is_found_after_a_restart_and_by_others_but_the_pool_is_better() -> None:
+    placer = Placer(0)
+    one, two = replace(DECODE, store="disk"), replace(DECODE_2, store="disk")
+    placer.remember(two, request())
+    assert placed(placer, [PREFILL, one, two], request()) == ("D2", None)
+    restarted = replace(two, incarnation="D3", free_pages=two.free_pages + 1)
+    workers = [PREFILL, one, restarted]
+    placer.keep(workers)
+    choice = placer.choose(workers, request())
+    assert isinstance(choice, Placement) and choice.decode == restarted and choice.num_cached == 2 * PAGE_TOKENS
+    placer.correct(restarted, request(), 0)
+    assert placed(placer, workers, request()) == ("D3", "P1")
+
+
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     placer, first = Placer(0), request()
     first.emitted = list(range(PAGE_TOKENS))

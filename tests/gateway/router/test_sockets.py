@@ -26,7 +26,7 @@ async def refused_for(call: Awaitable[object]) -> str:
 
 
 def test_real_workers_say_what_they_have_not_got(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "GRAMMAR_WAIT_S", 0.01)
+    monkeypatch.setattr(service, "MOST_WAIT_S", 0.01)
 
     @bounded
     async def scenario() -> None:

@@ -1,0 +1,116 @@
+"""KV beyond the pool: it survives restarts and eviction in files, and no token depends on whether these can be used."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+
+from kvtransfer.page_files import LOCK, host_folder
+from tests.support.checkpoints import write_checkpoint, write_tokenizer
+from tests.support.live import Live, serve_calmly, wait_until
+from tests.support.oracle import Oracle, random_prompt
+from tests.support.surface import Surface
+
+VOCAB, COUNT, PAGE = 320, 12, 8
+KINDS = {  # model type, flags
+    "llama on ranks": ("llama", ("--decode-tp=2",)),
+    "states": ("qwen3_5_text", ()),
+}
+
+
+class Service(NamedTuple):
+    live: Live
+    surface: Surface
+    oracle: Oracle
+
+    def ask(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Tokens, which are the right ones, and how many of the prompt were cached."""
+        told = self.surface.ask_one(prompt, max_tokens=COUNT)
+        assert told.tokens == self.oracle.answer(prompt, COUNT, guess=told.tokens)
+        return told.tokens, told.timing.cached_tokens
+
+    def metric(self, role: str, name: str) -> float:
+        return self.live.metric(f"{role}-0", name)
+
+    def wait_until_saved(self) -> None:
+        """Nothing was saved for a while."""
+        before, saved = -1.0, self.num_saved()
+        while before != saved:
+            time.sleep(0.3)
+            before, saved = saved, self.num_saved()
+
+    def num_saved(self) -> float:
+        return sum(self.metric(role, "kv_pages_saved_total") for role in ("prefill", "decode"))
+
+    def kill_workers(self) -> None:
+        names = ("prefill-0", "decode-0")
+        killed = {name: self.live.pids[name] for name in names}
+        for name in names:
+            self.live.send(name, signal.SIGKILL)
+        wait_until(lambda: all(self.live.pids[name] != killed[name] for name in names))
+        self.live.wait_until_whole()
+
+
+@contextmanager
+def served(model: Path, *flags: str) -> Iterator[Service]:
+    flags = ("--dtype=float32", f"--page-tokens={PAGE}", "--draft-model=none", "--chunk-tokens=32", *flags)
+    with serve_calmly(model, *flags) as live, grpc.insecure_channel(live.grpc_address) as channel:
+        yield Service(live, Surface(channel), Oracle(model))
+        live.wait_until_unused()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_go_on_after_the_death_of_every_worker(kind: str, tmp_path: Path) -> None:
+    model_type, flags = KINDS[kind]
+    model, disk = write_tokenizer(write_checkpoint(tmp_path / "model", model_type, vocab=VOCAB), VOCAB), tmp_path / "kv"
+    prompts = [random_prompt(100 + index, VOCAB, seed=index) for index in range(3)]
+    with served(model, *flags, f"--kv-disk={disk}") as service:
+        for index, prompt in enumerate(prompts):
+            tokens, cached = service.ask(prompt)
+            assert not cached
+            prompts[index] = [*prompt, *tokens, *random_prompt(30, VOCAB, seed=99)]  # the next turn
+        service.wait_until_saved()
+        service.kill_workers()
+        cached = [service.ask(prompt)[1] for prompt in prompts]
+        assert cached[0] >= 96  # later it may have been measured that to compute so little is faster
+        assert all(service.metric(role, "kv_tokens_restored") >= 96 for role in ("prefill", "decode"))
+        service.wait_until_saved()
+        damage(disk)
+        service.kill_workers()
+        for prompt in prompts:
+            assert service.ask(prompt)[1] < 96
+        assert service.metric("decode", "kv_files_bad") > 0
+
+
+def damage(disk: Path) -> None:
+    """Tear, change or swap most files."""
+    rng = random.Random(1)
+    files = sorted(path for path in disk.rglob("*") if path.is_file() and path.name != LOCK)
+    assert len(files) > 40
+    for path in files:
+        content = path.read_bytes()
+        at = rng.randrange(len(content))
+        kinds = (content[:at], content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :], files[0].read_bytes(), b"")
+        path.write_bytes(rng.choice(kinds))
+
+
+def test_what_a_small_pool_evicts_is_read_back_from_memory(tmp_path: Path) -> None:
+    """Both roles have room for one conversation; turns of three alternate."""
+    model = write_tokenizer(write_checkpoint(tmp_path / "model", "llama", vocab=VOCAB), VOCAB)
+    prompts = [random_prompt(200, VOCAB, seed=index) for index in range(3)]
+    with served(model, "--kv-host-gib=1", "--kv-memory-mib=1", "--max-context-tokens=400") as service:
+        for _ in range(3):
+            for index, prompt in enumerate(prompts):
+                tokens, _ = service.ask(prompt)
+                prompts[index] = [*prompt, *tokens, *random_prompt(5, VOCAB, seed=99)]
+                service.wait_until_saved()
+        assert service.metric("decode", "kv_tokens_restored") > 0
+        folder = host_folder()
+        assert any(folder.iterdir())
+    assert not [path for path in folder.glob("*/*/*") if path.name != LOCK]

@@ -1,0 +1,171 @@
+"""Moves pages and slots between a worker's pools and their files (kvtransfer/page_files.py). On the asyncio thread.
+
+Written behind: a page is saved some time after it gets its key, and needs not be held for that. Read ahead: what a
+prompt finds there comes into the pool before the prompt is admitted, which then finds it as if it had been cached.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from weakref import WeakValueDictionary
+
+import structlog
+
+from protos import decode_pb2
+from wire.page_keys import NamedPage, PageKey
+from worker.kv_cache import RestorePlan, plan_restore
+from worker.metrics import PromptSpeed, WorkerMetrics
+from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.process import Worker
+from worker.thread import EngineThread
+
+SAVED_AT_ONCE = 256  # pages: more would only wait
+RECHECK_S = 60.0  # a speed measured longer ago is not known any more
+SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
+NICE = 10  # of the thread that writes: steps go first
+log = structlog.get_logger()
+
+
+def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, computed_per_s: float) -> bool:
+    """Whether to read these tokens' KV, and not to compute it behind `num_waiting` others. A speed of 0: not known."""
+    if not read_per_s or not computed_per_s:
+        return True
+    return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
+
+
+class KVTiers:
+    """Owns the tasks that save and read. Without tiers nothing happens."""
+
+    def __init__(self, worker: Worker, thread: EngineThread, metrics: WorkerMetrics) -> None:
+        """`thread`: its lock guards the scheduler."""
+        self._scheduler = worker.scheduler
+        self._thread = thread
+        self._computing = metrics.prompt_speed
+        self._reading = PromptSpeed()
+        self._read_at = 0.0  # time.monotonic() when `_reading` was measured
+        self._num_restored = 0  # tokens
+        kv = worker.scheduler.kv
+        self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
+        self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
+        self._has_named = asyncio.Event()
+        self._restoring: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()  # first key |-> task
+        self._tasks: set[asyncio.Task[None]] = set()
+        if not self._pools:
+            return
+        loop = asyncio.get_running_loop()
+        for _, cache in zip(self._pools, self._caches, strict=False):
+            cache.on_named = lambda: loop.call_soon_threadsafe(self._has_named.set)
+        self._keep(asyncio.create_task(self._save()))
+        self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
+        files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: self._num_restored)
+        metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
+        metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
+        metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
+
+    @property
+    def exist(self) -> bool:
+        return bool(self._pools)
+
+    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+        files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        if files:
+            status.kv_store = self._pools[0].tiers.tiers[-1].store
+            status.saved_bytes = sum(tier.num_bytes for tier in files)
+            status.restored_tokens = self._num_restored
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        writer = ThreadPoolExecutor(1, "kv-writer", partial(os.setpriority, os.PRIO_PROCESS, 0, NICE))
+        while True:
+            await self._has_named.wait()
+            self._has_named.clear()
+            for pool, cache in zip(self._pools, self._caches, strict=False):
+                while entries := self._take(cache):
+                    try:
+                        self._num_saved.inc(await pool.save(entries, writer))
+                    except Exception:
+                        log.exception("KV was not saved")
+
+    def _take(self, cache: PrefixCache) -> list[NamedPage]:
+        with self._thread.lock:
+            return cache.take_named(SAVED_AT_ONCE)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    async def restore(self, keys: Seq[PageKey], wait_s: float) -> bool:
+        """Read what the pools lack of these pages, if that is faster than to compute it.
+
+        False: it takes longer than `wait_s`, and goes on; ask again.
+        """
+        if not self._pools or not keys:
+            return True
+        task = self._restoring.get(keys[0])
+        if task is None:
+            task = self._restoring[keys[0]] = asyncio.create_task(self._restore(keys))
+            self._keep(task)
+        done, _ = await asyncio.wait([task], timeout=wait_s)
+        return bool(done)
+
+    async def _restore(self, keys: Seq[PageKey]) -> None:
+        try:
+            plan = await asyncio.to_thread(self._plan, keys)
+            num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
+            if (plan.keys or plan.slot_keys) and self._prefers_reading(num_tokens):
+                await self._read(plan)
+        except NoRoomError as error:
+            log.info("saved KV is not read: no room", reason=str(error))
+        except Exception:
+            log.exception("saved KV cannot be read, and is computed")
+
+    def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
+        """What to read. On a thread: it may ask the file system for each key."""
+        tiers = [pool.tiers for pool in self._pools]
+        for one in tiers:
+            one.touch(keys)
+        with self._thread.lock:
+            num_there = len(self._scheduler.kv.cache.find(keys))
+            num_usable = self._scheduler.kv.find(keys).num_usable
+        num_found = num_there + tiers[0].find(keys[num_there:])
+        has_slot = tiers[1].has if len(tiers) > 1 else None
+        return plan_restore(keys, num_there, num_usable, num_found, has_slot)
+
+    def _prefers_reading(self, num_tokens: int) -> bool:
+        is_known = time.monotonic() - self._read_at < RECHECK_S
+        read_per_s = self._reading.tokens_per_s if is_known else 0.0
+        waiting = self._scheduler.num_tokens_waiting
+        return prefers_reading(num_tokens, waiting, read_per_s, self._computing.tokens_per_s)
+
+    async def _read(self, plan: RestorePlan) -> None:
+        started, drafts, num_slots = time.monotonic(), [], 0
+        with self._thread.lock:
+            restore = self._scheduler.begin_restore(plan.keys, plan.slot_keys)
+        try:
+            drafts = await self._pools[0].restore(restore.keys, restore.pages)
+            if restore.slots and len(drafts) == len(restore.pages):
+                num_slots = len(await self._pools[1].restore(restore.slot_keys, restore.slots))
+        finally:
+            with self._thread.lock:
+                self._scheduler.kv.end_restore(restore, drafts, num_slots)
+                self._thread.wake()
+        if drafts:
+            self._read_at = time.monotonic()
+            num_tokens, seconds = len(drafts) * self._scheduler.kv.page_tokens, self._read_at - started
+            self._reading.count(num_tokens, seconds)
+            self._num_restored += num_tokens
+            log.info("KV was read from files", tokens=num_tokens, seconds=round(seconds, 3))
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pool in self._pools:
+            pool.tiers.close()
