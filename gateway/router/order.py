@@ -141,6 +141,7 @@ class Order(Generic[W]):
     def leave_place(self, request: Request, num_more: float) -> None:
         """It took `num_more` tokens beyond those of `place`, or fewer."""
         self._owners[request.wanted.owner].served += num_more
+        self._passed += num_more
         self._leave(request.wanted.owner)
 
     def _leave(self, name: str) -> None:
@@ -153,12 +154,12 @@ class Order(Generic[W]):
             for name in idle[: len(idle) // 2]:
                 del self._owners[name]
 
-    def check(self) -> None:
+    def check(self, num_placed: int = 0) -> None:
         """Raises AssertionError where requests are out of turn or owners are miscounted."""
         for waiting in (self._retries, *self._groups.values()):
             assert all(_silence(one) <= _silence(after) for one, after in pairwise(waiting)), "out of turn"
         assert all(waiter.request.is_retry for waiter in self._retries) and all(self._groups.values())
-        assert all(owner.num_requests >= 0 for owner in self._owners.values())
+        assert sum(owner.num_requests for owner in self._owners.values()) == len(self) + num_placed
 
 
 def _silence(waiter: Waiting) -> float:

@@ -332,7 +332,7 @@ class Queue:
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
         assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
-        self._waiting.check()
+        self._waiting.check(len(self._placed))
 
 
 def _describe_full(num_waiting: int, num_choices: int, max_queue: int) -> str:

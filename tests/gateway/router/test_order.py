@@ -25,7 +25,7 @@ def expect(request: Request) -> float:
 @dataclass(eq=False)
 class Asked:
     request: Request
-    tokens: float  # that it takes
+    tokens: int  # that it takes
 
 
 def asked(at: float, priority: int = 5, owner: str = "", tokens: int = 10) -> Asked:
@@ -42,25 +42,56 @@ def serve(order: Order[Asked]) -> Asked:
     return one
 
 
-@given(
-    priorities=st.lists(st.integers(0, 9), min_size=1, max_size=60), owners=st.integers(1, 4), waits=st.integers(0, 59),
-    seed=st.integers(0, 99),
-)  # fmt: skip
-def test_no_request_starves(priorities: Sequence[int], owners: int, waits: int, seed: int) -> None:
-    """Those behind get at most TURNS places for it and each before it, here with priority 0 and always new owners."""
+def starves(order: Order[Asked], priorities: Sequence[int], owners: int, watched: int, seed: int) -> bool:
+    """Whether those behind a request get more than TURNS places for it and each before it.
+
+    Clients come all the time with priority 0, as owners that were never served.
+    """
     rng = random.Random(seed)
-    order, waiting = Order[Asked](expect), []
-    for at, priority in enumerate(priorities):
-        waiting.append(asked(at, priority, f"owner {rng.randrange(owners)}"))
-        order.add(waiting[-1])
-    watched = waiting[min(waits, len(waiting) - 1)]
-    num_older = waiting.index(watched)
-    for number in range((TURNS + 1) * (num_older + 1)):
+    waiting = [asked(at, priority, f"owner {rng.randrange(owners)}") for at, priority in enumerate(priorities)]
+    for one in waiting:
+        order.add(one)
+    for number in range((TURNS + 1) * (watched + 1)):
         for _ in range(2):
             order.add(asked(1000 + number, 0, f"new {number} {rng.random()}"))
-        if serve(order) is watched:
-            return
-    pytest.fail("it starved")
+        if serve(order) is waiting[watched]:
+            return False
+    return True
+
+
+def share_out(order: Order[Asked], costs: Sequence[int], burst: int, running: int, seed: int) -> list[int]:
+    """Tokens of each owner. Each always has some waiting; expectations are wrong, and requests keep places a while."""
+    rng, served, clock = random.Random(seed), [0 for _ in costs], 0
+    placed: list[tuple[Asked, float]] = []
+    while min(served) < 200 * max(costs) and clock < 100_000:
+        waiting = Counter(one.request.wanted.owner for one in order)
+        for owner, cost in enumerate(costs):
+            for _ in range(burst + 1 if waiting[str(owner)] < 2 else 0):
+                clock += 1
+                order.add(asked(clock, 5, str(owner), rng.randint(1, 2 * cost)))
+        one = next(order.walk())
+        guess = one.tokens * rng.uniform(0.3, 3) * (1 + int(one.request.wanted.owner) / 4)
+        order.place(one, guess)
+        placed.append((one, guess))
+        if len(placed) > running:
+            gone, guess = placed.pop(rng.randrange(len(placed)))
+            order.leave_place(gone.request, gone.tokens - guess)
+            served[int(gone.request.wanted.owner)] += gone.tokens
+    return served
+
+
+def is_fair(served: Sequence[int]) -> bool:
+    """Within 15 %."""
+    mean = sum(served) / len(served)
+    return all(abs(one - mean) <= 0.15 * mean for one in served)
+
+
+@given(
+    priorities=st.lists(st.integers(0, 9), min_size=1, max_size=60), owners=st.integers(1, 4),
+    watched=st.integers(0, 59), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_no_request_starves(priorities: Sequence[int], owners: int, watched: int, seed: int) -> None:
+    assert not starves(Order[Asked](expect), priorities, owners, min(watched, len(priorities) - 1), seed)
 
 
 @given(
@@ -70,28 +101,35 @@ def test_no_request_starves(priorities: Sequence[int], owners: int, waits: int, 
 def test_owners_get_equal_shares_whatever_their_requests_cost(
     costs: Sequence[int], burst: int, running: int, seed: int
 ) -> None:
-    """Each owner always has some waiting; expectations are wrong, and some requests take places for a while."""
-    rng, order, served = random.Random(seed), Order[Asked](expect), Counter[str]()
-    owners = {f"owner {number}": cost for number, cost in enumerate(costs)}
-    placed: list[tuple[Asked, float]] = []
-    clock = 0
-    while min((served[owner] for owner in owners), default=0) < 200 * max(costs):
-        waiting = Counter(one.request.wanted.owner for one in order)
-        for owner, cost in owners.items():
-            for _ in range(burst + 1 if waiting[owner] < 2 else 0):
-                clock += 1
-                order.add(asked(clock, 5, owner, rng.randint(1, 2 * cost)))
-        one = next(order.walk())
-        expected = one.tokens * rng.uniform(0.3, 3)
-        order.place(one, expected)
-        placed.append((one, expected))
-        if len(placed) > running:
-            gone, expected = placed.pop(rng.randrange(len(placed)))
-            order.leave_place(gone.request, gone.tokens - expected)
-            served[gone.request.wanted.owner] += gone.tokens
-        assert clock < 100_000
-    mean = sum(served.values()) / len(owners)
-    assert all(abs(served[owner] - mean) <= 0.15 * mean for owner in owners), served
+    assert is_fair(share_out(Order[Asked](expect), costs, burst, running, seed))
+
+
+class WithoutAge(Order[Asked]):
+    """Broken: no request is next because it is the oldest."""
+
+    def place(self, waiter: Asked, num_tokens: float) -> None:
+        super().place(waiter, num_tokens)
+        self._passed = 0.0
+
+
+class WithoutShares(Order[Asked]):
+    """Broken: what owners got is forgotten."""
+
+    def place(self, waiter: Asked, num_tokens: float) -> None:
+        super().place(waiter, 0)
+
+
+class WithGuesses(Order[Asked]):
+    """Broken: what a request was expected to take counts, not what it took."""
+
+    def leave_place(self, request: Request, num_more: float) -> None:
+        super().leave_place(request, 0)
+
+
+def test_broken_rules_are_noticed() -> None:
+    assert starves(WithoutAge(expect), [9], 1, 0, 0)
+    assert not is_fair(share_out(WithoutShares(expect), [10, 100], 1, 1, 0))
+    assert not is_fair(share_out(WithGuesses(expect), [50] * 5, 1, 1, 0))
 
 
 def test_priorities_then_shares_then_arrival() -> None:

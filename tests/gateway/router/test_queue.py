@@ -168,7 +168,7 @@ def test_a_request_whose_deadline_cannot_be_kept_is_refused_at_once() -> None:
         check_error(
             late,
             429,
-            "the answer cannot begin within deadline_ms: about 4.0 s are predicted, 2.5 s are left",
+            "the answer cannot begin within deadline_ms: about 3.9 s are predicted, 2.5 s are left",
             "deadline_ms",
         )
         assert late.error and (late.error.code, late.error.retry_after_s) == ("deadline", 2)
