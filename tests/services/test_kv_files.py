@@ -77,8 +77,8 @@ def test_conversations_go_on_after_the_death_of_every_worker(kind: str, tmp_path
             prompts[index] = [*prompt, *tokens, *random_prompt(30, VOCAB, seed=99)]  # the next turn
         service.wait_until_saved()
         service.kill_workers()
-        cached = [service.ask(prompt)[1] for prompt in prompts]
-        assert cached[0] >= 96  # later it may have been measured that to compute so little is faster
+        found = [service.ask(prompt)[1] for prompt in prompts]
+        assert found[0] >= 96  # later it may have been measured that to compute so little is faster
         assert all(service.metric(role, "kv_tokens_restored") >= 96 for role in ("prefill", "decode"))
         service.wait_until_saved()
         damage(disk)

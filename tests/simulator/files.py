@@ -6,6 +6,7 @@ The rules are the real ones (kv_cache.py, scheduler.py, page_files.py); saving a
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer import page_files
@@ -43,9 +44,7 @@ class Files:
         """A new incarnation saves what gets a key."""
         kv = worker.scheduler.kv
         for cache, is_states in ((kv.cache, False), (kv.states.cache, True)):
-            cache.on_named = lambda cache=cache, is_states=is_states: self._later(  # type: ignore[misc]
-                worker, lambda: self._take(worker, cache, is_states)
-            )
+            cache.on_named = partial(self._later, worker, partial(self._take, worker, cache, is_states))
 
     def _later(self, worker: "SimWorker", action: Action) -> None:
         delay = self._rng.random() * 3.0 if self._rng.random() < self._slow else self._rng.random() * 0.02
@@ -66,12 +65,12 @@ class Files:
             page, _, key, has_draft = entries[at]
             saved = self._slots if is_states else self._pages
             rank = self._rng.randrange(worker.num_ranks)
-            main, draft = ([memory.states[rank][page]], []) if is_states else (memory.main[rank], memory.draft[rank])
             is_bad = self._rng.random() < self._bad
             if is_states:
-                one = SavedPage(key, list(main), [], False, not is_bad)
+                one = SavedPage(key, [memory.states[rank][page]], [], False, not is_bad)
             else:
-                one = SavedPage(key, list(main[page]), list(draft[page]), has_draft, not is_bad)  # type: ignore[call-overload]
+                main, draft = memory.main[rank][page], memory.draft[rank][page]
+                one = SavedPage(key, list(main), list(draft), has_draft, not is_bad)
             saved[key] = self._spoil(one) if is_bad else one
 
     def _spoil(self, one: SavedPage) -> SavedPage:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
 from kvtransfer import page_files, reader
@@ -52,6 +53,7 @@ begin_read = receiving.begin_read
 begin_restore = KVCacheManager.begin_restore
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
+check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
 end_restore = KVCacheManager.end_restore
@@ -279,7 +281,7 @@ def _restore_source(self: Scheduler, step: ScheduledSequence) -> None:
 
 def _use_unless(is_foreign: bool) -> Callable[[SavedPage, PageKey], bool]:
     """Only one of the two checks of a file."""
-    return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)  # type: ignore[return-value]
+    return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)
 
 
 def _name_at_once(self: KVCacheManager, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
@@ -346,6 +348,18 @@ take_back_slots = StateSlots.take_back
 def _take_back_undrafted(self: StateSlots, step: ScheduledSequence) -> None:
     if not step.num_drafted:
         take_back_slots(self, step)
+
+
+def _check_room_without_goal(self: Scheduler, *args: Any) -> None:
+    most_answers, self.most_answers = self.most_answers, lambda limit: limit
+    try:
+        check_room(self, *args)
+    finally:
+        self.most_answers = most_answers
+
+
+def _due_whatever_began(self: Request) -> float:
+    return self.deadline if self.first_by is None else min(self.first_by, self.deadline)
 
 
 def _nothing(*_: object) -> None:
@@ -435,6 +449,13 @@ MUTATIONS: dict[str, Mutation] = {
     "a gateway goes on believing a wrong memory": _patched(
         (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)
     ),
+    "a deadline ends an answer that has begun": _patched((Request, "due", property(_due_whatever_began))),
+    "an answer begins after its deadline": _patched((Request, "due", property(lambda self: self.deadline))),
+    "answers are taken that break the goal": _patched((Scheduler, "_check_room", _check_room_without_goal)),
+    "a refused request goes before all others": _patched(
+        (Request, "is_retry", property(lambda self: self.attempt > 1))
+    ),
+    "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }

@@ -22,11 +22,15 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
     ],
 )
 def test_pages_are_read_as_far_as_a_prompt_can_continue_behind_them(
-    num_there: int, num_usable: int, num_found: int, slots: tuple[int, ...] | None, expected: tuple[object, object]
+    num_there: int,
+    num_usable: int,
+    num_found: int,
+    slots: tuple[int, ...] | None,
+    expected: tuple[list[bytes], list[bytes]],
 ) -> None:
     has_slot = None if slots is None else {KEYS[count - 1] for count in slots}.__contains__
     plan = plan_restore(KEYS, num_there, num_usable, num_found, has_slot)
-    assert (list(plan.keys), list(plan.slot_keys)) == tuple(map(list, expected))  # type: ignore[call-overload]
+    assert (tuple(plan.keys), tuple(plan.slot_keys)) == (tuple(expected[0]), tuple(expected[1]))
     assert isinstance(plan, RestorePlan)
 
 
