@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from gateway.batches.pace import Gaps
 from gateway.router.engine_client import FinishReason
 
 # Three buckets per decade from 1 ms; tokens arrive within seconds, answers within minutes.
@@ -17,6 +18,7 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.live_gaps = Gaps()  # between tokens of all answers but those of the last priority
 
         def count(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"baton:{name}", help, labels, registry=registry)
@@ -43,9 +45,15 @@ class ChoiceMeter:
     """Times one choice of a request. The first `finish` or `cancel` ends it; later ones are not counted."""
 
     def __init__(
-        self, metrics: RequestMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter
+        self,
+        metrics: RequestMetrics,
+        arrived_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        is_live: bool = True,
     ) -> None:
-        """`arrived_s`: when the request arrived, by `clock`."""
+        """`arrived_s`: when the request arrived, by `clock`. `is_live`: somebody waits for its tokens."""
+        self._is_live = is_live
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s
@@ -64,6 +72,8 @@ class ChoiceMeter:
             self._metrics.time_to_first_token.observe(now - self._arrived_s)
         else:
             each_s = (now - self._last_token_s) / num_tokens
+            if self._is_live:
+                self._metrics.live_gaps.add(each_s, num_tokens)
             for _ in range(num_tokens):
                 self._metrics.inter_token_latency.observe(each_s)
         self._last_token_s = now

@@ -14,6 +14,7 @@ from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
+from gateway.request.rules import LAST_PRIORITY
 from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
@@ -88,7 +89,8 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     """
     job = totals.job
     served.metrics.prompt_tokens.inc(totals.num_prompt)
-    meters = [ChoiceMeter(served.metrics, totals.arrived_s) for _ in job.generations]
+    is_live = job.generations[0].priority < LAST_PRIORITY
+    meters = [ChoiceMeter(served.metrics, totals.arrived_s, is_live=is_live) for _ in job.generations]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
     try:
