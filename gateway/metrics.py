@@ -73,7 +73,7 @@ class ChoiceMeter:
         else:
             each_s = (now - self._last_token_s) / num_tokens
             if self._is_live:
-                self._metrics.live_gaps.add(each_s, num_tokens)
+                self._metrics.live_gaps.add(now - self._last_token_s, num_tokens)
             for _ in range(num_tokens):
                 self._metrics.inter_token_latency.observe(each_s)
         self._last_token_s = now

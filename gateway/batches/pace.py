@@ -11,7 +11,7 @@ free, on a CPU it is not. So it is measured: the mean gap between their tokens w
 from dataclasses import dataclass
 from math import inf
 
-CALM_S = 2.0
+CALM_S = 5.0
 WINDOW_S, WINDOW_GAPS = 0.5, 40  # least to measure over
 COST = 1.05  # the promise is 1.10 for the 99th percentile; rows cost the mean as much
 DUTY = 0.05
@@ -20,14 +20,22 @@ RESERVE = 0.25  # of all places stays free for live requests
 
 @dataclass(slots=True)
 class Gaps:
-    """Times between tokens of live answers, so far."""
+    """Times between tokens of live answers."""
 
     total_s: float = 0.0
     count: int = 0
 
-    def add(self, each_s: float, count: int) -> None:
-        self.total_s += each_s * count
+    def add(self, total_s: float, count: int) -> None:
+        self.total_s += total_s
         self.count += count
+
+
+@dataclass(slots=True)
+class _Window(Gaps):
+    """Those between two looks, all with lines or all without."""
+
+    seconds: float = 0.0
+    peak: int = 0  # most lines at once
 
 
 def count_room(num_places: int, num_free: int, num_waiting: int) -> int:
@@ -43,7 +51,7 @@ class Pace:
         self.num_lines = 0  # that run
         self.limit = 1  # lines beside live answers; 0: one at a time
         self.quiet_s = 0.0  # mean gap while no line runs; 0: not measured
-        self._looked = _Look()
+        self._looked = (0.0, 0.0, 0)  # when, and the gaps then
         self._peak = 0  # most lines at once since then
         self._live_at = self._token_at = -inf  # when a live request was last seen, and its tokens
         self._rests_until = -inf
@@ -75,16 +83,17 @@ class Pace:
         return 1 if now >= self._rests_until else 0
 
     def _measure(self, now: float, gaps: Gaps) -> None:
-        before, self._looked = self._looked, _Look(now, gaps.total_s, gaps.count)
+        (at, total_s, count), self._looked = self._looked, (now, gaps.total_s, gaps.count)
         peak, self._peak = self._peak, self.num_lines
-        if gaps.count == before.num_gaps:
+        if gaps.count == count:
             return
         self._token_at = now
         window = self._beside if peak else self._quiet
-        window.add(now - before.at, gaps.total_s - before.total_s, gaps.count - before.num_gaps, peak)
-        if not window.is_full:
+        window.add(gaps.total_s - total_s, gaps.count - count)
+        window.seconds, window.peak = window.seconds + now - at, max(window.peak, peak)
+        if window.seconds < WINDOW_S or window.count < WINDOW_GAPS:
             return
-        mean_s = window.total_s / window.num_gaps
+        mean_s = window.total_s / window.count
         if window is self._quiet:
             self.quiet_s = (self.quiet_s + mean_s) / 2 if self.quiet_s else mean_s
             self._quiet = _Window()
@@ -95,30 +104,3 @@ class Pace:
                 self.limit += max(self.limit // 4, 1)
             self.quiet_s = min(self.quiet_s, mean_s)  # fewer live answers than when it was measured
             self._beside = _Window()
-
-
-@dataclass(slots=True)
-class _Look:
-    at: float = 0.0
-    total_s: float = 0.0
-    num_gaps: int = 0
-
-
-@dataclass(slots=True)
-class _Window:
-    """Times between two looks, all with lines or all without."""
-
-    seconds: float = 0.0
-    total_s: float = 0.0  # of gaps
-    num_gaps: int = 0
-    peak: int = 0  # most lines at once
-
-    def add(self, seconds: float, total_s: float, num_gaps: int, peak: int) -> None:
-        self.seconds += seconds
-        self.total_s += total_s
-        self.num_gaps += num_gaps
-        self.peak = max(self.peak, peak)
-
-    @property
-    def is_full(self) -> bool:
-        return self.seconds >= WINDOW_S and self.num_gaps >= WINDOW_GAPS

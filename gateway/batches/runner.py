@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from math import inf
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -35,8 +35,9 @@ MAX_DROPS = 3  # of one line, in favour of live answers; then it runs to its end
 class _Job:
     """A batch that is not over, with its files open."""
 
-    def __init__(self, record: Record, batch: Batch, key: str) -> None:
-        self.record, self.batch, self.key = record, batch, key
+    def __init__(self, record: Record, batch: Batch, key: str, path: Path) -> None:
+        """`path`: of its input."""
+        self.record, self.batch, self.key, self.path = record, batch, key, path
         self.input: Input
         self.output: Journal
         self.errors: Journal
@@ -46,24 +47,30 @@ class _Job:
 
     def open(self, store: BatchStore, max_line_bytes: int) -> None:
         """Reads everything; in a thread. Raises ValueError if the input cannot be used, OSError."""
-        batch = self.batch
-        self.input = scan(store.path(batch.input_file_id), batch.endpoint, max_line_bytes)
+        if not self.path.exists():
+            raise ValueError("the input file is not there any more")
+        self.input = scan(self.path, self.batch.endpoint, max_line_bytes)
         self.output = Journal(store.path(self.record.output_id))
         self.errors = Journal(store.path(self.record.error_id))
         done = self.output.numbers | self.errors.numbers
         self.pending.extend(number for number in self.input.numbers if number not in done)
         for fault in self.input.faults:
             if fault.number not in done:
-                self.fail(fault.number, fault.custom_id, fault.code, fault.message)
+                self.write(fault.number, fault.custom_id, LineError(fault.code, fault.message))
         self.sync()
 
-    def fail(self, number: int, custom_id: str | None, code: str, message: str) -> None:
-        """The line has no answer. Raises OSError."""
-        error = LineError(code, message)
-        self.errors.append(number, OutputLine(self.name(number), custom_id, error=error))
+    def read(self, number: int) -> InputLine:
+        return read_line(self.path, self.input.offsets[number - 1])
 
-    def name(self, number: int) -> str:
-        return f"batch_req_{self.batch.id.rpartition('_')[2]}_{number}"
+    def write(self, number: int, custom_id: str | None, result: LineResponse | LineError) -> None:
+        """What became of a line. Raises OSError."""
+        line = OutputLine(f"{self.batch.id.replace('_', '_req_')}_{number}", custom_id)
+        if isinstance(result, LineError):
+            line.error = result
+        else:
+            line.response = result
+        is_answered = isinstance(result, LineResponse) and result.status_code < 400
+        (self.output if is_answered else self.errors).append(number, line)
 
     def count(self) -> None:
         counts = self.batch.request_counts
@@ -121,6 +128,7 @@ class BatchRunner:
         for job in self._jobs:
             job.sync()
         await self._client.aclose()
+        self._store.close()
 
     def _wake(self) -> None:
         self._has_new = True
@@ -132,7 +140,7 @@ class BatchRunner:
             try:
                 if loop.time() >= self._pauses_until:
                     await self._look()
-            except OSError as error:
+            except Exception as error:
                 self._has_new = True
                 self._pause(error)
             self._changed.clear()
@@ -155,39 +163,36 @@ class BatchRunner:
         self._fill(now)
         for job in list(self._jobs):
             job.count()
-            status = self._find_end(job)
-            if status is not None:
-                await self._end(job, status)
+            if job.batch.status == "cancelling":
+                await self._end(job, "cancelled")
+            elif not job.pending and not job.running:
+                await self._end(job, "completed")
+            elif time.time() > job.batch.expires_at:
+                await self._end(job, "expired")
         if now - self._synced_s > SYNC_S:
             self._synced_s = now
             for job in list(self._jobs):
                 await asyncio.to_thread(job.sync)
 
     async def _open(self, record: Record) -> None:
-        batch = record.value
+        batch, key = record.value, self._keys.get(record.owner)
         assert isinstance(batch, Batch)
-        key = self._keys.get(record.owner)
-        job = _Job(record, batch, key or "")
-        code, why = "invalid_api_key", "the API key that made the batch is not accepted any more"
-        if key is not None:
-            code = "invalid_input_file"
-            try:
-                await asyncio.to_thread(job.open, self._store, self._max_line_bytes)
-            except FileNotFoundError:
-                why = "the input file is not there any more"
-            except ValueError as error:
-                why = str(error)
-            else:
-                why = ""
-        if why:
-            batch.errors = BatchFaults([BatchFault(code, why, param="input_file_id")])
+        job = _Job(record, batch, key or "", self._store.path(batch.input_file_id))
+        try:
+            if key is None:
+                raise ValueError("the API key that made the batch is not accepted any more")
+            await asyncio.to_thread(job.open, self._store, self._max_line_bytes)
+        except ValueError as error:
+            code = "invalid_api_key" if key is None else "invalid_input_file"
+            batch.errors = BatchFaults([BatchFault(code, str(error))])
             batch.enter("failed")
+            _log.info("batch fails", batch=batch.id, reason=str(error))
         else:
             job.count()
             self._jobs.append(job)
             if batch.status == "validating":
                 batch.enter("in_progress")
-        _log.info("batch begins", batch=batch.id, lines=batch.request_counts.total, left=len(job.pending), why=why)
+            _log.info("batch begins", batch=batch.id, lines=batch.request_counts.total, left=len(job.pending))
         await self._store.save(record)
 
     # -- lines -------------------------------------------------------------------------------------------------------
@@ -225,52 +230,43 @@ class BatchRunner:
 
     async def _answer(self, job: _Job, number: int) -> None:
         """One line, from its input to its output. Raises OSError."""
-        path, offset = self._store.path(job.batch.input_file_id), job.input.offsets[number - 1]
-        line = await asyncio.to_thread(read_line, path, offset)
+        line = await asyncio.to_thread(job.read, number)
         response = await self._ask(job, line)
-        answer = LineResponse(
-            response.status_code, response.headers.get("x-request-id", ""), msgspec.Raw(response.content)
-        )
-        journal = job.output if response.status_code < 400 else job.errors
-        journal.append(number, OutputLine(job.name(number), line.custom_id, response=answer))
+        request_id = response.headers.get("x-request-id", "")
+        job.write(number, line.custom_id, LineResponse(response.status_code, request_id, msgspec.Raw(response.content)))
 
     async def _ask(self, job: _Job, line: InputLine) -> httpx.Response:
         headers = {b"content-type": b"application/json"}
         if job.key:
             headers[b"authorization"] = b"Bearer " + job.key.encode()
-        for num_tries in count(1):
+        num_failed = 0
+        while True:
             response = await self._client.post(line.url, content=bytes(line.body), headers=headers)
-            is_retried = response.status_code in RETRIED
-            if not is_retried or (_code_of(response) == "failed" and num_tries >= MAX_FAILED):
+            if response.status_code not in RETRIED:
                 return response
-            after = response.headers.get("retry-after", "")
-            await asyncio.sleep(min(max(float(after) if after.isdecimal() else 1.0, 1.0), MAX_RETRY_S))
-        raise AssertionError
+            num_failed += response.json()["error"]["code"] == "failed"
+            if num_failed == MAX_FAILED:
+                return response
+            await asyncio.sleep(min(float(response.headers.get("retry-after", 1)), MAX_RETRY_S))
 
     def _finish(self, job: _Job, number: int, began: float, task: asyncio.Task[None]) -> None:
         del job.running[number]
         self._pace.end_line(asyncio.get_running_loop().time(), began)
         self._changed.set()
-        if not task.cancelled() and (error := task.exception()) is None:
-            return
-        job.pending.appendleft(number)
-        if not task.cancelled():
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error:
+            job.pending.appendleft(number)
+        if error:
             self._pause(error)
 
-    def _pause(self, error: BaseException | None) -> None:
-        if asyncio.get_running_loop().time() >= self._pauses_until:
-            _log.warning("batches pause", reason=str(error), folder=str(self._store.folder), pause_s=TROUBLE_S)
-        self._pauses_until = asyncio.get_running_loop().time() + TROUBLE_S
+    def _pause(self, error: BaseException) -> None:
+        """The disk is full, or the like; a bug, which must not be silent."""
+        now, bug = asyncio.get_running_loop().time(), None if isinstance(error, OSError) else error
+        if now >= self._pauses_until:
+            _log.warning("batches pause", reason=str(error), pause_s=TROUBLE_S, exc_info=bug)
+        self._pauses_until = now + TROUBLE_S
 
     # -- the end -----------------------------------------------------------------------------------------------------
-
-    def _find_end(self, job: _Job) -> Status | None:
-        batch = job.batch
-        if batch.status == "cancelling":
-            return "cancelled"
-        if not job.pending and not job.running:
-            return "completed"
-        return "expired" if time.time() > batch.expires_at else None
 
     async def _end(self, job: _Job, status: Status) -> None:
         """Raises OSError; then it is tried again."""
@@ -296,16 +292,7 @@ class BatchRunner:
         _log.info("batch ends", batch=batch.id, status=status, answered=counts.completed, failed=counts.failed)
 
     def _fail_rest(self, job: _Job) -> None:
-        path = self._store.path(job.batch.input_file_id)
-        message = "the line was not answered before the completion window ended"
-        while job.pending:
-            number = job.pending[0]
-            custom_id = read_line(path, job.input.offsets[number - 1]).custom_id
-            job.fail(number, custom_id, "batch_expired", message)
-            job.pending.popleft()
-
-
-def _code_of(response: httpx.Response) -> str | None:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(response.json()["error"]["code"])
-    return None
+        error = LineError("batch_expired", "the line was not answered before the completion window ended")
+        for number in job.pending:
+            if number not in job.errors.numbers:  # of a try before
+                job.write(number, job.read(number).custom_id, error)

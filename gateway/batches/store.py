@@ -182,13 +182,13 @@ class BatchStore:
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
-    async def add_file(self, owner: str, content: BinaryIO, filename: str, kept_s: int) -> FileObject:
+    async def add_file(self, owner: str, content: BinaryIO, filename: str) -> FileObject:
         """Keeps an upload, which is at its start. Raises ApiError."""
         self._check_room()
         name, now = new_id("file-"), int(time.time())
         try:
             size = await asyncio.to_thread(self._copy, content, self.path(name))
-            added = FileObject(name, size, now, now + kept_s, filename, "batch")
+            added = FileObject(name, size, now, now + KEPT_S, filename, "batch")
             await self.save(Record(owner, added))
         except BaseException:
             self.path(name).unlink(missing_ok=True)

@@ -15,10 +15,9 @@ from gateway.api.access import find_key
 from gateway.api.http.answer import json_response
 from gateway.api.http.body import Body, only_null
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
-from gateway.batches.store import KEPT_S, MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value, owner_of
+from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value, owner_of
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.request.prepare import ServedModel
-from gateway.request.rules import check_range
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_NAME_CHARS = 255
@@ -78,12 +77,14 @@ def build_batch_router(served: ServedModel, store: BatchStore | None) -> APIRout
         form = await _read_form(served, request, kept.num_bytes_left)
         try:
             file, purpose = form.get("file"), form.get("purpose")
+            for name in form.keys() - {"file", "purpose"}:
+                raise bad_request(f"unknown field '{name[:100]}'; remove it", name[:100], "unknown_field")
             if not isinstance(file, UploadFile):
                 raise bad_request("file is missing; send one as multipart/form-data", "file", "missing_field")
             if purpose != "batch":
                 raise bad_request(f"purpose is {str(purpose)[:40]!r}; files are for a 'batch' here", "purpose")
             check_count("file", len(file.filename or ""), MAX_NAME_CHARS, "characters in its name")
-            added = await kept.add_file(owner, file.file, file.filename or "", _kept_s(form))
+            added = await kept.add_file(owner, file.file, file.filename or "")
         finally:
             await form.close()
         return json_response(added)
@@ -173,15 +174,6 @@ async def _read_form(served: ServedModel, request: Request, num_bytes_left: int)
             return await parser.parse()
     except MultiPartException as error:
         raise bad_request(f"the body is not valid multipart/form-data: {error.message}", None) from error
-
-
-def _kept_s(form: Any) -> int:
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return KEPT_S
-    if anchor != "created_at" or not str(seconds).isdecimal() or len(str(seconds)) > 9:
-        raise bad_request("expires_after needs the anchor 'created_at' and a number of seconds", "expires_after")
-    return check_range("expires_after[seconds]", int(seconds), 3600, KEPT_S)
 
 
 def _page(values: list[Value], after: str | None, limit: int) -> Response:

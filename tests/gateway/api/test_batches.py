@@ -1,6 +1,7 @@
 """OpenAI's files and batches by the official client, answered by scripted workers."""
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -41,7 +42,6 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
             runner.start()
             yield
             await runner.close()
-            store.close()
 
         app.router.lifespan_context = lifespan
 
@@ -240,10 +240,9 @@ def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: 
     ]:
         headers = {**dict(served.metadata), "content-type": kind}
         assert served.http.post("/v1/files", content=body, headers=headers).status_code == status
-    kept = client.files.create(
-        file=b"x" * (MAX_BYTES // 2), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
-    )
-    assert kept.expires_at == kept.created_at + 3600
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    kept = client.files.create(file=b"x" * (MAX_BYTES // 2), purpose="batch")
     with pytest.raises(openai.APIStatusError, match="larger than"):
         client.files.create(file=b"x" * (MAX_BYTES // 2 + 70_000), purpose="batch")
     client.files.delete(kept.id)
@@ -309,6 +308,46 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
         assert set(rows) == {f"line {number}" for number in range(10)}
     assert not (folder / "file-orphan").exists()
     assert (folder / "batch_torn.json").exists()
+
+
+def test_a_batch_ends_after_its_day_and_names_what_is_left(full: Served, tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as first:
+        first.engine.reset(Script(first.ids("so"), is_hanging=True), first.script(ANSWER))
+        begun = begin(client_of(first), *(line(f"line {number}") for number in range(3)))
+        wait(client_of(first), begun, lambda one: one.request_counts.completed == 1)
+    path = folder / f"{begun.id}.json"
+    path.write_text(path.read_text().replace(f'"expires_at":{begun.expires_at}', '"expires_at":1'))
+    with serve(model, folder) as second:
+        client = client_of(second)
+        batch = wait(client, begun, lambda one: one.expired_at is not None)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("expired", 1, 2)
+        rows = read(client, batch.output_file_id) | read(client, batch.error_file_id)
+        assert set(rows) == {"line 0", "line 1", "line 2"}
+        assert {row["error"]["code"] for row in rows.values() if row["error"]} == {"batch_expired"}
+
+
+def test_old_files_and_batches_are_deleted_but_not_the_input_of_one_that_runs(full: Served, tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as first:
+        client = client_of(first)
+        done = wait(client, begin(client, line("one")))
+        first.engine.reset(Script(first.ids("so"), is_hanging=True))
+        running = begin(client, line("one"))
+        kept = client.files.create(file=b"x", purpose="batch")
+    for path in folder.glob("*.json"):
+        if path.stem != kept.id:
+            path.write_text(re.sub(r'"(created_at|expires_at)":\d+', r'"\1":1', path.read_text()))
+    old = folder / f"{running.id}.json"
+    old.write_text(re.sub(r'"expires_at":\d+', '"expires_at":9999999999', old.read_text()))
+    with serve(model, folder) as second:
+        client = client_of(second)
+        wait(client, running)
+        assert {one.id for one in client.files.list(purpose="batch")} == {running.input_file_id, kept.id}
+        assert [one.id for one in client.batches.list()] == [running.id]
+    assert not (folder / done.input_file_id).exists()
 
 
 def test_a_batch_of_a_key_that_is_no_longer_taken_fails(full: Served, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ class Machine:
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
             gap_s = self.gap_s * (1 + self.cost * len(self.lines))
-            self.gaps.add(gap_s, int(num_live * TICK_S / gap_s))
+            num_gaps = int(num_live * TICK_S / gap_s)
+            self.gaps.add(num_gaps * gap_s if num_gaps else 0.0, num_gaps)
             self.end([began for began in self.lines if self.now - began >= self.line_s - TICK_S / 2])
             most = int(min(self.pace.look(self.now, num_live, self.gaps), 20))
             self.end(self.lines[most:])
