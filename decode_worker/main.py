@@ -39,11 +39,17 @@ class DecodeRole(Role):
             asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
 
         speculator = build_speculator(engine, config)
-        budget = build_budget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", engine.device.type)
+        budget = build_budget(
+            config.local_prefill_chunk_tokens,
+            "--local-prefill-chunk-tokens",
+            engine.device.type,
+            config.itl_goal_ms / 1e3,
+        )
         self.loop = WorkerLoop(
             DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool, budget, publish,
             self.metrics, worker.steps_ahead,
         )  # fmt: skip
+        scheduler.most_answers = self.loop.chunks.most_answers
         if (costs := speculator.costs()) is not None:
             self.loop.chunks.note_step(1, 0, costs.step.seconds(1))
         self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)

@@ -152,6 +152,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
     def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
         chunks, peers = self._chunks, self._receiver.peers
         peers.add_to_status(status)
+        status.goal_answers = chunks.most_answers(self._scheduler.max_running) if chunks.has_goal else 0
         status.chunk_costs.CopyFrom(
             decode_pb2.ChunkCosts(
                 quiet_seconds=chunks.quiet_s, fixed_seconds=chunks.fixed_s, token_seconds=chunks.token_s,

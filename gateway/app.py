@@ -51,7 +51,7 @@ def build_served_model(
         ring=ring,
         names=ServedNames(served_names, adapters),
         options=options,
-        metrics=RequestMetrics(registry),
+        metrics=RequestMetrics(registry, options.itl_goal_s),
         created_s=int(time.time()),
         tracing=tracing,
     )

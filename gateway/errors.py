@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
+
+MAX_RETRY_S = 600  # predictions for a later time say little
 
 
 @dataclass(eq=False)
@@ -39,6 +42,31 @@ def model_not_found(model: str, served: Sequence[str]) -> ApiError:
 def overloaded(message: str) -> ApiError:
     """429: the queue is full; a retry may succeed."""
     return ApiError(429, message, None, "overloaded", retry_after_s=1)
+
+
+def over_goal(predicted_s: float, patience_s: float) -> ApiError:
+    """429: it would wait for too long, as more answers at once would break the goal for the time between tokens."""
+    message = (
+        f"as many answers run as keep --itl-goal-ms, and this one would wait for about {predicted_s:.0f} s, longer "
+        "than --patience-s; try again later"
+    )
+    return ApiError(429, message, None, "goal", _retry_s(predicted_s - patience_s))
+
+
+def cannot_keep_deadline(predicted_s: float, left_s: float) -> ApiError:
+    """429: the answer will probably not begin in time."""
+    times = f"about {predicted_s:.1f} s are predicted, {max(left_s, 0):.1f} s are left"
+    message = f"the answer cannot begin within deadline_ms: {times}; try again later or allow more time"
+    return ApiError(429, message, "deadline_ms", "deadline", _retry_s(predicted_s - left_s))
+
+
+def missed_deadline() -> ApiError:
+    """429: the answer did not begin in time."""
+    return ApiError(429, "deadline_ms has passed before the answer began", "deadline_ms", "deadline", 1)
+
+
+def _retry_s(seconds: float) -> int:
+    return min(max(ceil(seconds), 1), MAX_RETRY_S)
 
 
 def took_too_long() -> ApiError:

@@ -81,12 +81,13 @@ async def _serve(
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
         keep_billing_header=config.keep_billing_header,
+        itl_goal_s=config.itl_goal_ms / 1e3,
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )
     served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing, fleet.adapters.named)
     app = build_app(served)
-    app.include_router(build_fleet_router(fleet, router))
+    app.include_router(build_fleet_router(fleet, router, served.metrics))
     loader = AdapterLoader(fleet, registry)
     app.include_router(build_adapter_router(served, loader))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
@@ -146,7 +147,7 @@ def _build_router(
     open_channel = partial(trust.open_channel, dns_server=config.dns_server)
     fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, context_tokens, open_channel)
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
-    goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage)
+    goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
     router = Router(fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, placer)
     return fleet, router, Discovery(fleet, names, config.dns_server, registry)
 

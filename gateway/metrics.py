@@ -1,11 +1,13 @@
-"""Metrics of requests, measured where text leaves the service. The dispatcher counts what is queued or running."""
+"""Metrics of requests, measured where text leaves the service. The router counts what is queued or running."""
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.batches.pace import Gaps
+from gateway.errors import ApiError
 from gateway.router.engine_client import FinishReason
 
 # Three buckets per decade from 1 ms; tokens arrive within seconds, answers within minutes.
@@ -13,12 +15,19 @@ _TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _REQUEST_BUCKETS_S = (*_TOKEN_BUCKETS_S, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 
+MAX_OWNERS = 32  # with a label of their own, the first ones; the others share one
+SHARE_HELD = 0.99  # of the times between an answer's tokens: so many keep the goal if the answer does
+
+
 class RequestMetrics:
     """The metrics of all requests, registered once per registry."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, itl_goal_s: float = 0.0) -> None:
+        """`itl_goal_s`: goal for the time between tokens; 0: none."""
         self.registry = registry
+        self.itl_goal_s = itl_goal_s
         self.live_gaps = Gaps()  # between tokens of all answers but those of the last priority
+        self._owners: set[str] = set()
 
         def count(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"baton:{name}", help, labels, registry=registry)
@@ -39,6 +48,36 @@ class RequestMetrics:
         self.headers_left_out = count("prompt_headers_left_out", meaning)
         meaning = "Choices their client gave up, before the first token (waiting) or after it (decode)."
         self.cancelled = count("cancelled", meaning, "phase")
+        meaning = "Tokens after a choice's first, by whether they came within --itl-goal-ms."
+        self.goal_tokens = count("goal_tokens", meaning, "outcome")
+        meaning = f"Choices answered in full, by whether {SHARE_HELD:.0%} of those tokens did."
+        self.goal_answers = count("goal_answers", meaning, "outcome", "owner")
+        self.refused = count("requests_refused", "Requests refused with 429.", "reason", "owner")
+
+    def label_owner(self, owner: str) -> str:
+        """Bounds the number of labels. `owner`: as in TokenizedRequest."""
+        if owner and (owner in self._owners or len(self._owners) < MAX_OWNERS):
+            self._owners.add(owner)
+            return owner
+        return "other" if owner else "none"
+
+    def count_refusal(self, error: BaseException, owner: str) -> None:
+        """Of a request that ends with `error`: nothing unless it is a 429."""
+        if isinstance(error, ApiError) and error.status == 429:
+            self.refused.labels(error.code, self.label_owner(owner)).inc()
+
+    def describe_goals(self) -> dict[str, Any]:
+        """What was held, broken and refused so far."""
+        found: dict[str, Any] = {"itl_goal_ms": self.itl_goal_s * 1e3, "tokens": {}, "answers": [], "refused": []}
+        for counter in (self.goal_tokens, self.goal_answers, self.refused):
+            for sample in next(iter(counter.collect())).samples:
+                if sample.name.endswith("_total"):
+                    if counter is self.goal_tokens:
+                        found["tokens"][sample.labels["outcome"]] = int(sample.value)
+                    else:
+                        place = "answers" if counter is self.goal_answers else "refused"
+                        found[place].append({**sample.labels, "count": int(sample.value)})
+        return found
 
 
 class ChoiceMeter:
@@ -48,13 +87,19 @@ class ChoiceMeter:
         self,
         metrics: RequestMetrics,
         arrived_s: float,
+        owner: str = "",
         clock: Callable[[], float] = time.perf_counter,
         *,
         is_live: bool = True,
     ) -> None:
-        """`arrived_s`: when the request arrived, by `clock`. `is_live`: somebody waits for its tokens."""
+        """`arrived_s`: when the request arrived, by `clock`; `owner`: as in TokenizedRequest.
+
+        `is_live`: somebody waits for its tokens.
+        """
         self._is_live = is_live
         self._metrics = metrics
+        self._owner = owner
+        self._num_tokens = self._num_held = 0  # after the first: all, and those within the goal
         self._clock = clock
         self._arrived_s = arrived_s
         self._first_token_s: float | None = None
@@ -76,6 +121,11 @@ class ChoiceMeter:
                 self._metrics.live_gaps.add(now - self._last_token_s, num_tokens)
             for _ in range(num_tokens):
                 self._metrics.inter_token_latency.observe(each_s)
+            if self._metrics.itl_goal_s:
+                is_held = each_s <= self._metrics.itl_goal_s
+                self._num_tokens += num_tokens
+                self._num_held += num_tokens if is_held else 0
+                self._metrics.goal_tokens.labels("held" if is_held else "broken").inc(num_tokens)
         self._last_token_s = now
 
     @property
@@ -89,6 +139,10 @@ class ChoiceMeter:
             self._is_over = True
             self._metrics.e2e_request_latency.observe(self._clock() - self._arrived_s)
             self._metrics.request_success.labels(reason).inc()
+            if self._metrics.itl_goal_s:
+                is_held = self._num_held >= SHARE_HELD * self._num_tokens
+                owner = self._metrics.label_owner(self._owner)
+                self._metrics.goal_answers.labels("held" if is_held else "broken", owner).inc()
 
     def cancel(self) -> None:
         """Call it when the client has left."""

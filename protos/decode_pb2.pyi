@@ -262,7 +262,7 @@ class ChunkCosts(_message.Message):
     def __init__(self, quiet_seconds: _Optional[float] = ..., fixed_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., read_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "transport_reasons", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "transport_reasons", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras", "goal_answers")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class WorkerStatus(_message.Message):
     WEAKNESSES_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    GOAL_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -354,4 +355,5 @@ class WorkerStatus(_message.Message):
     weaknesses: _containers.ScalarMap[str, str]
     adapters: _containers.ScalarMap[str, str]
     max_loras: int
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., transport_reasons: _Optional[_Mapping[str, str]] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ...) -> None: ...
+    goal_answers: int
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., transport_reasons: _Optional[_Mapping[str, str]] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ..., goal_answers: _Optional[int] = ...) -> None: ...

@@ -46,6 +46,7 @@ MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_NAME_CHARS = 200  # of a model in requests: each chunk of an answer has the name
 MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
+MAX_ITL_GOAL_MS = 2000  # no step with prompts is meant to take longer anyway
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
 Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
@@ -150,7 +151,16 @@ class HeartbeatConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingConfig(EngineConfig):
+class GoalConfig(Settings):
+    """What decode workers and the gateway are to hold."""
+
+    itl_goal_ms: Annotated[float, needs(lambda ms: 0 <= ms <= MAX_ITL_GOAL_MS, "milliseconds up to 2000, or 0")] = 0.0
+    """Goal for the time between an answer's tokens: prompts beside answers get what it leaves, and answers that would
+    break it wait or are refused. 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingConfig(GoalConfig, EngineConfig):
     """How a decode worker reads pages, drafts and compiles grammars."""
 
     require_transport: bool = False
@@ -178,7 +188,7 @@ class DecodingConfig(EngineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublicConfig(Settings):
+class PublicConfig(GoalConfig):
     """The service as its clients see it."""
 
     port: Port = 8000

@@ -19,7 +19,7 @@ STOP_GRACE_S = 2.0  # for running calls when a server stops
 FIELD_AT_FAULT = "baton-field"  # trailing metadata of INVALID_ARGUMENT: the message field that is wrong
 PARAM_AT_FAULT = "baton-param"  # beside it: the client's field, if the grammar names it; else empty
 REFUSED_FOR = "baton-refused-for"  # trailing metadata of a worker's RESOURCE_EXHAUSTED, not of gRPC's own
-NO_ROOM, GRAMMAR_BUSY, NO_ADAPTER, NO_SLOT = "room", "grammar", "adapter", "slot"
+NO_ROOM, GRAMMAR_BUSY, NO_ADAPTER, NO_SLOT, OVER_GOAL = "room", "grammar", "adapter", "slot", "goal"
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -7,6 +7,8 @@ machine: the first chunk is the smallest, and each may be twice as large as any 
 
 from math import ceil, inf
 
+from worker.itl_goal import ItlGoal
+
 CHUNK_S = 2.0  # of a step without answers, and of a step's prompts beside them; shorter than any sensible --stall-s
 STRETCH = 1.7  # times the duration of a step with answers alone
 FEWEST = 16  # tokens, whatever they take: about a page
@@ -23,8 +25,12 @@ KEPT = 0.8  # weight of the old average when a step is added
 class ChunkSizer:
     """Learns from each step of a worker. Sizes are in prompt tokens."""
 
-    def __init__(self, most: int, fewest: int = FEWEST) -> None:
-        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there."""
+    def __init__(self, most: int, fewest: int = FEWEST, itl_goal_s: float = 0.0) -> None:
+        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there.
+
+        `itl_goal_s`: longest step with answers, instead of STRETCH times that without prompts; 0: none.
+        """
+        self._goal = ItlGoal(itl_goal_s) if itl_goal_s else None
         self._most = most
         self._fewest = fewest
         self._ceiling = fewest  # of chunks: what may be tried next
@@ -43,6 +49,22 @@ class ChunkSizer:
     def beside(self) -> int:
         """Of the next step with answers."""
         return self._fit(self._wanted_s - self._fixed_s)
+
+    def beside_by_goal(self, num_answers: int) -> int | None:
+        """Of the next step with so many answers, by the goal; None without one."""
+        if self._goal is None:
+            return None
+        fitting = self._goal.fit_prompt(num_answers, self._fixed_s, self._token_s, self._fewest)
+        return min(fitting, self._ceiling, self._most)
+
+    @property
+    def has_goal(self) -> bool:
+        return self._goal is not None
+
+    def most_answers(self, limit: int) -> int:
+        """Answers whose steps keep the goal, also beside the smallest chunk: from 1 to `limit`."""
+        chunk_s = self._fixed_s + self._token_s * self._fewest
+        return self._goal.most_answers(chunk_s, limit) if self._goal else limit
 
     @property
     def quiet_s(self) -> float:
@@ -72,15 +94,22 @@ class ChunkSizer:
         """Seconds of a step with these numbers of answer and prompt tokens; 0 before anything was measured."""
         token_s = self._token_s or self._quiet_s  # before the first prompt: at most a step each
         fixed_s = self._fixed_s if num_answers and num_prompt_tokens else 0.0
-        return (self._quiet_s if num_answers else 0.0) + fixed_s + token_s * num_prompt_tokens
+        return (self._answers_s(num_answers) if num_answers else 0.0) + fixed_s + token_s * num_prompt_tokens
+
+    def _answers_s(self, num_answers: int) -> float:
+        """Seconds of a step with answers alone: by their number where that is followed, else on average."""
+        return self._goal.predict(num_answers) if self._goal else self._quiet_s
 
     def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step with these numbers of answer and prompt tokens took `seconds`."""
         if seconds <= 0:
             return
+        quiet_s = self._answers_s(num_answers)
+        if self._goal and num_answers:
+            self._goal.note_step(num_answers, num_prompt_tokens, seconds, self.predict(num_answers, num_prompt_tokens))
         if num_prompt_tokens:
-            is_beside = bool(num_answers and self._quiet_s)
-            prompt_s = seconds - self._quiet_s if is_beside else seconds
+            is_beside = bool(num_answers and quiet_s)
+            prompt_s = seconds - quiet_s if is_beside else seconds
             if is_beside:
                 self._learn_fixed(num_prompt_tokens, prompt_s)
             self._learn_token(is_beside, num_prompt_tokens, prompt_s)
@@ -101,6 +130,7 @@ class ChunkSizer:
     def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""
         size, wanted_s = (self.beside, self._wanted_s) if is_beside else (self.alone, CHUNK_S)
+        size = self._fewest if is_beside and self._goal else size
         if num_tokens < size and prompt_s <= wanted_s:
             return  # a short prompt's tokens cost more
         found = (prompt_s - self._fixed_s if is_beside else prompt_s) / num_tokens

@@ -94,7 +94,7 @@ class WorkerLoop:
     ) -> None:  # fmt: skip
         self._extras = extras
         self.thread = EngineThread(self.step, lambda: receiving.next_deadline(scheduler))
-        self.chunks = ChunkSizer(budget.prompt_tokens, budget.fewest_prompt_tokens)
+        self.chunks = ChunkSizer(budget.prompt_tokens, budget.fewest_prompt_tokens, budget.itl_goal_s)
         self._scheduler = scheduler
         self._runner = runner
         self._rows = rows
@@ -142,7 +142,9 @@ class WorkerLoop:
     def _plan_once(self) -> list[ScheduledSequence]:
         sizes = self.chunks
         with self.thread.lock:
-            budget = replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside)
+            budget = replace(
+                self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside, by_goal=sizes.beside_by_goal
+            )
             planned = schedule(self._scheduler, budget)
         self._extras.extend_plan(planned, self.thread.lock)
         return planned

@@ -1,5 +1,6 @@
 """Decides what the next engine step computes: one pure function for all roles. A role is a `TokenBudget`."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,21 +20,26 @@ class TokenBudget:
     setting: str  # the flag that sets it, for error messages
     fewest_prompt_tokens: int = FEWEST  # of a chunk, unless a prompt has fewer left
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
+    itl_goal_s: float = 0.0  # longest step with answers; 0: no goal
+    by_goal: Callable[[int], int | None] = lambda num_answers: None  # prompt tokens beside them; None: no goal
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
         """Prompt tokens of a step: proportionally more with more than two prompts, or more than one per two answers.
 
-        Waiting prompts lose more time than the answers, and large chunks take less time per token.
+        Waiting prompts lose more time than the answers, and large chunks take less time per token. A goal comes first.
         """
         if self.beside_answers is None or not num_answers:
             return self.prompt_tokens
+        if (fitting := self.by_goal(num_answers)) is not None:
+            return fitting
         growth = max(1.0, 2 * num_prompts / num_answers, num_prompts / 2)
         return min(self.prompt_tokens, int(self.beside_answers * growth))
 
 
-def build_budget(prompt_tokens: int, setting: str, device: str) -> TokenBudget:
+def build_budget(prompt_tokens: int, setting: str, device: str, itl_goal_s: float = 0.0) -> TokenBudget:
     """`device`: torch's name of its type."""
-    return TokenBudget(prompt_tokens, setting, FEWEST_ON_GPU if device == "cuda" else FEWEST)
+    fewest = FEWEST_ON_GPU if device == "cuda" else FEWEST
+    return TokenBudget(prompt_tokens, setting, fewest, itl_goal_s=itl_goal_s)
 
 
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:

@@ -17,6 +17,10 @@ from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
 
 
+class OverGoalError(NoRoomError):
+    """One more answer would make all of them slower than --itl-goal-ms."""
+
+
 @dataclass(slots=True)
 class Scheduler:
     """Decides which sequences run, and which of them get the pages of `kv`."""
@@ -26,6 +30,7 @@ class Scheduler:
     lease_s: float
     adapters: AdapterSlots = field(default_factory=AdapterSlots)
     on_empty: Callable[[], None] = lambda: None  # called when the last sequence is gone
+    most_answers: Callable[[int], int] = lambda limit: limit  # that keep the goal, at most `limit` (chunks.py)
     num_preemptions: int = 0
     num_expired: int = 0  # expired leases
     num_launched: int = 0  # steps launched and not collected, summed over sequences
@@ -76,7 +81,7 @@ class Scheduler:
         """Hold the cached pages of the prompt's start, and allocate the rest.
 
         `is_kept`: the pages stay until `end`. `keys`: `kv.keys_of(params)`. A repeated (gateway, handle) returns the
-        same sequence. Raises NeverFitsError, NoRoomError or UnknownAdapterError.
+        same sequence. Raises NeverFitsError, NoRoomError (OverGoalError: only new answers) or UnknownAdapterError.
         """
         if params.handle and (params.gateway, params.handle) in self._by_handle:
             return self._sequences[self._by_handle[params.gateway, params.handle]]
@@ -127,6 +132,8 @@ class Scheduler:
         if running >= self.max_running:
             raise NoRoomError(f"{running} sequences are running, the most allowed by --max-running")
         growing = sum(other.params.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
+        if params.max_tokens and not params.num_emitted and growing >= (most_answers := self.most_answers(growing + 1)):
+            raise OverGoalError(f"{growing} answers run, and more than {most_answers} would break --itl-goal-ms")
         is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + growing)
         if (growing and is_tight) or not cache.can_take(found, needed):  # a growing sequence may soon need a page
             raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - growing, 0)} are spare")

@@ -16,9 +16,11 @@ from worker.adapters import NoSlotError, UnknownAdapterError
 from worker.metrics import PromptSpeed
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
+from worker.scheduler import OverGoalError
 from worker.sequences import Sequence, SequenceParams
 from worker.thread import EngineThread
 
+_REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -55,7 +57,7 @@ class WorkerService:
                 self._thread.wake()
             return sequence
         except NoRoomError as error:
-            lacking = rpc.NO_SLOT if isinstance(error, NoSlotError) else rpc.NO_ROOM
+            lacking = _REFUSED_FOR.get(type(error), rpc.NO_ROOM)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, lacking),))
         except UnknownAdapterError as error:
             detail = f"worker {self._me.address}: {error}"

@@ -1,12 +1,17 @@
 """Requests one streamed completion and records it. Knows HTTP; `answers` parses the bytes."""
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import httpx
 
 from bench.load.answers import Answer, Recorder
 from bench.load.prompts import Prompt
 from bench.load.server import Server
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Client:
@@ -17,13 +22,18 @@ class Client:
         self._server = server
         self._temperature = temperature
 
-    async def ask(self, prompt: Prompt, num_tokens: int) -> Answer:
-        """One answer of `num_tokens`, if the server can pin lengths. Errors are in the answer, not raised."""
+    async def ask(self, prompt: Prompt, num_tokens: int, fields: Mapping[str, Any] = NO_FIELDS) -> Answer:
+        """One answer of `num_tokens`, if the server can pin lengths. Errors are in the answer, not raised.
+
+        `fields`: further ones of the request.
+        """
         recorder = Recorder(time.perf_counter())
-        await self.stream(prompt, num_tokens, recorder)
+        await self.stream(prompt, num_tokens, recorder, fields)
         return recorder.answer()
 
-    async def stream(self, prompt: Prompt, num_tokens: int, recorder: Recorder) -> None:
+    async def stream(
+        self, prompt: Prompt, num_tokens: int, recorder: Recorder, fields: Mapping[str, Any] = NO_FIELDS
+    ) -> None:
         """Like `ask`, into `recorder`, which can be read at any time, even after a cancellation."""
         body = {
             "model": self._server.model,
@@ -33,6 +43,7 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._server.extra,
+            **fields,
         }
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""`baton bench serve`, `interference` and `plot`: options in, tables out."""
+"""`baton bench serve`, `interference`, `overload` and `plot`: options in, tables out."""
 
 import asyncio
 import sys
@@ -16,7 +16,16 @@ from bench.load.interference import InterferenceOptions, run_interference
 from bench.load.loops import Done
 from bench.load.machine import find_ceilings, read_model_size
 from bench.load.options import ServeOptions
-from bench.load.report import build_interference, build_phases, build_table, list_errors, load, write_json
+from bench.load.overload import OverloadOptions, describe, run_overload
+from bench.load.report import (
+    build_interference,
+    build_phases,
+    build_priorities,
+    build_table,
+    list_errors,
+    load,
+    write_json,
+)
 from bench.load.runs import run_levels
 from runtime.settings import ConfigError
 
@@ -82,6 +91,30 @@ def interference(
     return 1 if figures["has_stream_ended_early"] else 0
 
 
+def overload(
+    options: Annotated[OverloadOptions, Parameter(name="*")] = OverloadOptions(),  # noqa: B008  frozen
+    *,
+    save: Path | None = None,
+) -> int:
+    """Send more requests than the server can answer, and measure who gets what.
+
+    Parameters
+    ----------
+    save
+        Write the figures here, as JSON.
+    """
+    with open_progress() as progress:
+        figures = asyncio.run(run_overload(options, _start(progress, "overload", 0)))
+    if save:
+        write_json(figures, save)
+    console = Console()
+    console.print(describe(figures), markup=False)
+    console.print(build_priorities(figures))
+    for error in figures["errors"]:
+        print(f"baton bench overload: {error}", file=sys.stderr)
+    return 1 if figures["errors"] else 0
+
+
 def open_progress() -> Progress:
     """A bar for each run, on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -113,7 +146,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _start(progress: Progress, name: str, total: int) -> Done:
-    task = progress.add_task(name, total=total)
+    task = progress.add_task(name, total=total or None)
 
     def done(_answer: Answer) -> None:
         progress.advance(task)

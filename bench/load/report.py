@@ -67,6 +67,17 @@ def build_interference(figures: Mapping[str, Any]) -> Table:
     return table
 
 
+def build_priorities(figures: Mapping[str, Any]) -> Table:
+    """What requests of each priority got."""
+    table = Table(
+        "priority", "sent", "answered", "refused", "TTFT p50", "max", title="times in ms", title_justify="left"
+    )
+    for row in figures["priorities"]:
+        times = (f"{row[name]:.0f}" for name in ("median_ttft_ms", "max_ttft_ms"))
+        table.add_row(*(str(row[name]) for name in ("priority", "sent", "answered", "refused")), *times)
+    return table
+
+
 def write_json(result: Mapping[str, Any], path: Path) -> None:
     """Raises ConfigError if it cannot be written."""
     try:

@@ -89,8 +89,10 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     """
     job = totals.job
     served.metrics.prompt_tokens.inc(totals.num_prompt)
-    is_live = job.generations[0].priority < LAST_PRIORITY
-    meters = [ChoiceMeter(served.metrics, totals.arrived_s, is_live=is_live) for _ in job.generations]
+    meters = [
+        ChoiceMeter(served.metrics, totals.arrived_s, one.owner, is_live=one.priority < LAST_PRIORITY)
+        for one in job.generations
+    ]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
     try:
@@ -113,6 +115,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
     except BaseException as error:
+        served.metrics.count_refusal(error, job.generations[0].owner)
         failure = error if totals.num_open else None  # else the client left with the whole answer
         if isinstance(error, CancelledError | GeneratorExit):
             for meter in meters:

@@ -34,6 +34,7 @@ class ApiOptions:
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
+    itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
 
 

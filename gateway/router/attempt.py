@@ -8,7 +8,7 @@ from typing import Literal
 
 import grpc
 
-from gateway.errors import bad_request, took_too_long
+from gateway.errors import bad_request
 from gateway.router.attempt_record import AttemptRecord, WorkerName
 from gateway.router.decode_client import DecodeClient, Prefilled, Session, SessionEvent
 from gateway.router.engine_client import FinishReason, Tokens
@@ -26,6 +26,7 @@ NO_TIMING = Timing()
 FINISH_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length"}  # of answers
 REFUSALS: dict[str, Literal["no room", "no adapter", "no slot", "compiling"]] = {
     rpc.NO_ROOM: "no room",
+    rpc.OVER_GOAL: "no room",
     rpc.NO_ADAPTER: "no adapter",
     rpc.NO_SLOT: "no slot",
     rpc.GRAMMAR_BUSY: "compiling",
@@ -90,7 +91,7 @@ class Attempt:
                 request.grammar_s += self._clock() - began
             raise failed from error
         self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
-        request.absent_since = None
+        request.absent_since, places.is_reserved = None, True
         self._num_cached = reserved.ticket.begin
         self._ring_alarm()
         if self._prefill is not None and reserved.needs_prefill:
@@ -172,11 +173,11 @@ class Attempt:
     async def _next_event(self) -> SessionEvent:
         """After the deadline what has arrived counts only if it is all of the answer: its reader may be slow."""
         while True:
-            is_late = self._clock() >= self._request.deadline
+            is_late = self._clock() >= self._request.due
             if self._session.inbox and (not is_late or self._session.is_over):
                 return self._session.inbox.popleft()
             if is_late:
-                raise self._request.end_with(took_too_long())
+                raise self._request.end_late()
             await self._session.wait()
 
     def _take_prefilled(self, prefilled: Prefilled) -> None:
@@ -255,14 +256,14 @@ class Attempt:
 
     def _ring_alarm(self) -> None:
         """Wake at the deadline. The loop's clock may be a little behind ours."""
-        remaining_s = self._request.deadline - self._clock()
+        remaining_s = self._request.due - self._clock()
         if remaining_s > 0:
             self._alarm = asyncio.get_running_loop().call_later(remaining_s + 0.001, self._ring_alarm)
         else:
             self._session.wake()
 
     def _remaining_s(self) -> float:
-        return max(self._request.deadline - self._clock(), 0.001)
+        return max(self._request.due - self._clock(), 0.001)
 
 
 def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFailed:

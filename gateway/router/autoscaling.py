@@ -28,6 +28,7 @@ class Goals:
 
     prefill_wait_s: float  # seconds of its own work that wait
     kv_usage: float  # share of its pages, and of its places
+    itl_s: float = 0.0  # between an answer's tokens; 0: none
 
 
 def advise(

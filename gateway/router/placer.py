@@ -92,6 +92,11 @@ class Placer:
             return replace(choice, why="no prefill worker that is alive has the adapter")
         return choice
 
+    def count_cached(self, workers: Sequence[WorkerView], request: Request) -> int:
+        """Tokens of the request whose KV the worker that has most of it probably has."""
+        keys, page_tokens = self._find_keys(workers, request)
+        return max(self._index.find(keys).values(), default=0) * page_tokens
+
     def begin(self, request: Request, placement: Placement) -> Coming | None:
         """The request's KV is about to be there. What to `end`; None when it is there already."""
         keys, page_tokens = self._find_keys([placement.decode], request)

@@ -1,19 +1,18 @@
-"""The one queue where requests wait for places on workers: first come, first served, bounded. Pure.
+"""The one queue where requests wait for places on workers, bounded; order.py says who is next. Pure.
 
 Started answers go before new requests, and among them the one whose client has waited longest for a token: otherwise
 answers that move from one dying worker to the next would always stand behind those that were there before.
 """
 
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Protocol
 
-from gateway.errors import ApiError, not_ready, overloaded
+from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal, overloaded
 from gateway.router.engine_client import Admitted
+from gateway.router.forecast import Forecast, predict_prompt_s
+from gateway.router.order import Order
 from gateway.router.placement import Placement, Role, Unready, WorkerView, find_unready
 from gateway.router.placer import Coming, Held, Placer
 from gateway.router.request import Request
@@ -50,6 +49,9 @@ class Places:
     decode: PlaceOwner
     prefill: PlaceOwner | None
     coming: Coming | None
+    num_tokens: float  # that it was expected to take: of the prompt and of the answer
+    num_emitted: int  # tokens that the client had before
+    is_reserved: bool = False  # the decode worker has taken the request
     held: list[PlaceOwner] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +79,13 @@ class Waiter:
 class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
-    def __init__(self, workers: Iterable[PlaceOwner], placer: Placer, max_queue: int, patience_s: float) -> None:
-        """`patience_s`: how long requests wait while no worker can serve, counted from when one last could."""
+    def __init__(
+        self, workers: Iterable[PlaceOwner], placer: Placer, max_queue: int, patience_s: float, has_goal: bool = False
+    ) -> None:
+        """`patience_s`: how long requests wait while no worker can serve, counted from when one last could.
+
+        `has_goal`: requests that would wait for longer than that for a place are refused.
+        """
         self.placer = placer
         self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
@@ -86,7 +93,9 @@ class Queue:
         self._max_queue = max_queue
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
-        self._waiting: deque[Waiter] = deque()
+        self._forecast = Forecast()
+        self._waiting = Order[Waiter](self._forecast.expect_tokens)
+        self._has_goal = has_goal
         self._placed: set[Waiter] = set()
         self._stuck: set[Waiter] = set()  # cannot be placed without a prefill worker, while these workers are alive:
         self._stuck_while: frozenset[str] = frozenset()  # incarnations
@@ -153,21 +162,44 @@ class Queue:
     # -- waiting and leaving -----------------------------------------------------------------------------------------
 
     def join(self, request: Request) -> Waiter:
-        """Retries go before new requests, and before retries whose clients got tokens later."""
         waiter = Waiter(request)
-        insort(self._waiting, waiter, key=_turn)
+        self._waiting.add(waiter)
         return waiter
+
+    def find_refusal(self, request: Request, now: float) -> ApiError | None:
+        """Why a new request need not wait: its answer would begin too late."""
+        if request.first_by is None and not self._has_goal:
+            return None
+        views, running = self.views(), (waiter.request for waiter in self._placed)
+        wait_s = self._forecast.predict_wait_s(self._waiting.count_before(request), running, views)
+        if request.first_by is not None:
+            wait_s, left_s = wait_s + self._predict_prompt_s(request, views), request.first_by - now
+            return cannot_keep_deadline(wait_s, left_s) if wait_s > left_s else None
+        return over_goal(wait_s, self._patience_s) if wait_s > self._patience_s else None
+
+    def _predict_prompt_s(self, request: Request, views: Sequence[WorkerView]) -> float:
+        return predict_prompt_s(request.num_missing - self.placer.count_cached(views, request), views)
 
     def leave(self, waiter: Waiter) -> None:
         """Take it out of the queue, and give its places back. Idempotent."""
         self._stuck.discard(waiter)
         if waiter in self._waiting:
             self._waiting.remove(waiter)
-        self._placed.discard(waiter)
+        if waiter in self._placed and waiter.places is not None:
+            self._placed.remove(waiter)
+            self._count(waiter.request, waiter.places)
         if waiter.places is not None:
             for worker in list(waiter.places.held):
                 waiter.places.release(worker)
             self._end_coming(waiter.places)
+
+    def _count(self, request: Request, places: Places) -> None:
+        """What the attempt took of its owner's share."""
+        num_answer = len(request.emitted) - places.num_emitted
+        num_prompt = request.num_missing - num_answer - places.placement.num_cached if places.is_reserved else 0
+        if num_answer:
+            self._forecast.note_answer(len(request.emitted))
+        self._waiting.leave_place(request, num_answer + max(num_prompt, 0) - places.num_tokens)
 
     # -- what workers have of prompts --------------------------------------------------------------------------------
 
@@ -195,11 +227,14 @@ class Queue:
             self._last_ready["decode"] = now
             if unready is None:
                 self._last_ready["prefill"] = now
-            return self._place_all(views, unready is not None, now) if self._waiting else []
+            decided = self._place_all(views, unready is not None, now) if self._waiting else []
+            self._forecast.note_places(now, sum(waiter.error is None for waiter in decided), bool(self._waiting))
+            return decided
         if not self._is_given_up("decode", now):
             return []
-        refused, self._waiting, self._stuck = list(self._waiting), deque(), set()
+        refused, self._stuck = list(self._waiting), set()
         for waiter in refused:
+            self._waiting.remove(waiter)
             waiter.error = not_ready(unready.detail)
         return refused
 
@@ -223,8 +258,13 @@ class Queue:
         alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
         if alive != self._stuck_while or self._is_given_up("prefill", now):
             self._stuck_while, self._stuck = alive, set()
-        for waiter in [waiter for waiter in self._waiting if waiter not in self._stuck]:
+        for waiter in self._waiting.walk():
             request = waiter.request
+            if waiter in self._stuck:
+                continue
+            if request.due < request.deadline and self._give_up_late(waiter, views, now):
+                decided.append(waiter)
+                continue
             if (lacking := self.placer.find_without_adapter(views, request)) is not None:
                 if self._give_up_without_adapter(waiter, lacking, now):
                     decided.append(waiter)
@@ -256,6 +296,15 @@ class Queue:
                     break
         return decided
 
+    def _give_up_late(self, waiter: Waiter, views: Sequence[WorkerView], now: float) -> bool:
+        """Whether the waiter gets an error: its prompt alone takes longer than there is time until its first token."""
+        left_s, prompt_s = waiter.request.due - now, self._predict_prompt_s(waiter.request, views)
+        if prompt_s <= left_s:
+            return False
+        self._waiting.remove(waiter)
+        waiter.error = cannot_keep_deadline(prompt_s, left_s)
+        return True
+
     def _give_up_without_adapter(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
         """Whether the waiter gets an error: no worker has had its adapter for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
@@ -266,13 +315,15 @@ class Queue:
         return True
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
-        self._waiting.remove(waiter)
+        request = waiter.request
+        num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
+        self._waiting.place(waiter, num_tokens)
         self._placed.add(waiter)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
         coming = self.placer.begin(waiter.request, choice)
         decode = self._workers["decode", choice.decode.address]
         prefill = self._workers["prefill", choice.prefill.address] if choice.prefill else None
-        waiter.places = Places(choice, decode, prefill, coming)
+        waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
@@ -281,12 +332,7 @@ class Queue:
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
         assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
-        assert all(_turn(one) <= _turn(after) for one, after in pairwise(self._waiting)), "out of turn"
-
-
-def _turn(waiter: Waiter) -> tuple[bool, float]:
-    """The least goes first."""
-    return not waiter.request.is_retry, waiter.request.silent_since
+        self._waiting.check(len(self._placed))
 
 
 def _describe_full(num_waiting: int, num_choices: int, max_queue: int) -> str:

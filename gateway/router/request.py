@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from gateway.errors import ApiError, bad_request, not_ready, took_too_long
+from gateway.errors import ApiError, bad_request, missed_deadline, not_ready, took_too_long
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.placement import Role, WorkerView
 from wire.messages import pack_tokens
@@ -43,12 +43,13 @@ class Request:
     deadline: float  # when it has taken too long
     patience_s: float  # how long it looks for a worker that answers
     silent_since: float  # when its client last got tokens; before the first, when it arrived, or queues again
+    first_by: float | None = None  # when its first token must be there
     adapter: str = ""  # content digest of its adapter
     attempt: int = 1
     num_failures: int = 0
     stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
-    is_new_again: bool = False  # requeued at the back: its grammar was not compiled
+    is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled (requeued at the back)
     absent_since: float | None = None  # when it first found no worker, since one last took it
     emitted: list[int] = field(default_factory=list)  # tokens the client has: never sent again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
@@ -91,6 +92,15 @@ class Request:
         return self.wanted.max_tokens - len(self.emitted)
 
     @property
+    def due(self) -> float:
+        """When it is given up: a deadline for the first token never ends an answer that has begun."""
+        return self.deadline if self.emitted or self.first_by is None else min(self.first_by, self.deadline)
+
+    def end_late(self) -> ApiError:
+        """Its error when it is due."""
+        return self.end_with(took_too_long() if self.due == self.deadline else missed_deadline())
+
+    @property
     def is_retry(self) -> bool:
         """Whether it goes before new requests."""
         return self.attempt > 1 and not self.is_new_again
@@ -116,6 +126,7 @@ class Request:
         culprit = prefill if failed.role == "prefill" and prefill else decode
         match failed.why:
             case "no room" | "no adapter" | "no slot":
+                self.is_new_again = not self.emitted and not self.num_failures  # it waits for its turn as before
                 return None
             case "mistaken" if decode not in self.mistaken:
                 self.mistaken.add(decode)
@@ -136,8 +147,8 @@ class Request:
         failed.is_failure = True
         self.num_failures += 1
         self.avoid.add(culprit)
-        if now >= self.deadline:
-            return self.end_with(took_too_long())
+        if now >= self.due:
+            return self.end_late()
         if self.num_failures >= limit or len(self.stuck) >= MAX_STUCK:
             count = max(self.num_failures, len(self.stuck))
             message = f"gave up after {count} attempts; the last: {failed.detail}"
@@ -155,8 +166,8 @@ class Request:
         """The grammar is being compiled: others get the places meanwhile, and go first unless the client has tokens."""
         self.absent_since = None
         self.resumes_at = now + GRAMMAR_PAUSE_S
-        if self.resumes_at >= self.deadline:
-            return self.end_with(took_too_long())
+        if self.resumes_at >= self.due:
+            return self.end_late()
         if not self.emitted:
             self.is_new_again, self.silent_since = True, self.resumes_at
         return None
@@ -166,8 +177,8 @@ class Request:
         self.avoid.add(decode)
         if self.absent_since is None:
             self.absent_since = now
-        if now >= self.deadline:
-            return self.end_with(took_too_long())
+        if now >= self.due:
+            return self.end_late()
         if now - self.absent_since >= self.patience_s:
             return self.end_with(not_ready(f"found no worker for {self.patience_s:g} s; the last: {detail}"))
         return None

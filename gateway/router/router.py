@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from gateway.errors import ApiError, not_ready
+from gateway.errors import ApiError, missed_deadline, not_ready
 from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.autoscaling import FleetMetrics, Goals
@@ -45,7 +45,7 @@ class Router:
         self.gate = DrainGate()
         self._fleet = fleet
         self._placer = placer
-        self._queue = Queue(fleet.workers(), placer, max_queue, patience_s)
+        self._queue = Queue(fleet.workers(), placer, max_queue, patience_s, has_goal=bool(goals.itl_s))
         self._queue.on_change = self._pump
         fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
         fleet.subscribe(self._pump)
@@ -102,7 +102,8 @@ class Router:
         self._queue.begin_choice(admitted)
         with self._fleet.adapters.hold(wanted.adapter) as adapter:
             now = self._clock()
-            request = Request(wanted, now + self._request_timeout_s, self._patience_s, now, adapter)
+            first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
+            request = Request(wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter)
             try:
                 while True:
                     record = AttemptRecord(request.attempt, self._clock())
@@ -139,9 +140,11 @@ class Router:
         if request.resumes_at > began:
             with self._queue.apart():
                 await asyncio.sleep(request.resumes_at - began)
+        if request.attempt == 1 and (error := self._queue.find_refusal(request, began)) is not None:
+            raise error
         waiter = self._queue.join(request)
         decided = self._decided[waiter] = asyncio.get_running_loop().create_future()
-        timeout_s = request.deadline - self._clock()
+        timeout_s = request.due - self._clock()
         self._pump()
         try:
             # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
@@ -151,7 +154,9 @@ class Router:
                 raise request.end_with(waiter.error)
         except TimeoutError:
             self._queue.leave(waiter)
-            raise request.end_with(not_ready(f"no worker had room within {timeout_s:.0f} s")) from None
+            is_over = request.due == request.deadline
+            error = not_ready(f"no worker had room within {timeout_s:.0f} s") if is_over else missed_deadline()
+            raise request.end_with(error) from None
         except BaseException:
             self._queue.leave(waiter)
             raise

@@ -202,7 +202,7 @@ class WorkerClient:
             layout=self._layout,
             is_alive=trouble is None,
             trouble=trouble or "",
-            max_running=max(status.max_running, 1),
+            max_running=max(min(status.max_running, status.goal_answers or status.max_running), 1),
             num_mine=self.num_mine,
             num_others=self._num_others,
             is_full=self.is_full,

@@ -20,9 +20,10 @@ from bench.load.ceilings import Ceilings, ModelSize, measure_use, read_size
 from bench.load.interference import InterferenceOptions, compare, run_interference
 from bench.load.metrics import gaps_s, is_good, latency_s, summarise, tpot_s, ttft_s
 from bench.load.options import ServeOptions, parse_targets
+from bench.load.overload import PRIORITIES, USERS, OverloadOptions, draw_asked, judge
 from bench.load.plots import draw
 from bench.load.prompts import PromptWriter
-from bench.load.report import build_interference, build_phases, build_table, load, write_json
+from bench.load.report import build_interference, build_phases, build_priorities, build_table, load, write_json
 from bench.load.runs import run_levels
 from bench.load.workloads import Wanted, parse_dataset
 from runtime.settings import ConfigError
@@ -339,3 +340,22 @@ class TestAgainstServers:
         assert figures["num_quiet_gaps"] >= 24
         assert not figures["has_stream_ended_early"]
         assert sorted(body["max_tokens"] for body in server.bodies) == [1, 1, 4000, 4000]
+
+
+def test_overload_counts_the_tokens_of_answers_that_kept_goal_and_deadline() -> None:
+    asked = draw_asked(400, seed=3)
+    assert {one.user for one in asked} == set(USERS) and {one.priority for one in asked} == set(PRIORITIES)
+    assert asked == draw_asked(400, seed=3) != draw_asked(400, seed=4)
+    good, late = make_answer(1.0, 1.1, 1.2), make_answer(2.5, 2.6, 2.7)
+    jerky, refused = make_answer(1.0, 1.1, 1.3), Answer(0.0, (), 0.0, 0, 0, "HTTP 429: later")
+    answers = [good, late, jerky, refused, Answer(0.0, (), 0.0, 0, 0, "HTTP 503: gone")]
+    options = OverloadOptions(itl_goal_ms=100, deadline_ms=2000)
+    figures = judge(answers, asked[:5], [("", 3)] * 5, 10.0, options)
+    assert (figures["sent"], figures["answered"], figures["failed"]) == (5, 3, 1)
+    assert figures["goodput"] == pytest.approx(0.3) and figures["output_throughput"] == pytest.approx(0.9)
+    assert figures["errors"] == ["HTTP 503: gone"]
+    assert sum(figures["shares"].values()) == pytest.approx(1.0)
+    assert sum(row["refused"] for row in figures["priorities"]) == 1
+    assert build_priorities(figures).row_count == len(PRIORITIES)
+    with pytest.raises(ConfigError, match="factor=0"):
+        OverloadOptions(factor=0)

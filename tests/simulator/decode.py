@@ -22,6 +22,7 @@ from tests.simulator.world import Failure, Process, ViolationError
 from worker import rank_reads, receiving
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError
+from worker.scheduler import OverGoalError
 from worker.sequences import Phase, Update
 
 MAX_DRAFT_TOKENS = 3
@@ -74,11 +75,25 @@ class SimDecode(SimWorker):
 
     _peers: dict[str, tuple[str, Memory]]  # address |-> incarnation and its pool
 
+    most_new_answers = 0  # that keep the goal; 0: there is none
+
     def boot(self) -> None:
         self._peers = getattr(self, "_peers", {})
         self._forget_peers()
         self._streams: dict[str, Stream] = {}
         super().boot()
+        self.scheduler.most_answers = lambda limit: self.most_new_answers or limit
+
+    def status(self) -> decode_pb2.WorkerStatus:
+        status = super().status()
+        status.goal_answers = self.most_new_answers
+        return status
+
+    def check(self) -> None:
+        super().check()
+        going = [one for one in self.scheduler if one.phase is not Phase.ENDED and not one.params.num_emitted]
+        if len(going) > (self.most_new_answers or len(going)):
+            raise ViolationError(f"{self.name} has {len(going)} new answers, more than keep the goal")
 
     def _forget_peers(self) -> None:
         self._peers = {}
@@ -135,7 +150,8 @@ class SimDecode(SimWorker):
         try:
             sequence = self.scheduler.admit(params, self.world.now)
         except NoRoomError as error:
-            answer(refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (rpc.REFUSED_FOR, rpc.NO_ROOM)))
+            why = rpc.OVER_GOAL if isinstance(error, OverGoalError) else rpc.NO_ROOM
+            answer(refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (rpc.REFUSED_FOR, why)))
             return
         except NeverFitsError as error:
             answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
 MAX_QUEUE = 100
 GOALS = Goals(1.0, 0.8)
+SLACK_S = 0.1  # a message within a process
 GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -35,9 +37,10 @@ class SimGateway(Process):
 
     def __init__(
         self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode],
-        local_prefill_max_tokens: int, uses_cache: bool,
+        local_prefill_max_tokens: int, uses_cache: bool, has_goal: bool,
     ) -> None:  # fmt: skip
         self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
+        self._goals = replace(GOALS, itl_s=0.05) if has_goal else GOALS
         self._routing = (local_prefill_max_tokens, uses_cache)
         self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
@@ -50,7 +53,7 @@ class SimGateway(Process):
         )
         self.placer = Placer(*self._routing)
         self.router = Router(
-            self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), GOALS, self.placer, self.loop.time
+            self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer, self.loop.time
         )
         self.queue = self.router._queue
         self.tasks: dict[Client, asyncio.Task[str]] = {}
@@ -74,6 +77,9 @@ class SimGateway(Process):
             return
         self._seen = seen
         self.queue.check()
+        for request in (waiter.request for waiter in self.queue._waiting if waiter.request.is_retry):
+            if not (request.emitted or request.avoid or request.mistaken):
+                raise ViolationError(f"{request.wanted.request_id} was refused for want of room and goes before others")
         if self.queue.num_waiting + self.queue.num_placed > len(self.tasks):
             raise ViolationError(f"{self.name} keeps places of requests that are over")
 
@@ -99,14 +105,21 @@ class SimGateway(Process):
 
     async def _serve(self, client: Client, wanted: TokenizedRequest) -> str:
         """How it ended."""
+        limit = self.loop.time() + (float("inf") if wanted.deadline_s is None else wanted.deadline_s + SLACK_S)
+        began = 0.0
         try:
             with self.router.admit(1) as admitted:
                 async with aclosing(self.router.generate(wanted, admitted)) as stream:
                     async for tokens in stream:
                         self.world.note("tokens", client.name, tokens)
+                        began = began if client.got else self.loop.time()
+                        if self.loop.time() > began > limit:  # unless all of it was there after a pause
+                            return "violation: the answer began after its deadline"
                         client.take(tokens)
         except ApiError as error:
-            return f"error {error}"
+            if error.status == 429 and client.got:
+                return "violation: an answer that had begun was refused"
+            return f"error {error.status} {error}"
         return "answer"
 
     def _end(self, client: Client, task: asyncio.Task[str]) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
 from kvtransfer import reader
@@ -50,6 +51,7 @@ allocate = PrefixCache.allocate
 begin_read = receiving.begin_read
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
+check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
 end_sequence = Scheduler._end
@@ -311,6 +313,18 @@ def _take_back_undrafted(self: StateSlots, step: ScheduledSequence) -> None:
         take_back_slots(self, step)
 
 
+def _check_room_without_goal(self: Scheduler, *args: Any) -> None:
+    most_answers, self.most_answers = self.most_answers, lambda limit: limit
+    try:
+        check_room(self, *args)
+    finally:
+        self.most_answers = most_answers
+
+
+def _due_whatever_began(self: Request) -> float:
+    return self.deadline if self.first_by is None else min(self.first_by, self.deadline)
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -388,6 +402,13 @@ MUTATIONS: dict[str, Mutation] = {
     "a gateway goes on believing a wrong memory": _patched(
         (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)
     ),
+    "a deadline ends an answer that has begun": _patched((Request, "due", property(_due_whatever_began))),
+    "an answer begins after its deadline": _patched((Request, "due", property(lambda self: self.deadline))),
+    "answers are taken that break the goal": _patched((Scheduler, "_check_room", _check_room_without_goal)),
+    "a refused request goes before all others": _patched(
+        (Request, "is_retry", property(lambda self: self.attempt > 1))
+    ),
+    "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }

@@ -1,13 +1,13 @@
 """One seed, one schedule: a small fleet, a few requests, a few faults, and the final checks."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.router.engine_client import Speculation, TokenizedRequest
 from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
-from tests.simulator.gateway import TIMEOUT_S, SimGateway
+from tests.simulator.gateway import SLACK_S, TIMEOUT_S, SimGateway
 from tests.simulator.model import answer, find_seed
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
@@ -16,7 +16,6 @@ from wire.sampling import SamplingParams
 
 FAULTS_END_S = 2.0
 MAX_PAUSE_S = 8.0
-SLACK_S = 0.1  # a message within a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,8 @@ class Schedule:
         # drawn separately, so that schedules without states stay as they are
         states_rng = random.Random(f"states {seed}")
         self.has_states = states_rng.random() < 0.33
+        self._goals_rng = goals_rng = random.Random(f"goals {seed}")
+        self.has_goals = goals_rng.random() < 0.3
         # crowded: reads are slow, clients leave without decode learning of it, other requests need prefill's few pages,
         # or its few slots
         self.is_crowded = not self.is_calm and rng.random() < (0.3 if self.has_states else 0.15)
@@ -86,6 +87,8 @@ class Schedule:
             )
             for n in range(rng.randint(1, 2))
         ]
+        for decode in decodes:
+            decode.most_new_answers = goals_rng.randint(1, 3) if self.has_goals else 0
         by_name = {decode.name: decode for decode in decodes}
         num_prefill_pages, max_offer_pages = num_pages - rng.randint(1, 3), rng.choice([1, 2, 9])
         if self.is_uniform:
@@ -101,7 +104,7 @@ class Schedule:
         ]  # fmt: skip
         local_prefill_max_tokens, uses_cache = rng.choice([0, 0, 2]), rng.random() < 0.9
         self.gateways = [
-            SimGateway(self.world, f"G{n}", prefills, decodes, local_prefill_max_tokens, uses_cache)
+            SimGateway(self.world, f"G{n}", prefills, decodes, local_prefill_max_tokens, uses_cache, self.has_goals)
             for n in range(2 if self.is_crowded else rng.choice([1, 1, 2]))
         ]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
@@ -144,6 +147,8 @@ class Schedule:
             name, asked.prompt, len(asked.answer), SamplingParams(0.0, seed=find_seed(asked.salt)), stop,
             speculation=Speculation(rng.choice(["auto", "off"])), cache_salt=asked.salt,
         )  # fmt: skip
+        if self.has_goals:
+            wanted = self._add_goals(wanted)
         gateway = asked.gateway
         gateway.num_open += 1
         self.clients.append((client, asked.at))
@@ -154,6 +159,11 @@ class Schedule:
             self.world.at(leaves, gateway, -1, lambda: gateway.leave(client))
             if self.is_crowded and rng.random() < 0.7:
                 self._plan_cut(gateway, self.workers[-1], leaves - 0.01, 6.0 if self.has_states else 3.0)
+
+    def _add_goals(self, wanted: TokenizedRequest) -> TokenizedRequest:
+        rng = self._goals_rng
+        deadline_s = rng.choice([None, None, 0.1, 0.5, 3.0])
+        return replace(wanted, priority=rng.choice([0, 5, 9]), owner=rng.choice("ab"), deadline_s=deadline_s)
 
     def _plan_asked(self, rng: random.Random) -> "_Asked":
         """A new prompt, or one that shares a beginning: the same at once, the next turn, or a branch."""
@@ -269,7 +279,10 @@ class Schedule:
                 raise ViolationError(f"{client.name} never ended")
             if client.ended_at > asked + TIMEOUT_S + 3 * MAX_PAUSE_S + SLACK_S:
                 raise ViolationError(f"{client.name} ended after {client.ended_at - asked:.1f} s")
-            if self.is_calm and client.end != "answer":
+            if client.end.startswith("violation"):
+                raise ViolationError(f"{client.name}: {client.end}")
+            is_refused = self.has_goals and client.end.startswith("error 429")
+            if self.is_calm and client.end != "answer" and not is_refused:
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         for worker in self.workers:
             if worker.scheduler.kv.cache.num_held or len(worker.scheduler):

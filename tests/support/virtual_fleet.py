@@ -5,6 +5,7 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -107,7 +108,7 @@ class VirtualFleet:
         self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0,
         timeout_s: float = TIMEOUT_S, no_prefill: NoPrefill = "fallback", expects_prefill: bool = True,
         local_prefill_max_tokens: int | None = 0, uses_cache: bool = True, context_tokens: int = 0,
-        is_started: bool = True, now: float = 0.0,
+        is_started: bool = True, now: float = 0.0, itl_goal_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.now = now
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -128,7 +129,14 @@ class VirtualFleet:
         self.placer = Placer(local_prefill_max_tokens, uses_cache, no_prefill, expects_prefill)
         self.registry = CollectorRegistry()
         self.router = Router(
-            self.fleet, max_queue, timeout_s, patience_s, self.registry, GOALS, self.placer, self.loop.time
+            self.fleet,
+            max_queue,
+            timeout_s,
+            patience_s,
+            self.registry,
+            replace(GOALS, itl_s=itl_goal_s),
+            self.placer,
+            self.loop.time,
         )
         if is_started:
             self.start()

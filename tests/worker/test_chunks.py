@@ -1,5 +1,6 @@
 """How many prompt tokens a step computes, learnt from the step times of made-up devices."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
+from worker.itl_goal import STARVED
 from worker.plan import TokenBudget
 
 
@@ -111,3 +113,56 @@ def test_prompts_get_more_where_many_of_them_wait() -> None:
     cases = ((1, 0), (2, 4), (4, 4), (5, 4), (30, 1), (2, 16), (5, 30))
     assert [budget.beside(prompts, answers) for prompts, answers in cases] == [256, 40, 80, 100, 256, 40, 100]
     assert TokenBudget(256, "--flag").beside(1, 9) == 256
+
+
+class Device:
+    """Steps of `base_s`, `answer_s` for each answer and `token_s` for each prompt token, of which some take longer."""
+
+    def __init__(self, base_s: float, answer_s: float, token_s: float, seed: int) -> None:
+        self.base_s, self.answer_s, self.token_s = base_s, answer_s, token_s
+        self.rng = random.Random(seed)
+
+    def seconds(self, num_answers: int, num_tokens: int) -> float:
+        exact = self.base_s + self.answer_s * num_answers + self.token_s * num_tokens
+        return exact * self.rng.uniform(0.95, 1.05) * (1.3 if self.rng.random() < 0.02 else 1.0)
+
+
+@given(
+    base_s=st.floats(0.002, 0.05), answer_share=st.floats(0.0, 0.5), token_share=st.floats(0.005, 0.05),
+    goal_share=st.floats(2.5, 20), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_steps_keep_the_goal_with_as_many_answers_as_are_taken_and_prompts_go_on(
+    base_s: float, answer_share: float, token_share: float, goal_share: float, seed: int
+) -> None:
+    device, goal_s = Device(base_s, answer_share * base_s, token_share * base_s, seed), goal_share * base_s
+    sizer, num_answers, steps, num_tokens = ChunkSizer(256, itl_goal_s=goal_s), 0, [], 0
+    for number in range(1500):
+        if number % 4 == 0:
+            num_answers = min(sizer.most_answers(64), num_answers + 1)
+        size = sizer.beside_by_goal(num_answers)
+        assert size is not None
+        seconds = device.seconds(num_answers, size)
+        sizer.note_step(num_answers, size, seconds)
+        steps.append(seconds)
+        num_tokens += size
+    settled = sorted(steps[500:])
+    assert settled[int(0.97 * len(settled))] <= 1.02 * goal_s and settled[int(0.99 * len(settled))] <= 1.2 * goal_s
+    assert num_tokens >= FEWEST * len(steps) / STARVED
+    fitting = (goal_s / 1.5 - base_s * (1 + FEWEST * token_share)) / max(device.answer_s, 1e-9)
+    assert num_answers >= min(int(fitting * 0.9), 64), "no more are refused than the goal asks for"
+
+
+def test_where_the_goal_cannot_be_kept_one_answer_and_every_prompt_go_on() -> None:
+    sizer = ChunkSizer(256, itl_goal_s=0.01)
+    sizes = []
+    for _ in range(20 * STARVED):
+        sizes.append(sizer.beside_by_goal(4) or 0)
+        sizer.note_step(4, sizes[-1], 0.05 + 0.001 * sizes[-1])
+    assert sizer.most_answers(64) == 1 and set(sizes[STARVED:]) == {0, FEWEST}
+    assert all(any(sizes[at : at + STARVED]) for at in range(STARVED, len(sizes) - STARVED))
+
+
+def test_without_a_goal_nothing_is_limited_by_it() -> None:
+    sizer = ChunkSizer(256)
+    sizer.note_step(4, 0, 100.0)
+    assert (sizer.beside_by_goal(4), sizer.most_answers(64), sizer.has_goal) == (None, 64, False)

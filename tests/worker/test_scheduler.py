@@ -24,6 +24,7 @@ from wire.logprobs import TokenLogprobs
 from worker.plan import MAX_SCORED, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
+from worker.scheduler import OverGoalError
 from worker.sequences import Phase, ScheduledSequence
 
 
@@ -66,6 +67,19 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
     assert [(one.sequence, one.begin + one.count, one.wants_token) for one in planned] == [(new, len(tokens), True)]
     assert list(new.tokens) == tokens
     assert scheduler.num_preemptions == new.num_preemptions == 1
+
+
+def test_new_answers_that_would_break_the_goal_are_refused_and_started_ones_are_not() -> None:
+    scheduler = build_scheduler(num_pages=40, page_tokens=4, max_running=8)
+    asked = []
+    scheduler.most_answers = lambda limit: asked.append(limit) or min(2, limit)  # type: ignore[func-returns-value]
+    for number in (1, 2):
+        scheduler.admit(answer(number, 3, 9), 0.0)
+    with pytest.raises(OverGoalError, match="2 answers run, and more than 2 would break --itl-goal-ms"):
+        scheduler.admit(answer(3, 3, 9), 0.0)
+    scheduler.admit(prompt(4, 3), 0.0)
+    scheduler.admit(answer(5, 3, 9, num_emitted=1), 0.0)
+    assert asked == [1, 2, 3], "prompts of other workers and answers that have begun do not ask"
 
 
 def test_a_call_that_takes_its_time_to_end_holds_no_row() -> None:

@@ -93,6 +93,8 @@ async def respond(
     if is_streamed:
         has_grammar = any(generation.grammar for generation in totals.job.generations)
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
+        if raw.deadline_ms is not None:
+            hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
         response: Response = EventStream(pieces, writer, hold_s, lambda: served.ring.check_ready() is None)
     else:
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from gateway.api.http.answer import encode, json_response
 from gateway.errors import not_ready
+from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ServedModel
 from gateway.router.fleet import Fleet
 from gateway.router.router import Router
@@ -101,7 +102,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 _COUNTS = ("free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots")
 
 
-def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
+def build_fleet_router(fleet: Fleet, router: Router, metrics: RequestMetrics) -> APIRouter:
     """GET /status."""
     routes = APIRouter()
 
@@ -113,6 +114,7 @@ def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
                 "workers": [_describe(worker) for worker in fleet.workers()],
                 "trouble": router.find_trouble() or "",
                 "no_hand_off": router.explain_no_hand_off(),
+                "goals": metrics.describe_goals(),
             }
         )
 

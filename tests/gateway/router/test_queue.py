@@ -4,7 +4,17 @@ import pytest
 
 from gateway.router.placement import Role
 from runtime.config_parts import NoPrefill
-from tests.gateway.router.test_requests import COMPILING, LONG, NO_ROOM, answer, bound, check_error, finish
+from tests.gateway.router.test_requests import (
+    COMPILING,
+    LONG,
+    NO_ROOM,
+    OVER_GOAL,
+    answer,
+    bound,
+    check_error,
+    finish,
+    open_sessions,
+)
 from tests.support.fake_workers import FakeDecode
 from tests.support.virtual_fleet import HEARTBEAT_S, VirtualFleet, virtual_fleet, wanted
 
@@ -63,6 +73,146 @@ def test_retries_keep_their_order_before_new_requests() -> None:
         assert names(decode) == ["a", "b", "c"]
         finish_all(fleet)
         assert names(decode) == ["a", "b", "c", "d", "e"]
+
+
+def test_priorities_then_owners_in_turn_then_arrival() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        (decode,) = fleet.decodes
+        fleet.ask(wanted("first", owner="a"))
+        for name, owner, priority in (
+            ("a1", "a", 5),
+            ("a2", "a", 5),
+            ("b1", "b", 5),
+            ("late", "b", 9),
+            ("soon", "a", 0),
+        ):
+            fleet.ask(wanted(name, owner=owner, priority=priority))
+        finish_all(fleet)
+        assert names(decode) == ["first", "soon", "b1", "a1", "a2", "late"]
+
+
+def test_a_refused_request_waits_for_its_turn_as_before() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        (decode,) = fleet.decodes
+        decode.refusals.append(OVER_GOAL)
+        fleet.ask(wanted("late", priority=9))
+        fleet.ask(wanted("soon", priority=0))
+        fleet.run(1.0)
+        finish_all(fleet)
+        assert names(decode) == ["soon", "late"]
+
+
+# -- deadlines and goals ---------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_ends_a_request_that_waits_and_no_answer_that_has_begun() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        (decode,) = fleet.decodes
+        begun = fleet.ask(wanted("begun", deadline_s=2.0))
+        waiting = fleet.ask(wanted("waiting", deadline_s=3.0))
+        decode.sessions[0].emit(1)
+        fleet.run(2.9)
+        assert waiting.error is None
+        fleet.run(0.2)
+        check_error(waiting, 429, "deadline_ms has passed before the answer began", "deadline_ms")
+        assert waiting.error and (waiting.error.code, waiting.error.retry_after_s) == ("deadline", 1)
+        fleet.run(20.0)
+        finish(fleet, 3)
+        assert begun.finish_reason == "length" and begun.error is None
+        assert names(decode) == ["begun"]
+
+
+def test_a_deadline_ends_a_request_whose_prompt_takes_too_long() -> None:
+    with virtual_fleet() as fleet:
+        (decode,) = fleet.decodes
+        asked = fleet.ask(wanted(deadline_s=2.0))
+        fleet.run(2.1)
+        check_error(asked, 429, "deadline_ms has passed", "deadline_ms")
+        fleet.run(1.0)
+        assert decode.aborted == {1}
+
+
+def test_an_answer_that_begins_in_time_ends_at_the_timeout_only() -> None:
+    with virtual_fleet(timeout_s=10.0) as fleet:
+        asked = fleet.ask(wanted(deadline_s=2.0))
+        fleet.run(1.0)
+        fleet.decodes[0].sessions[0].emit(1)
+        fleet.run(8.5)
+        assert asked.error is None and len(asked.tokens) == 1
+        fleet.run(1.0)
+        check_error(asked, 504, "--request-timeout-s")
+
+
+def test_a_deadline_holds_over_all_attempts_before_the_first_token() -> None:
+    with virtual_fleet() as fleet:
+        (decode,) = fleet.decodes
+        asked = fleet.ask(wanted(deadline_s=2.0))
+        for _ in range(3):
+            decode.refusals.append(NO_ROOM)
+        decode.sessions[0].say([], "error", "a step failed")
+        fleet.run(2.1)
+        check_error(asked, 429, "deadline_ms has passed", "deadline_ms")
+
+
+def test_a_request_whose_deadline_cannot_be_kept_is_refused_at_once() -> None:
+    with virtual_fleet(max_running=1) as fleet:
+        (decode,) = fleet.decodes
+        fleet.ask("first")
+        for number in range(4):
+            fleet.ask(f"r{number}")
+        for _ in range(3):  # a place every 2 s
+            fleet.run(2.0)
+            open_sessions(decode)[0].emit(4, "length")
+            fleet.run()
+        late = fleet.ask(wanted("late", deadline_s=2.5))
+        check_error(
+            late,
+            429,
+            "the answer cannot begin within deadline_ms: about 3.9 s are predicted, 2.5 s are left",
+            "deadline_ms",
+        )
+        assert late.error and (late.error.code, late.error.retry_after_s) == ("deadline", 2)
+        in_time = fleet.ask(wanted("in time", deadline_s=5.0))
+        urgent = fleet.ask(wanted("urgent", deadline_s=2.5, priority=0))
+        assert in_time.error is None and urgent.error is None
+        finish_all(fleet)
+        assert "late" not in names(decode)
+
+
+def test_prompts_that_take_too_long_for_their_deadline_are_refused_unless_cached() -> None:
+    with virtual_fleet() as fleet:
+        (decode,) = fleet.decodes
+        decode.status = {"prompt_tokens_per_second": 10.0, "prompt_tokens_waiting": 0}
+        fleet.run(1.0)
+        late = fleet.ask(wanted("late", prompt=LONG, deadline_s=2.0))
+        check_error(late, 429, "about 3.9 s are predicted, 2.0 s are left", "deadline_ms")
+        fleet.ask(wanted("first", prompt=LONG))
+        finish(fleet)
+        again = fleet.ask(wanted("again", prompt=LONG, deadline_s=2.0))
+        assert again.error is None
+        finish_all(fleet)
+
+
+@pytest.mark.parametrize("itl_goal_s", [0.0, 0.1])
+def test_with_a_goal_no_request_waits_for_longer_than_patience(itl_goal_s: float) -> None:
+    """The worker takes fewer answers than it could, by its last status."""
+    with virtual_fleet(max_running=8, patience_s=5.0, itl_goal_s=itl_goal_s) as fleet:
+        (decode,) = fleet.decodes
+        decode.status = {"goal_answers": 1}
+        fleet.run(1.0)
+        for number in range(5):
+            fleet.ask(f"r{number}")
+        assert names(decode) == ["r0"]
+        for _ in range(2):
+            fleet.run(2.0)
+            open_sessions(decode)[0].emit(4, "length")
+            fleet.run()
+        last = fleet.ask("last")
+        if itl_goal_s:
+            check_error(last, 429, "as many answers run as keep --itl-goal-ms, and this one would wait for about 6 s")
+            assert last.error and (last.error.code, last.error.retry_after_s) == ("goal", 1)
+        finish_all(fleet)
+        assert ("last" in names(decode)) == (not itl_goal_s)
 
 
 def test_the_answer_that_has_been_silent_for_longest_goes_first() -> None:
