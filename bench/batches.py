@@ -18,7 +18,7 @@ import httpx
 from tests.support.live import serve
 
 NUM_LINES, NUM_STREAMS = 200, 4
-LINE_TOKENS, STREAM_TOKENS = 48, 1000
+LINE_TOKENS, STREAM_TOKENS = 48, 500
 CHATS = "/v1/chat/completions"
 
 
@@ -102,7 +102,7 @@ async def measure(url: str, num_rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serve(given.model, f"--batch-dir={folder}", hands_over=False) as live:
         asyncio.run(measure(live.url, given.rounds))

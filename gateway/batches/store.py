@@ -10,7 +10,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar
@@ -129,6 +130,7 @@ class BatchStore:
         self.folder = folder
         self.on_change: Callable[[], None] = lambda: None  # called when there is a batch to run, or to end
         self._max_bytes = max_bytes
+        self._num_coming = 0  # bytes of uploads that have begun
         self._writing = asyncio.Lock()
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # until this process ends
         try:
@@ -174,13 +176,19 @@ class BatchStore:
         """Those that are not over, oldest first."""
         return sorted(filter(_is_open, self._records.values()), key=lambda record: record.made_s)
 
-    @property
-    def num_bytes_left(self) -> int:
-        """For files, of `max_bytes`."""
-        values = [record.value for record in self._records.values()]
-        return self._max_bytes - sum([value.bytes for value in values if isinstance(value, FileObject)])
-
     # -- changes ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def room(self, num_bytes: int) -> Iterator[int]:
+        """Around an upload of so many bytes, or about: yields how many it may have."""
+        values = [record.value for record in self._records.values()]
+        num_kept = sum([value.bytes for value in values if isinstance(value, FileObject)])
+        most = max(min(MAX_FILE_BYTES, num_bytes, self._max_bytes - num_kept - self._num_coming), 0)
+        self._num_coming += most
+        try:
+            yield most
+        finally:
+            self._num_coming -= most
 
     async def add_file(self, owner: str, content: BinaryIO, filename: str) -> FileObject:
         """Keeps an upload, which is at its start. Raises ApiError."""

@@ -1,12 +1,12 @@
 """OpenAI's files and batches. What runs the batches: gateway/batches/."""
 
 from math import ceil
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import Field
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -74,26 +74,24 @@ def build_batch_router(served: ServedModel, store: BatchStore | None) -> APIRout
     async def upload_file(request: Request) -> Response:
         """Keeps a file of requests for a batch, one as JSON in each line."""
         kept, owner = enter(request)
-        form = await _read_form(served, request, kept.num_bytes_left)
-        try:
-            file, purpose = form.get("file"), form.get("purpose")
-            for name in form.keys() - {"file", "purpose"}:
-                raise bad_request(f"unknown field '{name[:100]}'; remove it", name[:100], "unknown_field")
-            if not isinstance(file, UploadFile):
-                raise bad_request("file is missing; send one as multipart/form-data", "file", "missing_field")
-            if purpose != "batch":
-                raise bad_request(f"purpose is {str(purpose)[:40]!r}; files are for a 'batch' here", "purpose")
-            check_count("file", len(file.filename or ""), MAX_NAME_CHARS, "characters in its name")
-            added = await kept.add_file(owner, file.file, file.filename or "")
-        finally:
-            await form.close()
-        return json_response(added)
+        announced = request.headers.get("content-length", "")
+        num_bytes = int(announced) if announced.isdecimal() and len(announced) < 19 else MAX_FILE_BYTES
+        with kept.room(num_bytes) as most:
+            form = await _read_form(served, request, most)
+            try:
+                file = _check_form(form)
+                return json_response(await kept.add_file(owner, file.file, file.filename or ""))
+            finally:
+                await form.close()
 
     @router.get("/v1/files")
     async def list_files(
-        request: Request, after: str | None = None, limit: int = Query(10_000, ge=1, le=10_000),
-        purpose: str | None = None, order: Literal["asc", "desc"] = "desc",
-    ) -> Response:  # fmt: skip
+        request: Request,
+        after: str | None = None,
+        limit: int = Query(10_000, ge=1, le=10_000),
+        purpose: str | None = None,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
         """The files that this key may see."""
         kept, owner = enter(request)
         files = [file for file in kept.list_own(FileObject, owner) if purpose in (None, file.purpose)]
@@ -160,20 +158,32 @@ def build_batch_router(served: ServedModel, store: BatchStore | None) -> APIRout
     return router
 
 
-async def _read_form(served: ServedModel, request: Request, num_bytes_left: int) -> Any:
-    """Raises ApiError 400, 408, 413 or 415."""
+async def _read_form(served: ServedModel, request: Request, most: int) -> FormData:
+    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(415, f"the body is {kind[:100]!r}; send multipart/form-data", None, "unsupported_media_type")
-    most = min(MAX_FILE_BYTES, max(num_bytes_left, 0)) + _FORM_BYTES
-    options = served.options
-    chunks = limited_chunks(request, most)
+    options, limit = served.options, most + _FORM_BYTES
+    chunks = limited_chunks(request, limit)
     parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
     try:
-        async with in_time(options.body_timeout_s * ceil(most / options.max_body_bytes)):
+        async with in_time(options.body_timeout_s * ceil(limit / options.max_body_bytes)):
             return await parser.parse()
     except MultiPartException as error:
         raise bad_request(f"the body is not valid multipart/form-data: {error.message}", None) from error
+
+
+def _check_form(form: FormData) -> UploadFile:
+    """The file. Raises ApiError 400."""
+    file, purpose = form.get("file"), form.get("purpose")
+    for name in form.keys() - {"file", "purpose"}:
+        raise bad_request(f"unknown field '{name[:100]}'; remove it", name[:100], "unknown_field")
+    if not isinstance(file, UploadFile):
+        raise bad_request("file is missing; send one as multipart/form-data", "file", "missing_field")
+    if purpose != "batch":
+        raise bad_request(f"purpose is {str(purpose)[:40]!r}; files are for a 'batch' here", "purpose")
+    check_count("file", len(file.filename or ""), MAX_NAME_CHARS, "characters in its name")
+    return file
 
 
 def _page(values: list[Value], after: str | None, limit: int) -> Response:

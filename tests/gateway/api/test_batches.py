@@ -132,17 +132,20 @@ def test_a_batch_is_answered_as_live_requests_are(
 
 
 def test_wrong_lines_are_in_the_error_file_and_the_others_are_answered(client: openai.OpenAI) -> None:
-    batch = wait(client, begin(
+    batch = wait(
         client,
-        line("good"),
-        "{not json",
-        line("good"),
-        line("elsewhere", url="/v1/embeddings"),
-        line("unknown model", {**CHAT, "model": "other"}),
-        line("streamed", {**CHAT, "stream": True}),
-        line("no object", [1]),
-        line("long", {**CHAT, "user": "x" * MAX_BODY}),
-    ))  # fmt: skip
+        begin(
+            client,
+            line("good"),
+            "{not json",
+            line("good"),
+            line("elsewhere", url="/v1/embeddings"),
+            line("unknown model", {**CHAT, "model": "other"}),
+            line("streamed", {**CHAT, "stream": True}),
+            line("no object", [1]),
+            line("long", {**CHAT, "user": "x" * MAX_BODY}),
+        ),
+    )
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 7)
     assert set(read(client, batch.output_file_id)) == {"good"}
     rows = [json.loads(row) for row in client.files.content(batch.error_file_id).text.splitlines()]
@@ -216,7 +219,7 @@ def test_refusals_for_the_moment_are_tried_again_and_others_are_the_lines_own(
         Script(error=overloaded("the queue is full")),
         Script(error=not_ready("no worker")),
         Script(error=ApiError(504, "too long", None, "timeout")),
-    )  # fmt: skip
+    )
     batch = wait(client, begin(client, *(line(f"line {number}") for number in range(3))))
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
     (row,) = read(client, batch.error_file_id).values()
@@ -246,6 +249,15 @@ def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: 
     with pytest.raises(openai.APIStatusError, match="larger than"):
         client.files.create(file=b"x" * (MAX_BYTES // 2 + 70_000), purpose="batch")
     client.files.delete(kept.id)
+
+
+def test_uploads_at_the_same_time_share_the_room(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, MAX_BYTES)
+    with store.room(3 << 20) as first, store.room(3 << 20) as second, store.room(1) as third:
+        assert (first, second, third) == (3 << 20, 1 << 20, 0)
+    with store.room(1 << 40) as again:
+        assert again == MAX_BYTES
+    store.close()
 
 
 @pytest.mark.parametrize(
