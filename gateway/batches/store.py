@@ -7,6 +7,7 @@ ID.json   a file's or a batch's record, replaced as a whole; files of a batch ha
 import asyncio
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
@@ -23,6 +24,7 @@ from gateway.errors import ApiError, overloaded
 
 _log = structlog.get_logger()
 
+_OWN_FILE = re.compile(r"file-[0-9a-f]{32}|(file-|batch_)[0-9a-f]{32}\.part")
 MAX_FILE_BYTES = 200 << 20
 MAX_RECORDS = 10_000
 MAX_OPEN_BATCHES = 100
@@ -126,6 +128,8 @@ class BatchStore:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """`max_bytes`: of all files; above it no more are taken. Raises OSError, ValueError if it cannot be used."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / "lock").exists():
+            raise ValueError(f"--batch-dir {folder} has files of others; name an empty folder")
         folder.chmod(0o700)
         self.folder = folder
         self.on_change: Callable[[], None] = lambda: None  # called when there is a batch to run, or to end
@@ -144,9 +148,9 @@ class BatchStore:
                 self._records[path.stem] = msgspec.json.decode(path.read_bytes(), type=Record)
             except msgspec.MsgspecError as error:
                 _log.warning("a record of files or batches cannot be read; it is left out", file=str(path), why=error)
-        known = {"lock", *(name for record in self._records.values() for name in (record.output_id, record.error_id))}
+        known = {name for record in self._records.values() for name in (record.output_id, record.error_id)}
         for path in folder.iterdir():  # of uploads that a crash ended
-            if path.name not in known and path.suffix != ".json" and path.name not in self._records:
+            if _OWN_FILE.fullmatch(path.name) and path.name not in known and path.name not in self._records:
                 path.unlink()
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ def test_a_key_sees_only_what_it_made(client: openai.OpenAI, served: Served) -> 
 
 
 def test_lists_go_page_by_page_newest_first(client: openai.OpenAI) -> None:
-    batches = [begin(client, line("one")) for _ in range(3)]
+    batches = [wait(client, begin(client, line("one"))) for _ in range(3)]
     found = list(client.batches.list(limit=2))
     assert [one.id for one in found][:3] == [one.id for one in reversed(batches)]
     assert len({one.id for one in found}) == len(found)
@@ -251,6 +251,14 @@ def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: 
     client.files.delete(kept.id)
 
 
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="files of others"):
+        BatchStore(tmp_path, MAX_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"] and tmp_path.stat().st_mode & 0o777 == 0o755
+
+
 def test_uploads_at_the_same_time_share_the_room(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, MAX_BYTES)
     with store.room(3 << 20) as first, store.room(3 << 20) as second, store.room(1) as third:
@@ -310,7 +318,9 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
     record = json.loads((folder / f"{begun.id}.json").read_text())
     with (folder / record["output_id"]).open("ab") as output:
         output.write(b'{"id": "batch_req_x_9", "custom')
-    (folder / "file-orphan").write_bytes(b"x")
+    orphan, other = folder / f"file-{'0' * 32}", folder / "notes.txt"
+    orphan.write_bytes(b"x")
+    other.write_bytes(b"x")
     (folder / "batch_torn.json").write_bytes(b'{"owner"')
     with serve(model, folder, answer="second") as second:
         client = client_of(second)
@@ -318,7 +328,7 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
         texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in rows.values()]
         assert sorted(texts) == ["first"] * 4 + ["second"] * 6
         assert set(rows) == {f"line {number}" for number in range(10)}
-    assert not (folder / "file-orphan").exists()
+    assert other.exists() and not orphan.exists()
     assert (folder / "batch_torn.json").exists()
 
 
