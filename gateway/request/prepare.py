@@ -21,6 +21,8 @@ from runtime.config_parts import MAX_NAME_CHARS
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
+_KEY_HEADERS = ("authorization", "x-api-key")
+
 
 @dataclass(frozen=True, slots=True)
 class ApiOptions:
@@ -150,11 +152,13 @@ class ServedModel(Prompts):
         )
 
     def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
-        """A short hash of the request's API key and user: neither is readable in metrics and logs."""
-        given = dict(reversed(list(headers() or ()))) if self.options.api_keys else {}
-        key = str(given.get("authorization") or given.get("x-api-key") or "").rpartition(" ")[2]
-        digest = blake2b(repr((key, raw.user)).encode(), digest_size=4).hexdigest()
-        return f"{'user' if raw.user else 'key'}-{digest}" if key or raw.user else ""
+        """A name for the request's API key and user that metrics and logs may show."""
+        given = [str(value).rpartition(" ")[2] for name, value in headers() or () if name in _KEY_HEADERS]
+        sent = {word.encode("latin-1", "replace") for word in given}
+        number = next((at for at, key in enumerate(self.options.api_keys, 1) if key.encode() in sent), 0)
+        if raw.user:
+            return "user-" + blake2b(f"{number} {raw.user!r}".encode(), digest_size=4).hexdigest()
+        return f"key-{number}" if number else ""
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""

@@ -23,16 +23,18 @@ class Forecast:
 
     def __init__(self) -> None:
         self._num_places = self._seconds = 0.0  # given, and in how long, while requests waited
-        self._last: float | None = None  # when requests were last seen waiting
+        self._noted = 0.0
+        self._is_waited_for = False  # then
         self._answer_tokens = 0.0
 
     def note_places(self, now: float, num_places: int, is_waited_for: bool) -> None:
         """So many were given now; `is_waited_for`: requests wait for more."""
-        if self._last is not None:
-            passed_s = max(now - self._last, 0.0)
-            kept = exp(-passed_s / MEMORY_S)
-            self._num_places, self._seconds = kept * self._num_places + num_places, kept * self._seconds + passed_s
-        self._last = now if is_waited_for else None
+        passed_s = max(now - self._noted, 0.0)
+        kept = exp(-passed_s / MEMORY_S)
+        self._num_places, self._seconds = kept * self._num_places, kept * self._seconds
+        if self._is_waited_for:
+            self._num_places, self._seconds = self._num_places + num_places, self._seconds + passed_s
+        self._noted, self._is_waited_for = now, is_waited_for
 
     def note_answer(self, num_tokens: int) -> None:
         """One ended."""

@@ -96,7 +96,7 @@ class Order(Generic[W]):
             seen = oldest
             yield oldest
         rest = {key: iter(list(group)) for key, group in self._groups.items()}
-        heads = [(key, waiter) for key, group in rest.items() for waiter in [next(group)]]
+        heads = [(key, next(group)) for key, group in rest.items()]
         heap = [(self._turn(key, waiter), index, key, waiter) for index, (key, waiter) in enumerate(heads)]
         heapify(heap)
         while heap:

@@ -147,12 +147,15 @@ KEY, SECOND = (key.encode() for key in KEYS)
     ],
 )  # fmt: skip
 def test_any_of_the_keys_opens_in_either_header(
-    stranger: httpx.Client, authorization: bytes | None, x_api_key: bytes | None, status: int
+    served: Served, stranger: httpx.Client, authorization: bytes | None, x_api_key: bytes | None, status: int
 ) -> None:
     headers = {b"authorization": authorization, b"x-api-key": x_api_key, b"origin": ORIGIN.encode()}
     given = {name: value for name, value in headers.items() if value is not None}
     answer = stranger.post("/v1/messages", json=APIS["messages"].body({}), headers=given)
     assert answer.status_code == status
+    if status == 200:
+        number = 2 if SECOND in (*(authorization or b"").split(), x_api_key) else 1
+        assert served.engine.sent[-1]["owner"] == f"key-{number}"
     assert status == 200 or (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "authentication_error")
     refused = stranger.post("/v1/messages", json={}, headers={**given, b"origin": OTHER.encode()})
     assert refused.status_code == (403 if status == 200 else 401), "the key comes before the origin"
