@@ -15,7 +15,10 @@ from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
+from gateway.api.openai.batches import build_batch_router
 from gateway.app import build_app, build_served_model
+from gateway.batches.runner import BatchRunner
+from gateway.batches.store import BatchStore
 from gateway.request.prepare import ApiOptions
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.autoscaling import Goals
@@ -87,6 +90,12 @@ async def _serve(
     app.include_router(build_fleet_router(fleet, router, served.metrics))
     loader = AdapterLoader(fleet, registry)
     app.include_router(build_adapter_router(served, loader))
+    store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
+    app.include_router(build_batch_router(served, store))
+    batches: BatchRunner | None = None
+    if store:
+        gaps = served.metrics.live_gaps
+        batches = BatchRunner(store, app, router, gaps, config.api_key, config.body_limit_bytes)
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -105,10 +114,14 @@ async def _serve(
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
     if (reason := router.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
+    if batches:
+        batches.start()
     shutdown.listen()
     spare_what_is_here()
     reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: router.explain_no_hand_off()})
     await shutdown.wait()
+    if batches:
+        await batches.close()
     gate.cut_off()
     rest.should_exit = True
     await serving

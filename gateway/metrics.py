@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from gateway.batches.pace import Gaps
 from gateway.errors import ApiError
 from gateway.router.engine_client import FinishReason
 
@@ -25,6 +26,7 @@ class RequestMetrics:
         """`itl_goal_s`: goal for the time between tokens; 0: none."""
         self.registry = registry
         self.itl_goal_s = itl_goal_s
+        self.live_gaps = Gaps()  # between tokens of all answers but those of the last priority
         self._owners: set[str] = set()
 
         def count(name: str, help: str, *labels: str) -> Counter:
@@ -82,9 +84,19 @@ class ChoiceMeter:
     """Times one choice of a request. The first `finish` or `cancel` ends it; later ones are not counted."""
 
     def __init__(
-        self, metrics: RequestMetrics, arrived_s: float, owner: str = "", clock: Callable[[], float] = time.perf_counter
+        self,
+        metrics: RequestMetrics,
+        arrived_s: float,
+        owner: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        is_live: bool = True,
     ) -> None:
-        """`arrived_s`: when the request arrived, by `clock`; `owner`: as in TokenizedRequest."""
+        """`arrived_s`: when the request arrived, by `clock`; `owner`: as in TokenizedRequest.
+
+        `is_live`: somebody waits for its tokens.
+        """
+        self._is_live = is_live
         self._metrics = metrics
         self._owner = owner
         self._num_tokens = self._num_held = 0  # after the first: all, and those within the goal
@@ -105,6 +117,8 @@ class ChoiceMeter:
             self._metrics.time_to_first_token.observe(now - self._arrived_s)
         else:
             each_s = (now - self._last_token_s) / num_tokens
+            if self._is_live:
+                self._metrics.live_gaps.add(now - self._last_token_s, num_tokens)
             for _ in range(num_tokens):
                 self._metrics.inter_token_latency.observe(each_s)
             if self._metrics.itl_goal_s:

@@ -234,6 +234,11 @@ class PublicConfig(GoalConfig):
     or request, so that prompts share no beginning."""
     body_limit_bytes: Annotated[int, count(1024, MAX_BODY_BYTES)] = 8 << 20
     """Largest request body."""
+    batch_dir: str = ""
+    """Folder of /v1/files and /v1/batches, of this gateway alone: prompts and answers stay there for 30 days. Empty:
+    they are refused."""
+    batch_dir_mib: Annotated[int, count(1, MAX_MEMORY_MIB)] = 4096
+    """Size of the files there above which no more are taken."""
     request_timeout_s: Seconds = 600.0
     """Longest life of a request, waiting included."""
     client_timeout_s: Seconds = 60.0

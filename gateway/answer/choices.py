@@ -14,6 +14,7 @@ from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
+from gateway.request.rules import LAST_PRIORITY
 from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
@@ -88,7 +89,10 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     """
     job = totals.job
     served.metrics.prompt_tokens.inc(totals.num_prompt)
-    meters = [ChoiceMeter(served.metrics, totals.arrived_s, generation.owner) for generation in job.generations]
+    meters = [
+        ChoiceMeter(served.metrics, totals.arrived_s, one.owner, is_live=one.priority < LAST_PRIORITY)
+        for one in job.generations
+    ]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
     try:

@@ -20,7 +20,7 @@ def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | No
 
     `authorization`: the header's value, `Bearer <key>`; `api_key`: the value of the header x-api-key.
     """
-    if api_keys and not _has_key(authorization, api_keys, api_key):
+    if api_keys and find_key(authorization, api_keys, api_key) is None:
         message = "a valid API key is needed; send it as 'Authorization: Bearer <key>'"
         raise ApiError(401, message, None, "invalid_api_key")
 
@@ -30,18 +30,20 @@ def check_admin(authorization: bytes, admin_key: str) -> None:
     if not admin_key:
         message = "start the gateway with --admin-key (BATON_ADMIN_KEY) if adapters should be loaded and unloaded here"
         raise ApiError(403, message, None, "no_admin_key")
-    if not _has_key(authorization, (admin_key,), None):
+    if find_key(authorization, (admin_key,)) is None:
         message = "the key given as --admin-key is needed; send it as 'Authorization: Bearer <key>'"
         raise ApiError(401, message, None, "invalid_admin_key")
 
 
-def _has_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None) -> bool:
+def find_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None = None) -> str | None:
+    """The one of the keys that the headers have, as in `check_key`; None if they have none."""
     scheme, _, given = authorization.strip().partition(b" ")
-    is_known = False
+    found = None
     for key in api_keys:
         is_bearer = hmac.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
-        is_known |= is_bearer or (api_key is not None and hmac.compare_digest(api_key.strip(), key.encode()))
-    return is_known
+        if is_bearer or (api_key is not None and hmac.compare_digest(api_key.strip(), key.encode())):
+            found = key
+    return found
 
 
 def pick_request_id(given: str | None) -> str:

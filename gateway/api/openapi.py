@@ -10,7 +10,9 @@ from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope
 from gateway.api.http.middleware import OPEN_PATHS
 from gateway.api.http.service_routes import WorkerStatus
 from gateway.api.openai import answers
+from gateway.api.openai.batches import Deleted, Page
 from gateway.api.responses.answers import InputTokens, ResponseBody
+from gateway.batches.store import Batch, FileObject
 
 _REF = "#/components/schemas/{name}"
 
@@ -47,7 +49,7 @@ class FleetStatus(msgspec.Struct):
     workers: list[WorkerStatus]
 
 
-_ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
+_ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JSON body of a 200
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": TextCompletion,
     "/v1/models": answers.ModelList,
@@ -58,6 +60,14 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
     f"{MESSAGES_PATH}/count_tokens": CountAnswer,
     "/tokenize": answers.TokenizeAnswer,
     "/detokenize": answers.DetokenizeAnswer,
+    "POST /v1/files": FileObject,
+    "GET /v1/files": Page,
+    "GET /v1/files/{file_id}": FileObject,
+    "DELETE /v1/files/{file_id}": Deleted,
+    "GET /v1/batches": Page,
+    "POST /v1/batches": Batch,
+    "/v1/batches/{batch_id}": Batch,
+    "/v1/batches/{batch_id}/cancel": Batch,
     "/live": Alive,
     "/ready": Alive,
     "/health": Alive,
@@ -88,8 +98,8 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
             schemas["ToolUseBody"]["properties"]["input"] = {"type": "object"}
             document["components"]["schemas"] |= schemas
             for path, methods in document["paths"].items():
-                for operation in methods.values():
-                    operation["responses"] = _responses(path)
+                for method, operation in methods.items():
+                    operation["responses"] = _responses(method, path)
                     if needs_key and path in OPEN_PATHS:
                         operation["security"] = []
             if needs_key:
@@ -100,9 +110,9 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     app.openapi = build_whole  # type: ignore[method-assign]
 
 
-def _responses(path: str) -> dict[str, Any]:
+def _responses(method: str, path: str) -> dict[str, Any]:
     """Status |-> response of one operation."""
-    answer = _ANSWERS.get(path)
+    answer = _ANSWERS.get(path) or _ANSWERS.get(f"{method.upper()} {path}")
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}

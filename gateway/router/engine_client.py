@@ -74,6 +74,16 @@ class Admitted:
     num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the router only
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the service is."""
+
+    num_inside: int  # requests that are not over
+    num_waiting: int  # choices that wait for a worker
+    num_places: int  # on decode workers that are alive
+    num_free: int  # of these, on workers with free pages
+
+
 class EngineClient(Protocol):
     """Everything below the text."""
 
@@ -95,6 +105,9 @@ class EngineClient(Protocol):
         Raises errors.ApiError: 400 when no worker can take it, 503 when no worker can serve it, 504 when it takes too
         long.
         """
+
+    def load(self) -> Load:
+        """Now, of this gateway's requests and all workers."""
 
     def check_ready(self) -> str | None:
         """Why the service cannot serve now; None when it can."""

@@ -34,6 +34,7 @@ NO_HAND_OFF = (
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
 )
 NO_PREFILL = "no prefill worker is alive"
+SPARE_PAGES = 0.25  # of a pool: with fewer free, requests of no hurry could take pages from running ones
 NO_LIMIT = 2**32 - 1  # local prefill of any length
 
 
@@ -169,6 +170,13 @@ def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallbac
     if not any(view.is_alive for view in workers if view.role == "decode"):
         return Unready(_describe_none(workers, "decode"))
     return None if no_prefill == "fallback" else find_no_prefill(workers)
+
+
+def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:
+    """(places on living decode workers; those of them that are free, on workers that have pages to spare)."""
+    decodes = [view for view in workers if view.role == "decode" and view.is_alive]
+    spare = [view for view in decodes if _has_room(view) and view.free_pages > SPARE_PAGES * view.num_pages]
+    return sum(view.max_running for view in decodes), sum(max(view.max_running - view.num_running, 0) for view in spare)
 
 
 def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:

@@ -13,9 +13,9 @@ from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.autoscaling import FleetMetrics, Goals
 from gateway.router.drain_gate import DRAINING, DrainGate
-from gateway.router.engine_client import Admitted, TokenizedRequest, Tokens
+from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
-from gateway.router.placement import find_no_prefill, find_unready
+from gateway.router.placement import count_places, find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
@@ -70,6 +70,9 @@ class Router:
         for name, reason in self._fleet.adapters.pending.items():
             return f"adapter {name} is not loaded yet: {reason}"
         return None
+
+    def load(self) -> Load:
+        return Load(len(self.gate), self._queue.num_waiting, *count_places(self._queue.views()))
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""

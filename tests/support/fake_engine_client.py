@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from gateway.errors import ApiError
 from gateway.router.attempt_record import AttemptRecord
-from gateway.router.engine_client import Admitted, FinishReason, TokenizedRequest, Tokens
+from gateway.router.engine_client import Admitted, FinishReason, Load, TokenizedRequest, Tokens
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
+PLACES = 16
 TIMING = Timing(
     queue_s=0.5, grammar_s=5.5, prefill_s=1.5, transfer_s=2.5, transfer_bytes=5120, transport="grpc", first_step_s=3.5,
     decode_s=4.5, cached_tokens=1, draft_tokens=9, accepted_tokens=7, attempts=2,
@@ -58,6 +59,9 @@ class FakeEngineClient:
         """What reached the engine of each request: names |-> values, including the sampling parameters."""
         found = [asdict(generation) for generation in self.generations]
         return [one | one.pop("sampling") for one in found]
+
+    def load(self) -> Load:
+        return Load(self.num_inside, 0, PLACES, max(PLACES - self.num_inside, 0))
 
     def check_ready(self) -> str | None:
         return self.unready

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -15,8 +16,10 @@ from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.errors import error_response
-from gateway.errors import ApiError
+from gateway.batches.runner import IS_LINE
+from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel
+from gateway.request.rules import LAST_PRIORITY
 from gateway.request.types import GenerateRequest
 
 _log = structlog.get_logger()
@@ -79,6 +82,10 @@ async def respond(
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     state = request.state
+    if hasattr(state, IS_LINE):
+        if is_streamed:
+            raise bad_request("the answer to a line of a batch is not streamed; set stream to false", "stream")
+        raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
     totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
     writer, pieces = new_writer(totals), stream_choices(served, totals)
     if totals.trace is not None:

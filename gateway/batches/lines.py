@@ -1,0 +1,170 @@
+"""The lines of a batch: those of its input, and what is written of each, once."""
+
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+MAX_LINES = 50_000
+MAX_ID_CHARS = 256
+
+
+class InputLine(msgspec.Struct):
+    """A line of the input: one request."""
+
+    custom_id: str
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class LineResponse(msgspec.Struct):
+    """The answer to a line's request."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw  # JSON
+
+
+class LineError(msgspec.Struct):
+    """Why a line has no answer."""
+
+    code: str
+    message: str
+
+
+class OutputLine(msgspec.Struct):
+    """A line of the output or error file."""
+
+    id: str  # ends with its line's number
+    custom_id: str | None
+    response: LineResponse | None = None
+    error: LineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line that cannot be asked."""
+
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class Input:
+    """What a file's lines are. Numbers count from 1, empty lines included."""
+
+    offsets: "array[int]"  # by number - 1
+    numbers: list[int]  # of those that can be asked
+    faults: list[Fault]
+
+
+def scan(path: Path, endpoint: str, max_line_bytes: int) -> Input:
+    """Reads the whole input. Raises ValueError if it has no line, or too many."""
+    found = Input(array("Q"), [], [])
+    seen: dict[str, int] = {}
+    for number, (offset, line) in enumerate(_lines(path, max_line_bytes), 1):
+        found.offsets.append(offset)
+        if line is not None and not line.strip():
+            continue
+        custom_id, fault = _check(number, line, endpoint, max_line_bytes, seen)
+        if fault:
+            found.faults.append(Fault(number, custom_id, *fault))
+        else:
+            found.numbers.append(number)
+        if len(found.numbers) + len(found.faults) > MAX_LINES:
+            raise ValueError(f"the file has more than {MAX_LINES} lines; send several batches")
+    if not found.numbers and not found.faults:
+        raise ValueError("the file has no lines; each is one request as JSON")
+    return found
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yields (offset, line); None in place of one that is too long."""
+    offset = 0
+    with path.open("rb") as file:
+        while line := file.readline(max_bytes + 1):
+            is_long = len(line) > max_bytes
+            while is_long and line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+            yield offset, None if is_long else line
+            offset = file.tell()
+
+
+def _check(
+    number: int, line: bytes | None, endpoint: str, max_bytes: int, seen: dict[str, int]
+) -> tuple[str | None, tuple[str, str] | None]:
+    """(custom_id, if it has one; code and message of what is wrong, if something is)."""
+    if line is None:
+        return None, ("line_too_long", f"line {number} has more than --body-limit-bytes, {max_bytes}")
+    try:
+        given = msgspec.json.decode(line, type=InputLine)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        is_json = isinstance(error, msgspec.ValidationError)
+        code, what = ("invalid_line", "is not as it must be") if is_json else ("invalid_json_line", "is not valid JSON")
+        return None, (code, f"line {number} {what}: {error}")
+    name = given.custom_id
+    if not 1 <= len(name) <= MAX_ID_CHARS:
+        return None, ("invalid_custom_id", f"line {number}: custom_id must have 1 to {MAX_ID_CHARS} characters")
+    if (first := seen.setdefault(name, number)) != number:
+        return name, ("duplicate_custom_id", f"line {number}: custom_id is also that of line {first}")
+    if given.url != endpoint:
+        return name, ("mismatched_url", f"line {number}: url is {given.url[:100]!r}, the batch's endpoint {endpoint}")
+    return name, None
+
+
+def read_line(path: Path, offset: int) -> InputLine:
+    """A line that `scan` has found right."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return msgspec.json.decode(file.readline(), type=InputLine)
+
+
+class Journal:
+    """A file of output lines that only grows, whole line by whole line."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there, and cuts a torn end off. Raises OSError."""
+        self.numbers: set[int] = set()  # of the lines that are there
+        self.is_dirty = False  # not yet safe from a power failure
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._size = 0
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    number = int(msgspec.json.decode(line, type=OutputLine).id.rpartition("_")[2])
+                except ValueError:  # msgspec's errors are, too
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                self.numbers.add(number)
+                self._size += len(line)
+        os.ftruncate(self._fd, self._size)
+
+    def append(self, number: int, line: OutputLine) -> None:
+        """Raises OSError, for example when the disk is full; then nothing is added."""
+        data = msgspec.json.encode(line) + b"\n"
+        try:
+            if os.write(self._fd, data) != len(data):
+                raise OSError("the disk is full")
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+        self.is_dirty = True
+        self.numbers.add(number)
+
+    def sync(self) -> None:
+        """What was appended survives a power failure. From any thread."""
+        if self.is_dirty:
+            self.is_dirty = False
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,298 @@
+"""Answers the lines of batches, each by a request to the service's own REST API. Lives on the asyncio thread."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import httpx
+import msgspec
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
+from gateway.batches.pace import Gaps, Pace, count_room
+from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status, owner_of
+from gateway.router.engine_client import EngineClient
+
+_log = structlog.get_logger()
+
+IS_LINE = "is_batch_line"  # in the state of a line's request
+TICK_S = 0.1  # between two looks at the load, while there are lines to answer
+IDLE_S = 600.0  # between two looks for what is to be deleted
+SYNC_S = 1.0
+TROUBLE_S = 10.0  # after an error of the disk
+RETRIED = (429, 503)  # statuses: as long as it takes
+MAX_FAILED = 3  # tries of a line that ends all attempts of workers: it may be what kills them
+MAX_RETRY_S = 60.0
+MAX_DROPS = 3  # of one line, in favour of live answers; then it runs to its end
+
+
+class _Job:
+    """A batch that is not over, with its files open."""
+
+    def __init__(self, record: Record, batch: Batch, key: str, path: Path) -> None:
+        """`path`: of its input."""
+        self.record, self.batch, self.key, self.path = record, batch, key, path
+        self.input: Input
+        self.output: Journal
+        self.errors: Journal
+        self.pending: deque[int] = deque()  # numbers of lines
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self.drops: Counter[int] = Counter()
+
+    def open(self, store: BatchStore, max_line_bytes: int) -> None:
+        """Reads everything; in a thread. Raises ValueError if the input cannot be used, OSError."""
+        if not self.path.exists():
+            raise ValueError("the input file is not there any more")
+        self.input = scan(self.path, self.batch.endpoint, max_line_bytes)
+        self.output = Journal(store.path(self.record.output_id))
+        self.errors = Journal(store.path(self.record.error_id))
+        done = self.output.numbers | self.errors.numbers
+        self.pending.extend(number for number in self.input.numbers if number not in done)
+        for fault in self.input.faults:
+            if fault.number not in done:
+                self.write(fault.number, fault.custom_id, LineError(fault.code, fault.message))
+        self.sync()
+
+    def read(self, number: int) -> InputLine:
+        return read_line(self.path, self.input.offsets[number - 1])
+
+    def write(self, number: int, custom_id: str | None, result: LineResponse | LineError) -> None:
+        """What became of a line. Raises OSError."""
+        line = OutputLine(f"{self.batch.id.replace('_', '_req_')}_{number}", custom_id)
+        if isinstance(result, LineError):
+            line.error = result
+        else:
+            line.response = result
+        is_answered = isinstance(result, LineResponse) and result.status_code < 400
+        (self.output if is_answered else self.errors).append(number, line)
+
+    def count(self) -> None:
+        counts = self.batch.request_counts
+        counts.total = len(self.input.numbers) + len(self.input.faults)
+        counts.completed, counts.failed = len(self.output.numbers), len(self.errors.numbers)
+
+    def sync(self) -> None:
+        self.output.sync()
+        self.errors.sync()
+
+
+class BatchRunner:
+    """Runs all batches of a store, their lines in turn. A line is redone unless its answer is on disk."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        app: ASGIApp,
+        engine: EngineClient,
+        live_gaps: Gaps,
+        api_keys: Sequence[str],
+        max_line_bytes: int,
+    ) -> None:
+        """`app`: the REST API. `live_gaps`: between tokens of answers that are not of lines."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": {IS_LINE: True}}, receive, send)
+
+        transport = httpx.ASGITransport(call, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://batches", timeout=None)
+        self._store, self._engine, self._live_gaps = store, engine, live_gaps
+        self._keys = {owner_of(key): key for key in api_keys or ("",)}
+        self._max_line_bytes = max_line_bytes
+        self._pace = Pace()
+        self._jobs: deque[_Job] = deque()  # in turn
+        self._changed = asyncio.Event()
+        self._has_new = True  # batches in the store
+        self._expired_s = -inf
+        self._pauses_until = 0.0  # by the loop's clock: the disk is full, or the like
+        self._synced_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Goes on with what is in the store."""
+        self._store.on_change = self._wake
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Ends at once: lines that run are redone after the next start."""
+        tasks = [task for job in self._jobs for task in job.running.values()]
+        tasks += [self._task] if self._task else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for job in self._jobs:
+            job.sync()
+        await self._client.aclose()
+        self._store.close()
+
+    def _wake(self) -> None:
+        self._has_new = True
+        self._changed.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                if loop.time() >= self._pauses_until:
+                    await self._look()
+            except Exception as error:
+                self._has_new = True
+                self._pause(error)
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S if self._jobs or self._has_new else IDLE_S):
+                    await self._changed.wait()
+
+    async def _look(self) -> None:
+        """Raises OSError."""
+        now = asyncio.get_running_loop().time()
+        if now - self._expired_s > IDLE_S:
+            self._expired_s = now
+            self._store.expire()
+        if self._has_new:
+            self._has_new = False
+            known = {job.batch.id for job in self._jobs}
+            for record in self._store.open_batches():
+                if record.value.id not in known:
+                    await self._open(record)
+        self._fill(now)
+        for job in list(self._jobs):
+            job.count()
+            if job.batch.status == "cancelling":
+                await self._end(job, "cancelled")
+            elif not job.pending and not job.running:
+                await self._end(job, "completed")
+            elif time.time() > job.batch.expires_at:
+                await self._end(job, "expired")
+        if now - self._synced_s > SYNC_S:
+            self._synced_s = now
+            for job in list(self._jobs):
+                await asyncio.to_thread(job.sync)
+
+    async def _open(self, record: Record) -> None:
+        batch, key = record.value, self._keys.get(record.owner)
+        assert isinstance(batch, Batch)
+        job = _Job(record, batch, key or "", self._store.path(batch.input_file_id))
+        try:
+            if key is None:
+                raise ValueError("the API key that made the batch is not accepted any more")
+            await asyncio.to_thread(job.open, self._store, self._max_line_bytes)
+        except ValueError as error:
+            code = "invalid_api_key" if key is None else "invalid_input_file"
+            batch.errors = BatchFaults([BatchFault(code, str(error))])
+            batch.enter("failed")
+            _log.info("batch fails", batch=batch.id, reason=str(error))
+        else:
+            job.count()
+            self._jobs.append(job)
+            if batch.status == "validating":
+                batch.enter("in_progress")
+            _log.info("batch begins", batch=batch.id, lines=batch.request_counts.total, left=len(job.pending))
+        await self._store.save(record)
+
+    # -- lines -------------------------------------------------------------------------------------------------------
+
+    def _fill(self, now: float) -> None:
+        """Starts lines, or drops some for live answers."""
+        if self._engine.check_ready() is not None:  # draining, or no worker is there
+            return
+        load, running = self._engine.load(), [(job, number) for job in self._jobs for number in job.running]
+        num_lines = len(running)
+        most = self._pace.look(now, max(load.num_inside - num_lines, 0), self._live_gaps)
+        for job, number in reversed(running):
+            if num_lines <= most:
+                break
+            if job.drops[number] < MAX_DROPS:
+                job.drops[number] += 1
+                job.running[number].cancel()
+                num_lines -= 1
+        room = count_room(load.num_places, load.num_free, load.num_waiting)
+        for _ in range(int(min(room, most - num_lines))):
+            if not self._start_next(now):
+                break
+
+    def _start_next(self, now: float) -> bool:
+        for _ in range(len(self._jobs)):
+            job = self._jobs[0]
+            self._jobs.rotate(-1)
+            if job.pending and job.batch.status == "in_progress":
+                number = job.pending.popleft()
+                self._pace.begin_line()
+                task = job.running[number] = asyncio.create_task(self._answer(job, number))
+                task.add_done_callback(partial(self._finish, job, number, now))
+                return True
+        return False
+
+    async def _answer(self, job: _Job, number: int) -> None:
+        """One line, from its input to its output. Raises OSError."""
+        line = await asyncio.to_thread(job.read, number)
+        response = await self._ask(job, line)
+        request_id = response.headers.get("x-request-id", "")
+        job.write(number, line.custom_id, LineResponse(response.status_code, request_id, msgspec.Raw(response.content)))
+
+    async def _ask(self, job: _Job, line: InputLine) -> httpx.Response:
+        headers = {b"content-type": b"application/json"}
+        if job.key:
+            headers[b"authorization"] = b"Bearer " + job.key.encode()
+        num_failed = 0
+        while True:
+            response = await self._client.post(line.url, content=bytes(line.body), headers=headers)
+            if response.status_code not in RETRIED:
+                return response
+            num_failed += response.json()["error"]["code"] == "failed"
+            if num_failed == MAX_FAILED:
+                return response
+            await asyncio.sleep(min(float(response.headers.get("retry-after", 1)), MAX_RETRY_S))
+
+    def _finish(self, job: _Job, number: int, began: float, task: asyncio.Task[None]) -> None:
+        del job.running[number]
+        self._pace.end_line(asyncio.get_running_loop().time(), began)
+        self._changed.set()
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error:
+            job.pending.appendleft(number)
+        if error:
+            self._pause(error)
+
+    def _pause(self, error: BaseException) -> None:
+        """The disk is full, or the like; a bug, which must not be silent."""
+        now, bug = asyncio.get_running_loop().time(), None if isinstance(error, OSError) else error
+        if now >= self._pauses_until:
+            _log.warning("batches pause", reason=str(error), pause_s=TROUBLE_S, exc_info=bug)
+        self._pauses_until = now + TROUBLE_S
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def _end(self, job: _Job, status: Status) -> None:
+        """Raises OSError; then it is tried again."""
+        batch, record, store = job.batch, job.record, self._store
+        for task in job.running.values():
+            task.cancel()
+        await asyncio.gather(*job.running.values(), return_exceptions=True)
+        if status == "completed" and batch.status != "finalizing":
+            batch.enter("finalizing")
+            await store.save(record)
+        if status == "expired":
+            await asyncio.to_thread(self._fail_rest, job)
+        await asyncio.to_thread(job.sync)
+        job.count()
+        batch.output_file_id = await store.keep_output(record.owner, record.output_id, f"{batch.id}_output.jsonl")
+        batch.error_file_id = await store.keep_output(record.owner, record.error_id, f"{batch.id}_error.jsonl")
+        batch.enter(status)
+        await store.save(record)
+        self._jobs.remove(job)
+        job.output.close()
+        job.errors.close()
+        counts = batch.request_counts
+        _log.info("batch ends", batch=batch.id, status=status, answered=counts.completed, failed=counts.failed)
+
+    def _fail_rest(self, job: _Job) -> None:
+        error = LineError("batch_expired", "the line was not answered before the completion window ended")
+        for number in job.pending:
+            if number not in job.errors.numbers:  # of a try before
+                job.write(number, job.read(number).custom_id, error)

@@ -1,0 +1,381 @@
+"""OpenAI's files and batches by the official client, answered by scripted workers."""
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.api.openai.batches import build_batch_router
+from gateway.batches.runner import BatchRunner
+from gateway.batches.store import BatchStore
+from gateway.errors import ApiError, not_ready, overloaded
+from tests.support.api_server import ANSWER, FULL, KEYS, MAX_BODY, SERVED, WAIT_S, Served, run_api
+from tests.support.fake_engine_client import Script
+from tests.support.words import HELLO
+
+CHATS: Any = "/v1/chat/completions"
+MAX_BYTES = 4 << 20
+OWN_KEYS = (*KEYS, "other-key")
+CHAT: Any = {"model": SERVED, "messages": HELLO}
+
+
+@contextmanager
+def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: str = ANSWER) -> Iterator[Served]:
+    """The API with batches in `folder`, as main.py puts it together."""
+
+    def extend(app: Any, served: Any) -> None:
+        store = BatchStore(folder, MAX_BYTES)
+        ids = served.tokenizer.encode(answer, add_special_tokens=False)
+        served.ring.reset(Script([*ids, min(served.tokenizer.eos_token_ids)]))  # batches go on at once
+        app.include_router(build_batch_router(served, store))
+
+        @asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            runner = BatchRunner(store, app, served.ring, served.metrics.live_gaps, keys, MAX_BODY)
+            runner.start()
+            yield
+            await runner.close()
+
+        app.router.lifespan_context = lifespan
+
+    with run_api(model, replace(FULL, api_keys=OWN_KEYS), extend=extend) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def shared(full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`full` starts before and ends after: each restores the logging that it found."""
+    with serve(tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("batches")) as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared: Served) -> Served:
+    shared.engine.reset(shared.script(ANSWER))
+    return shared
+
+
+def client_of(served: Served, key: str = KEYS[0]) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return client_of(served)
+
+
+def line(custom_id: str, body: Any = CHAT, url: str = CHATS) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def begin(client: openai.OpenAI, *lines: str, url: Any = CHATS) -> Any:
+    file = client.files.create(file=("lines.jsonl", "\n".join(lines).encode()), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"a": "b"})
+
+
+def wait(client: openai.OpenAI, batch: Any, until: Callable[[Any], bool] = lambda one: bool(one.completed_at)) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not until(batch := client.batches.retrieve(batch.id)):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    return batch
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> dict[Any, Any]:
+    """custom_id |-> line of an output or error file; each once."""
+    assert file_id is not None
+    rows = [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
+    found = {row["custom_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "text_of"),
+    [
+        (CHATS, CHAT, lambda body: body["choices"][0]["message"]["content"]),
+        ("/v1/completions", {"model": SERVED, "prompt": "x"}, lambda body: body["choices"][0]["text"]),
+        ("/v1/responses", {"model": SERVED, "input": "x"}, lambda body: body["output"][0]["content"][0]["text"]),
+    ],
+)
+def test_a_batch_is_answered_as_live_requests_are(
+    client: openai.OpenAI, served: Served, url: str, body: Any, text_of: Any
+) -> None:
+    begun = begin(client, *(line(f"line {number}", {**body, "seed": number}, url) for number in range(9)), url=url)
+    assert (begun.status, begun.metadata, begun.object, begun.output_file_id) == (
+        "validating",
+        {"a": "b"},
+        "batch",
+        None,
+    )
+    batch = wait(client, begun)
+    assert (batch.status, batch.error_file_id, batch.errors) == ("completed", None, None)
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (9, 9, 0)
+    rows = read(client, batch.output_file_id)
+    assert set(rows) == {f"line {number}" for number in range(9)}
+    for row in rows.values():
+        response = row["response"]
+        assert (response["status_code"], row["error"]) == (200, None)
+        assert response["request_id"] and text_of(response["body"]) == ANSWER
+    asked = served.engine.sent
+    assert {sent["priority"] for sent in asked} == {9}, "live requests go first"
+    assert sorted(sent["seed"] for sent in asked) == list(range(9))
+    assert client.files.retrieve(str(batch.output_file_id)).purpose == "batch_output"
+
+
+def test_wrong_lines_are_in_the_error_file_and_the_others_are_answered(client: openai.OpenAI) -> None:
+    batch = wait(
+        client,
+        begin(
+            client,
+            line("good"),
+            "{not json",
+            line("good"),
+            line("elsewhere", url="/v1/embeddings"),
+            line("unknown model", {**CHAT, "model": "other"}),
+            line("streamed", {**CHAT, "stream": True}),
+            line("no object", [1]),
+            line("long", {**CHAT, "user": "x" * MAX_BODY}),
+        ),
+    )
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 7)
+    assert set(read(client, batch.output_file_id)) == {"good"}
+    rows = [json.loads(row) for row in client.files.content(batch.error_file_id).text.splitlines()]
+    unasked = {row["error"]["code"]: row["error"]["message"] for row in rows if row["error"]}
+    assert set(unasked) == {"invalid_json_line", "duplicate_custom_id", "mismatched_url", "line_too_long"}
+    assert "line 3" in unasked["duplicate_custom_id"] and "line 8" in unasked["line_too_long"]
+    refused = {row["custom_id"]: row["response"] for row in rows if not row["error"]}
+    statuses = {name: response["status_code"] for name, response in refused.items()}
+    assert statuses == {"unknown model": 404, "streamed": 400, "no object": 400}
+    assert refused["unknown model"]["body"]["error"]["code"] == "model_not_found"
+    assert refused["streamed"]["body"]["error"]["param"] == "stream"
+
+
+def test_a_key_sees_only_what_it_made(client: openai.OpenAI, served: Served) -> None:
+    other = client_of(served, OWN_KEYS[2])
+    batch = wait(client, begin(client, line("one")))
+    for file_id in (batch.input_file_id, batch.output_file_id):
+        for call in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(file_id)
+    for refused in (other.batches.retrieve, other.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            refused(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(input_file_id=batch.input_file_id, endpoint=CHATS, completion_window="24h")
+    assert [*other.files.list(), *other.batches.list()] == []
+    with pytest.raises(openai.AuthenticationError):
+        client_of(served, "no key of ours").files.list()
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(batch.id)
+
+
+def test_lists_go_page_by_page_newest_first(client: openai.OpenAI) -> None:
+    batches = [wait(client, begin(client, line("one"))) for _ in range(3)]
+    found = list(client.batches.list(limit=2))
+    assert [one.id for one in found][:3] == [one.id for one in reversed(batches)]
+    assert len({one.id for one in found}) == len(found)
+    assert len(client.batches.list(limit=2).data) == 2
+    inputs = [one.id for one in client.files.list(purpose="batch", limit=2)]
+    assert inputs[:3] == [one.input_file_id for one in reversed(batches)]
+    assert [one.id for one in client.files.list(purpose="batch", order="asc")] == inputs[::-1]
+    with pytest.raises(openai.BadRequestError, match="after"):
+        client.batches.list(after="batch_unknown")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        client.batches.list(limit=101)
+
+
+def test_a_cancelled_batch_keeps_what_is_answered(client: openai.OpenAI, served: Served) -> None:
+    served.engine.reset(Script(served.ids("so far"), is_hanging=True), served.script(ANSWER))
+    begun = begin(client, *(line(f"line {number}") for number in range(20)))
+    wait(client, begun, lambda one: one.request_counts.completed == 1)
+    with pytest.raises(openai.ConflictError, match="not over"):
+        client.files.delete(begun.input_file_id)
+    assert client.batches.cancel(begun.id).status == "cancelling"
+    batch = wait(client, begun, lambda one: one.cancelled_at is not None)
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 1)
+    assert len(read(client, batch.output_file_id)) == 1
+    assert client.batches.cancel(begun.id).status == "cancelled"
+    assert served.engine.num_inside == 0
+    assert client.files.delete(begun.input_file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(begun.input_file_id)
+
+
+def test_refusals_for_the_moment_are_tried_again_and_others_are_the_lines_own(
+    client: openai.OpenAI, served: Served
+) -> None:
+    failed = Script(error=ApiError(503, "too many attempts failed", None, "failed", retry_after_s=1))
+    served.engine.reset(
+        served.script(ANSWER),
+        Script(error=overloaded("the queue is full")),
+        Script(error=not_ready("no worker")),
+        Script(error=ApiError(504, "too long", None, "timeout")),
+    )
+    batch = wait(client, begin(client, *(line(f"line {number}") for number in range(3))))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+    (row,) = read(client, batch.error_file_id).values()
+    assert row["response"]["status_code"] == 504
+    served.engine.reset(failed)
+    (row,) = read(client, wait(client, begin(client, line("kills workers"))).error_file_id).values()
+    assert row["response"]["body"]["error"]["code"] == "failed"
+    assert len(served.engine.generations) == 3
+
+
+def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: Served) -> None:
+    with pytest.raises(openai.APIStatusError, match="larger than") as caught:
+        client.files.create(file=b"x" * (MAX_BYTES + 70_000), purpose="batch")
+    assert caught.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="'batch' here"):
+        client.files.create(file=b"x", purpose="fine-tune")
+    for body, kind, status in [
+        (b"--b\r\nnonsense", "multipart/form-data; boundary=b", 400),
+        (b"x", "multipart/form-data", 400),
+        (b"{}", "application/json", 415),
+    ]:
+        headers = {**dict(served.metadata), "content-type": kind}
+        assert served.http.post("/v1/files", content=body, headers=headers).status_code == status
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+    kept = client.files.create(file=b"x" * (MAX_BYTES // 2), purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="larger than"):
+        client.files.create(file=b"x" * (MAX_BYTES // 2 + 70_000), purpose="batch")
+    client.files.delete(kept.id)
+
+
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="files of others"):
+        BatchStore(tmp_path, MAX_BYTES)
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"] and tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_uploads_at_the_same_time_share_the_room(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, MAX_BYTES)
+    with store.room(3 << 20) as first, store.room(3 << 20) as second, store.room(1) as third:
+        assert (first, second, third) == (3 << 20, 1 << 20, 0)
+    with store.room(1 << 40) as again:
+        assert again == MAX_BYTES
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {str(number): "v" for number in range(17)}}, "metadata"),
+        ({"extra_body": {"output_expires_after": {}}}, "output_expires_after"),
+    ],
+)
+def test_bad_batches_are_refused_by_field(client: openai.OpenAI, fields: Any, param: str) -> None:
+    file = client.files.create(file=b"{}", purpose="batch")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.batches.create(**{"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h", **fields})
+    assert caught.value.param == param
+
+
+def test_a_file_without_lines_fails_the_batch(client: openai.OpenAI) -> None:
+    batch = wait(client, begin(client, "", " "), lambda one: one.failed_at is not None)
+    (fault,) = batch.errors.data
+    assert (batch.status, fault.code) == ("failed", "invalid_input_file") and "no lines" in fault.message
+
+
+def test_without_a_folder_the_option_is_named(full: Served, tmp_path: Path) -> None:
+    with (
+        run_api(
+            tmp_path, FULL, extend=lambda app, served: app.include_router(build_batch_router(served, None))
+        ) as bare,
+        pytest.raises(openai.PermissionDeniedError, match="--batch-dir"),
+    ):
+        client_of(bare).files.create(file=b"x", purpose="batch")
+
+
+def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
+    """A batch in its midst, torn output, an upload without a record, a record that is no JSON."""
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as first:
+        hanging = Script(first.ids("so"), is_hanging=True)
+        first.engine.reset(hanging, *[first.script("first")] * 4)
+        begun = begin(client_of(first), *(line(f"line {number}") for number in range(10)))
+        wait(client_of(first), begun, lambda one: one.request_counts.completed == 4)
+        with pytest.raises(ValueError, match="another gateway's"):
+            BatchStore(folder, MAX_BYTES)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    record = json.loads((folder / f"{begun.id}.json").read_text())
+    with (folder / record["output_id"]).open("ab") as output:
+        output.write(b'{"id": "batch_req_x_9", "custom')
+    orphan, other = folder / f"file-{'0' * 32}", folder / "notes.txt"
+    orphan.write_bytes(b"x")
+    other.write_bytes(b"x")
+    (folder / "batch_torn.json").write_bytes(b'{"owner"')
+    with serve(model, folder, answer="second") as second:
+        client = client_of(second)
+        rows = read(client, wait(client, begun).output_file_id)
+        texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in rows.values()]
+        assert sorted(texts) == ["first"] * 4 + ["second"] * 6
+        assert set(rows) == {f"line {number}" for number in range(10)}
+    assert other.exists() and not orphan.exists()
+    assert (folder / "batch_torn.json").exists()
+
+
+def test_a_batch_ends_after_its_day_and_names_what_is_left(full: Served, tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as first:
+        first.engine.reset(Script(first.ids("so"), is_hanging=True), first.script(ANSWER))
+        begun = begin(client_of(first), *(line(f"line {number}") for number in range(3)))
+        wait(client_of(first), begun, lambda one: one.request_counts.completed == 1)
+    path = folder / f"{begun.id}.json"
+    path.write_text(path.read_text().replace(f'"expires_at":{begun.expires_at}', '"expires_at":1'))
+    with serve(model, folder) as second:
+        client = client_of(second)
+        batch = wait(client, begun, lambda one: one.expired_at is not None)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("expired", 1, 2)
+        rows = read(client, batch.output_file_id) | read(client, batch.error_file_id)
+        assert set(rows) == {"line 0", "line 1", "line 2"}
+        assert {row["error"]["code"] for row in rows.values() if row["error"]} == {"batch_expired"}
+
+
+def test_old_files_and_batches_are_deleted_but_not_the_input_of_one_that_runs(full: Served, tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as first:
+        client = client_of(first)
+        done = wait(client, begin(client, line("one")))
+        first.engine.reset(Script(first.ids("so"), is_hanging=True))
+        running = begin(client, line("one"))
+        kept = client.files.create(file=b"x", purpose="batch")
+    for path in folder.glob("*.json"):
+        if path.stem != kept.id:
+            path.write_text(re.sub(r'"(created_at|expires_at)":\d+', r'"\1":1', path.read_text()))
+    old = folder / f"{running.id}.json"
+    old.write_text(re.sub(r'"expires_at":\d+', '"expires_at":9999999999', old.read_text()))
+    with serve(model, folder) as second:
+        client = client_of(second)
+        wait(client, running)
+        assert {one.id for one in client.files.list(purpose="batch")} == {running.input_file_id, kept.id}
+        assert [one.id for one in client.batches.list()] == [running.id]
+    assert not (folder / done.input_file_id).exists()
+
+
+def test_a_batch_of_a_key_that_is_no_longer_taken_fails(full: Served, tmp_path: Path) -> None:
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder, keys=KEYS[1:]) as served:
+        batch = wait(client_of(served), begin(client_of(served), line("one")), lambda one: one.failed_at is not None)
+        assert batch.errors.data[0].code == "invalid_api_key"
+        assert not served.engine.generations
