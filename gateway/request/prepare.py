@@ -1,6 +1,7 @@
 """What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import secrets
+from asyncio import sleep
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +69,7 @@ class ServedModel(Prompts):
 
     async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
+        await sleep(0)  # lets other requests run: reading a long one took milliseconds
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
@@ -92,7 +94,7 @@ class ServedModel(Prompts):
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
-        prompts = await self.encode(raw.prompts, tools)
+        prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         generations: list[TokenizedRequest] = []

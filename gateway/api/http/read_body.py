@@ -1,6 +1,7 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
 import json
+from asyncio import sleep
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -31,7 +32,9 @@ def limited_route(served: ServedModel) -> type[APIRoute]:
                 return handle
 
             async def handle_read(request: Request) -> Response:
-                return await handle(_ReadRequest(request, await _read_object(request, served)))
+                value = await _read_object(request, served)
+                await sleep(0)  # lets other requests run between reading and checking a long body
+                return await handle(_ReadRequest(request, value))
 
             return handle_read
 
