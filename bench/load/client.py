@@ -1,11 +1,12 @@
 """Requests one streamed completion and records it. Knows HTTP; `answers` parses the bytes."""
 
 import time
+from collections.abc import Sequence
 
 import httpx
 
 from bench.load.answers import Answer, Recorder
-from bench.load.prompts import Prompt
+from bench.load.prompts import Message, Prompt
 from bench.load.server import Server
 
 
@@ -17,17 +18,19 @@ class Client:
         self._server = server
         self._temperature = temperature
 
-    async def ask(self, prompt: Prompt, num_tokens: int) -> Answer:
+    async def ask(self, prompt: Prompt | Sequence[Message], num_tokens: int) -> Answer:
         """One answer of `num_tokens`, if the server can pin lengths. Errors are in the answer, not raised."""
         recorder = Recorder(time.perf_counter())
         await self.stream(prompt, num_tokens, recorder)
         return recorder.answer()
 
-    async def stream(self, prompt: Prompt, num_tokens: int, recorder: Recorder) -> None:
+    async def stream(self, prompt: Prompt | Sequence[Message], num_tokens: int, recorder: Recorder) -> None:
         """Like `ask`, into `recorder`, which can be read at any time, even after a cancellation."""
+        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
         body = {
             "model": self._server.model,
-            "prompt": prompt,
+            "messages" if is_chat else "prompt": prompt,
             "max_tokens": num_tokens,
             "temperature": self._temperature,
             "stream": True,
@@ -35,7 +38,7 @@ class Client:
             **self._server.extra,
         }
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with self._http.stream("POST", path, json=body) as response:
                 if not response.is_success:
                     text = (await response.aread()).decode(errors="replace")
                     recorder.error = f"HTTP {response.status_code}: {text[:300]}"

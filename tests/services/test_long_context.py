@@ -21,7 +21,7 @@ FLAGS = ("--dtype=float32", "--kv-memory-mib=512", "--decode-max-running=2", "--
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("long")
-    shape = dict(num_heads=1, num_kv_heads=1, head_dim=64, hidden=64, layers=1, vocab=1024)
+    shape: dict[str, Any] = dict(num_heads=1, num_kv_heads=1, head_dim=64, hidden=64, layers=1, vocab=1024)
     write_checkpoint(folder, "llama", context=CONTEXT, rope_theta=1e6, **shape)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET_DIR / name, folder)

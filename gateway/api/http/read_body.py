@@ -85,7 +85,8 @@ def _check_content_type(request: Request) -> None:
 
 async def _read_bytes(request: Request, options: ApiOptions) -> bytes:
     most = options.max_body_bytes
-    too_large = ApiError(413, f"the body is larger than {most} bytes; send a shorter one", None, "body_too_large")
+    message = f"the body is larger than {most} bytes (--body-limit-bytes); send a shorter one"
+    too_large = ApiError(413, message, None, "body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
         raise too_large
