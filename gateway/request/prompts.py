@@ -10,6 +10,7 @@ from gateway.errors import ApiError, bad_request
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.offload import Offload
+from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools import history
 from gateway.tools.formats import Format
@@ -28,6 +29,7 @@ class Prompts:
     """Encodes the prompts of one model."""
 
     tokenizer: Tokenizer
+    segments: SegmentEncoder  # of the same
     offload: Offload
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
@@ -109,12 +111,14 @@ class Prompts:
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
-            ids = tuple(model.encode(text, add_special_tokens=bool(add_special_tokens), salt=salt))
+            ids = tuple(
+                model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
+            )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
             return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)
         if isinstance(content, str):
-            content = model.encode(content, add_special_tokens=add_special_tokens is not False, salt=salt)
+            content = model.encode(content, add_special_tokens=add_special_tokens is not False)
         return EncodedPrompt(tuple(content), model.last_with_text(content))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:

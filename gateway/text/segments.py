@@ -8,11 +8,15 @@ counts as the beginning of the text. Without a suitable token the whole text is 
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+
+from tokenizers import AddedToken
+
+from gateway.text.offload import CHEAP_CHARS
+from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 
 LEAST_CHARS = 512  # of a segment but the last, so that short messages do not cost an entry each
 MAX_BYTES = 64 << 20  # of all entries: 16 million tokens
@@ -20,13 +24,12 @@ ENTRY_BYTES = 256  # of an entry without its tokens
 
 
 class SegmentEncoder:
-    """Encodes texts with one tokenizer. Thread-safe."""
+    """Encodes texts with one tokenizer, cut before the added tokens that its chat template writes. Thread-safe."""
 
-    def __init__(self, backend: Any, sample: str, max_bytes: int = MAX_BYTES) -> None:
-        """`sample`: a conversation as prompts have it. Texts are cut before the added tokens that occur in it."""
-        self._backend = backend
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
+        self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        marks = find_marks(list(backend.get_added_tokens_decoder().values()), sample)
+        marks = find_marks(tokenizer.added_tokens, _render_sample(tokenizer))
         self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._lock = Lock()
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()  # key |-> tokens, the next one to forget first
@@ -35,15 +38,17 @@ class SegmentEncoder:
     def encode(self, text: str, salt: str = "") -> list[int]:
         """Token ids, without the model's start token. Texts share kept tokens with those of the same `salt` only.
 
-        Releases the GIL while it tokenises.
+        Releases the GIL while it tokenises. Tokens of short texts are not kept.
         """
+        if len(text) <= CHEAP_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=False)
         segments = self._cut(text)
         salted = blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
         keys = [blake2b(segment.encode(), digest_size=16, key=salted).digest() for segment in segments]
         found = self._find(keys)
         new = [index for index, tokens in enumerate(found) if tokens is None]
-        encoded = self._backend.encode_batch_fast([segments[index] for index in new], add_special_tokens=False)
-        fresh = {index: array("i", one.ids) for index, one in zip(new, encoded, strict=True)}
+        encoded = self._tokenizer.encode_all([segments[index] for index in new], add_special_tokens=False)
+        fresh = {index: array("i", ids) for index, ids in zip(new, encoded, strict=True)}
         self._keep((keys[index], tokens) for index, tokens in fresh.items())
         ids = array("i")
         for index, tokens in enumerate(found):
@@ -75,13 +80,21 @@ class SegmentEncoder:
                 self._num_bytes -= _size(self._kept.popitem(last=False)[1])
 
 
-def find_marks(added: Iterable[Any], sample: str) -> list[str]:
-    """The added tokens (AddedToken) in `sample` before which any text may be cut without a change to its tokens.
+def _render_sample(tokenizer: Tokenizer) -> str:
+    """Two turns as prompts have them; empty if the template refuses them, or there is none."""
+    messages = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
+    try:
+        return tokenizer.render_chat(messages) if tokenizer.chat_templates else ""
+    except TemplateRefusalError:
+        return ""
+
+
+def find_marks(added: Sequence[AddedToken], sample: str) -> list[str]:
+    """The added tokens in `sample` before which any text may be cut without a change to its tokens.
 
     Each is found wherever it stands, as no other token overlaps it from before or goes on behind it, and none looks at
     the characters before or after a cut.
     """
-    added = list(added)
     if any(token.single_word for token in added):
         return []
     texts = [token.content for token in added]

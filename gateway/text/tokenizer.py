@@ -14,11 +14,10 @@ from typing import Any
 
 import jinja2
 import msgspec
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from gateway.text.offload import CHEAP_CHARS
-from gateway.text.segments import SegmentEncoder
 from wire.sampling import SamplingParams
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -74,26 +73,23 @@ class Tokenizer:
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         listed: Sequence[int | None] = eos if isinstance(eos, list) else [eos]
         self.eos_token_ids = frozenset(one for one in (*listed, self._hf.eos_token_id) if one is not None)
-        self._segments = SegmentEncoder(backend, self._render_sample())
 
-    def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
 
-        Names of control tokens in the text become these tokens. `salt`: as in SegmentEncoder, which encodes long texts.
-        Releases the GIL (the backend's `encode` does not).
+        Names of control tokens in the text become these tokens. Releases the GIL (the backend's `encode` does not).
         """
-        if not add_special_tokens and len(text) > CHEAP_CHARS:
-            return self._segments.encode(text, salt)
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
-    def _render_sample(self) -> str:
-        """Two turns as prompts have them; empty if the template refuses them, or there is none."""
-        roles = ("user", "assistant", "user")
-        try:
-            return self.render_chat([{"role": role, "content": "."} for role in roles]) if self.chat_templates else ""
-        except TemplateRefusalError:
-            return ""
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The same of several texts."""
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [one.ids for one in encoded]
+
+    @property
+    def added_tokens(self) -> list[AddedToken]:
+        """The tokens that are taken out of a text before it is normalised and split, and their rules."""
+        return list(self._backend.get_added_tokens_decoder().values())
 
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token with this name."""

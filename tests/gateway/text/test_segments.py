@@ -1,7 +1,7 @@
 """Tokens of a text in segments, kept or not, are those of the whole text."""
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +75,28 @@ def backend(kind: str, is_greedy: bool) -> Tokenizer:
     return tokenizer
 
 
+class Plain:
+    """A Tokenizer without a checkpoint, which counts the characters that it tokenises."""
+
+    chat_templates = "some"
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend, self.num_chars = backend, 0
+        self.added_tokens = list(backend.get_added_tokens_decoder().values())
+
+    def render_chat(self, messages: object) -> str:
+        return SAMPLE
+
+    def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        assert not add_special_tokens
+        self.num_chars += sum(map(len, texts))
+        return [one.ids for one in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encoder_of(tokenizer: Plain, **others: int) -> SegmentEncoder:
+    return SegmentEncoder(cast(Any, tokenizer), **others)
+
+
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
@@ -84,6 +106,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 def _short_segments() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "LEAST_CHARS", 1)
+        patch.setattr(segments, "CHEAP_CHARS", -1)
         yield
 
 
@@ -98,7 +121,7 @@ texts = st.lists(
 @given(turns=st.lists(texts, min_size=1, max_size=3))
 def test_segments_have_the_tokens_of_the_whole_text(kind: str, is_greedy: bool, turns: list[str]) -> None:
     tokenizer = backend(kind, is_greedy)
-    encoder = SegmentEncoder(tokenizer, SAMPLE, max_bytes=8 * ENTRY_BYTES)
+    encoder = encoder_of(Plain(tokenizer), max_bytes=8 * ENTRY_BYTES)
     assert encoder._marks is not None
     for count in range(len(turns) + 1):
         text = "".join(turns[:count])
@@ -110,35 +133,21 @@ def test_segments_have_the_tokens_of_the_whole_text(kind: str, is_greedy: bool, 
 def test_texts_are_cut_before_tokens_that_nothing_reaches_into(kind: str) -> None:
     added = [TURN, END]
     assert find_marks(added, "<|user|>") == ["<|user|>"]
-    assert set(find_marks(backend(kind, False).get_added_tokens_decoder().values(), SAMPLE)) == {
+    assert set(find_marks(Plain(backend(kind, False)).added_tokens, SAMPLE)) == {
         "<|user|>", "[END]"
     }  # fmt: skip
     assert find_marks([*added, *GREEDY], SAMPLE) == ["<right>"]
     assert find_marks([*added, AddedToken("word", single_word=True)], "<|user|>") == []
 
 
-class Counting:
-    """A tokenizer that counts the characters it is given."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.num_chars = tokenizer, 0
-
-    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
-        return self.tokenizer.get_added_tokens_decoder()
-
-    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
-        self.num_chars += sum(map(len, texts))
-        return self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-
-
 def test_a_turn_tokenises_what_is_new_and_salts_share_nothing() -> None:
-    tokenizer = Counting(backend("byte-level BPE", False))
-    encoder, text = SegmentEncoder(tokenizer, "<|user|>"), ""
+    tokenizer = Plain(backend("byte-level BPE", False))
+    encoder, text = encoder_of(tokenizer), ""
     for turn in range(20):
         more = f"<|user|>question {turn}" + "hello world " * turn
         text += more
         before = tokenizer.num_chars
-        assert encoder.encode(text) == whole(tokenizer.tokenizer, text)
+        assert encoder.encode(text) == whole(tokenizer.backend, text)
         assert tokenizer.num_chars - before == len(more)
     before = tokenizer.num_chars
     assert encoder.encode(text, "salt") == encoder.encode(text, "salt") == encoder.encode(text)
@@ -146,8 +155,8 @@ def test_a_turn_tokenises_what_is_new_and_salts_share_nothing() -> None:
 
 
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
-    tokenizer = Counting(backend("byte-level BPE", False))
-    encoder = SegmentEncoder(tokenizer, "<|user|>", max_bytes=3 * ENTRY_BYTES)
+    tokenizer = Plain(backend("byte-level BPE", False))
+    encoder = encoder_of(tokenizer, max_bytes=3 * ENTRY_BYTES)
     for text in ("a", "b", "a", "c", "a"):
         encoder.encode(text)
     assert tokenizer.num_chars == 3
