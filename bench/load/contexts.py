@@ -84,7 +84,7 @@ async def _measure(
         "ttft_ms": ttft_s(new) * 1e3,
         "tpot_ms": (tpot_s(new) or 0.0) * 1e3,
         "next_ttft_ms": ttft_s(turn) * 1e3,
-        "longest_wait_ms": max(waits, default=0.0) * 1e3,
+        "longest_wait_ms": max(waits) * 1e3,
     }
 
 
@@ -104,10 +104,11 @@ async def _ask(client: Client, messages: Sequence[Message], num_tokens: int) -> 
 
 @asynccontextmanager
 async def _probing(http: httpx.AsyncClient, waits: list[float]) -> AsyncIterator[None]:
-    """Meanwhile one short request follows the other; `waits`: the seconds that each took."""
+    """Meanwhile one short request follows the other; `waits`: the seconds that each took. Raises ConfigError."""
+    is_over = asyncio.Event()
 
     async def probe() -> None:
-        while True:
+        while not is_over.is_set():
             sent = time.perf_counter()
             await http.get("/health")
             waits.append(time.perf_counter() - sent)
@@ -117,8 +118,11 @@ async def _probing(http: httpx.AsyncClient, waits: list[float]) -> AsyncIterator
     try:
         yield
     finally:
-        probing.cancel()
-        await asyncio.wait([probing])
+        is_over.set()
+        try:
+            await probing
+        except httpx.HTTPError as error:
+            raise ConfigError(f"a short request failed: {type(error).__name__}: {error}") from error
 
 
 def read_memory(pid: int) -> dict[str, float]:
