@@ -361,6 +361,6 @@ class TestAgainstServers:
         assert len({messages[0]["content"] for messages in asked}) == 4  # conversations
         assert [round(one["prompt_tokens"], -2) for one in figures] == [1600, 3200]
         for one in figures:
-            assert one["ttft_ms"] >= 2 and one["next_ttft_ms"] >= 2 and one["tpot_ms"] > 0  # the server's pauses
+            assert one["ttft_ms"] >= 2 and one["next_ttft_ms"] >= 2  # the server's pauses
             assert one["longest_wait_ms"] > 0 and one["workers_mib"] > 10
         assert build_contexts(figures).row_count == 2
