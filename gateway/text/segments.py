@@ -62,7 +62,7 @@ class SegmentEncoder:
                 begins.append(mark.start())
         return [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
 
-    def _find(self, keys: Iterable[bytes]) -> "list[array[int] | None]":
+    def _find(self, keys: Sequence[bytes]) -> "list[array[int] | None]":
         with self._lock:
             found = [self._kept.get(key) for key in keys]
             for key, tokens in zip(keys, found, strict=True):
