@@ -21,6 +21,7 @@ from gateway.request.rules import ServedNames
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
+from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
 from gateway.tools.reasoning import resolve_reasoning
@@ -44,6 +45,7 @@ def build_served_model(
     """
     return ServedModel(
         tokenizer=tokenizer,
+        segments=SegmentEncoder(tokenizer),
         offload=Offload(),
         tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),

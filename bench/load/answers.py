@@ -24,8 +24,13 @@ class Answer:
     timing: Mapping[str, Any] = field(default_factory=dict)  # Baton's `include_timing`
 
 
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
 class _Choice(msgspec.Struct):
-    text: str | None = None
+    text: str | None = None  # of a completion
+    delta: _Delta = _Delta()  # of a chat
     finish_reason: str | None = None
     timing: dict[str, Any] | None = None
 
@@ -77,7 +82,7 @@ class Recorder:
             self._ended = now
             self.is_done |= choice.finish_reason is not None
             self._timing = choice.timing or self._timing
-            if choice.text:
+            if choice.text or choice.delta.content:
                 self.chunks.append(now)
         self._usage = chunk.usage or self._usage
 

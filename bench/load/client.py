@@ -1,14 +1,14 @@
 """Requests one streamed completion and records it. Knows HTTP; `answers` parses the bytes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import httpx
 
 from bench.load.answers import Answer, Recorder
-from bench.load.prompts import Prompt
+from bench.load.prompts import Message, Prompt
 from bench.load.server import Server
 
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -22,7 +22,9 @@ class Client:
         self._server = server
         self._temperature = temperature
 
-    async def ask(self, prompt: Prompt, num_tokens: int, fields: Mapping[str, Any] = NO_FIELDS) -> Answer:
+    async def ask(
+        self, prompt: Prompt | Sequence[Message], num_tokens: int, fields: Mapping[str, Any] = NO_FIELDS
+    ) -> Answer:
         """One answer of `num_tokens`, if the server can pin lengths. Errors are in the answer, not raised.
 
         `fields`: further ones of the request.
@@ -32,12 +34,15 @@ class Client:
         return recorder.answer()
 
     async def stream(
-        self, prompt: Prompt, num_tokens: int, recorder: Recorder, fields: Mapping[str, Any] = NO_FIELDS
-    ) -> None:
+        self, prompt: Prompt | Sequence[Message], num_tokens: int, recorder: Recorder,
+        fields: Mapping[str, Any] = NO_FIELDS,
+    ) -> None:  # fmt: skip
         """Like `ask`, into `recorder`, which can be read at any time, even after a cancellation."""
+        is_chat = not isinstance(prompt, str) and isinstance(prompt[0], dict)
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
         body = {
             "model": self._server.model,
-            "prompt": prompt,
+            "messages" if is_chat else "prompt": prompt,
             "max_tokens": num_tokens,
             "temperature": self._temperature,
             "stream": True,
@@ -46,7 +51,7 @@ class Client:
             **fields,
         }
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+            async with self._http.stream("POST", path, json=body) as response:
                 if not response.is_success:
                     text = (await response.aread()).decode(errors="replace")
                     recorder.error = f"HTTP {response.status_code}: {text[:300]}"

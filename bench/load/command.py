@@ -12,12 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.load.answers import Answer
 from bench.load.ceilings import Ceilings, ModelSize, measure_use
+from bench.load.contexts import ContextOptions, run_contexts
 from bench.load.interference import InterferenceOptions, run_interference
 from bench.load.loops import Done
 from bench.load.machine import find_ceilings, read_model_size
 from bench.load.options import ServeOptions
 from bench.load.overload import OverloadOptions, describe, run_overload
 from bench.load.report import (
+    build_contexts,
     build_interference,
     build_phases,
     build_priorities,
@@ -113,6 +115,25 @@ def overload(
     for error in figures["errors"]:
         print(f"baton bench overload: {error}", file=sys.stderr)
     return 1 if figures["errors"] else 0
+
+
+def contexts(
+    options: Annotated[ContextOptions, Parameter(name="*")] = ContextOptions(),  # noqa: B008  frozen
+    *,
+    save: Path | None = None,
+) -> int:
+    """Measure what a context's length costs: conversations and their next turns, other requests' waits, and memory.
+
+    Parameters
+    ----------
+    save
+        Write the figures here, as JSON.
+    """
+    figures = asyncio.run(run_contexts(options))
+    if save:
+        write_json({"contexts": figures}, save)
+    Console().print(build_contexts(figures))
+    return 0
 
 
 def open_progress() -> Progress:

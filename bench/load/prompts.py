@@ -16,6 +16,7 @@ from bench.load.workloads import Wanted
 HEAD = 4  # pieces that distinguish runs and requests
 SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "zi")
 
+Message = dict[str, str]  # of a conversation: its role and content
 Prompt = list[int] | str
 
 

@@ -67,6 +67,18 @@ def build_interference(figures: Mapping[str, Any]) -> Table:
     return table
 
 
+def build_contexts(figures: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per length."""
+    table = Table(caption="times in ms; wait: the longest of a short request beside these")
+    columns = ["prompt tokens", "TTFT", "TPOT", "next TTFT", "wait", "gateway MiB", "workers MiB"]
+    for column in columns[: len(figures[0])]:
+        table.add_column(column, justify="right")
+    for one in figures:
+        digits = {name: 1 if name in ("tpot_ms", "longest_wait_ms") else 0 for name in one}
+        table.add_row(*(f"{value:.{digits[name]}f}" for name, value in one.items()))
+    return table
+
+
 def build_priorities(figures: Mapping[str, Any]) -> Table:
     """What requests of each priority got."""
     table = Table(

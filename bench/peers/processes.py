@@ -72,10 +72,10 @@ def find_tree(pid: int) -> list[int]:
     return found
 
 
-def read_pss_bytes(pid: int) -> int:
-    """Resident memory of the tree; shared memory is divided between its users."""
+def read_pss_bytes(pid: int, with_children: bool = True) -> int:
+    """Resident memory of the tree, or of the process alone; shared memory is divided between its users."""
     total = 0
-    for one in find_tree(pid):
+    for one in find_tree(pid) if with_children else [pid]:
         try:
             lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
         except OSError:

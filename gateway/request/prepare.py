@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from asyncio import sleep
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +79,7 @@ class ServedModel(Prompts):
 
         `arrived_s`: by time.perf_counter; the deadline counts from then. `headers`: with its API key.
         """
+        await sleep(0)  # lets other requests run: reading a long one took milliseconds
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
@@ -105,7 +107,7 @@ class ServedModel(Prompts):
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
-        prompts = await self.encode(raw.prompts, tools)
+        prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         late_s = time.perf_counter() - arrived_s

@@ -10,6 +10,7 @@ from gateway.errors import ApiError, bad_request
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.offload import Offload
+from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools import history
 from gateway.tools.formats import Format
@@ -28,6 +29,7 @@ class Prompts:
     """Encodes the prompts of one model."""
 
     tokenizer: Tokenizer
+    segments: SegmentEncoder  # of the same
     offload: Offload
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
@@ -40,15 +42,16 @@ class Prompts:
         *,
         add_special_tokens: bool | None = None,
         must_fit: bool = True,
+        salt: str = "",
     ) -> list[EncodedPrompt]:
         """Encodes prompts, which must fit the context unless they are only counted. `tools` go into chats.
 
-        `add_special_tokens`: None as in answers. Raises ApiError naming the prompt.
+        `add_special_tokens`: None as in answers. `salt`: as in SegmentEncoder. Raises ApiError naming the prompt.
         """
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
         encoded = await self.offload.run(
-            cost, lambda: [self._encode(prompt, inputs, add_special_tokens) for prompt in prompts]
+            cost, lambda: [self._encode(prompt, inputs, add_special_tokens, salt) for prompt in prompts]
         )
         for prompt, found in zip(prompts, encoded, strict=True):
             if must_fit:
@@ -102,11 +105,15 @@ class Prompts:
         check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
         return sum([len(text) + _MARKER_CHARS for text in texts])
 
-    def _encode(self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None) -> EncodedPrompt:
+    def _encode(
+        self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None, salt: str
+    ) -> EncodedPrompt:
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
-            ids = tuple(model.encode(text, add_special_tokens=bool(add_special_tokens)))
+            ids = tuple(
+                model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
+            )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
             return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)

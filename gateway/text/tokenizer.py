@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import msgspec
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -78,8 +79,17 @@ class Tokenizer:
 
         Names of control tokens in the text become these tokens. Releases the GIL (the backend's `encode` does not).
         """
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """The same of several texts."""
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [one.ids for one in encoded]
+
+    @property
+    def added_tokens(self) -> list[AddedToken]:
+        """The tokens that are taken out of a text before it is normalised and split, and their rules."""
+        return list(self._backend.get_added_tokens_decoder().values())
 
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token with this name."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +18,22 @@ from hypothesis import strategies as st
 from bench.load.answers import Answer, Recorder
 from bench.load.arrivals import draw_moments, parse_arrivals
 from bench.load.ceilings import Ceilings, ModelSize, measure_use, read_size
+from bench.load.contexts import ContextOptions, run_contexts
 from bench.load.interference import InterferenceOptions, compare, run_interference
 from bench.load.metrics import gaps_s, is_good, latency_s, summarise, tpot_s, ttft_s
 from bench.load.options import ServeOptions, parse_targets
 from bench.load.overload import PRIORITIES, USERS, OverloadOptions, draw_asked, judge
 from bench.load.plots import draw
 from bench.load.prompts import PromptWriter
-from bench.load.report import build_interference, build_phases, build_priorities, build_table, load, write_json
+from bench.load.report import (
+    build_contexts,
+    build_interference,
+    build_phases,
+    build_priorities,
+    build_table,
+    load,
+    write_json,
+)
 from bench.load.runs import run_levels
 from bench.load.workloads import Wanted, parse_dataset
 from runtime.settings import ConfigError
@@ -204,6 +214,11 @@ class TestBadOptions:
         with pytest.raises(ConfigError, match=words):
             ServeOptions(**options)
 
+    @pytest.mark.parametrize("options", [{"lengths": "8k"}, {"output_tokens": 0}, {"rounds": 0}])
+    def test_options_of_contexts(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+            ContextOptions(**options)
+
     @pytest.mark.parametrize("text", ["random", "lengths:5", "lengths:0,5", "sharegpt:", "sharegpt:/none"])
     def test_datasets(self, text: str) -> None:
         with pytest.raises(ConfigError, match="dataset="):
@@ -244,7 +259,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/tokenize":
             self._answer(200 if self.server.takes_ids else 404, {"tokens": list(range(5, 600))})
-        elif not self.server.takes_ids and (isinstance(body["prompt"], list) or "ignore_eos" in body):
+        elif not self.server.takes_ids and (isinstance(body.get("prompt"), list) or "ignore_eos" in body):
             self._answer(400, {"error": "not so"})
         elif not body.get("stream"):
             self._answer(200, {"usage": {"prompt_tokens": 128}})
@@ -259,10 +274,12 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.close_connection = True
         more = {"timing": {"queue_seconds": 0.5}} if body.get("include_timing") else {}
         pause = threading.Event()
+        told = choice("word ") if "prompt" in body else sse(choices=[{"index": 0, "delta": {"content": "word "}}])
         for _ in range(body["max_tokens"]):
             pause.wait(0.002)
-            self.wfile.write(choice("word "))
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+            self.wfile.write(told)
+        words = [word for message in body.get("messages", ()) for word in message["content"].split()]
+        usage = {"prompt_tokens": len(body.get("prompt", words)), "completion_tokens": body["max_tokens"]}
         self.wfile.write(choice("", "length", **more) + sse(choices=[], usage=usage) + b"data: [DONE]\n\n")
 
     def _answer(self, status: int, told: dict[str, Any]) -> None:
@@ -340,6 +357,22 @@ class TestAgainstServers:
         assert figures["num_quiet_gaps"] >= 24
         assert not figures["has_stream_ended_early"]
         assert sorted(body["max_tokens"] for body in server.bodies) == [1, 1, 4000, 4000]
+
+    def test_contexts(self) -> None:
+        with fake_server() as (server, url):
+            options = ContextOptions(url=url, lengths="1600,3200", output_tokens=3, rounds=2, pid=os.getpid())
+            figures = asyncio.run(run_contexts(options))
+        asked = [body["messages"] for body in server.bodies][1:]  # the first tells how many words a token has
+        assert len(asked) == 2 * 2 * 2
+        for new, turn in zip(asked[::2], asked[1::2], strict=True):
+            assert turn[: len(new)] == new
+            assert [message["role"] for message in turn[len(new) :]] == ["assistant", "user"]
+        assert len({messages[0]["content"] for messages in asked}) == 4  # conversations
+        assert [round(one["prompt_tokens"], -2) for one in figures] == [1600, 3200]
+        for one in figures:
+            assert one["ttft_ms"] >= 2 and one["next_ttft_ms"] >= 2  # the server's pauses
+            assert one["longest_wait_ms"] > 0 and one["workers_mib"] > 10
+        assert build_contexts(figures).row_count == 2
 
 
 def test_overload_counts_the_tokens_of_answers_that_kept_goal_and_deadline() -> None:

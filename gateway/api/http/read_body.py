@@ -1,6 +1,7 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
 import json
+from asyncio import sleep
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,7 +33,9 @@ def limited_route(served: ServedModel) -> type[APIRoute]:
                 return handle
 
             async def handle_read(request: Request) -> Response:
-                return await handle(_ReadRequest(request, await _read_object(request, served)))
+                value = await _read_object(request, served)
+                await sleep(0)  # lets other requests run between reading and checking a long body
+                return await handle(_ReadRequest(request, value))
 
             return handle_read
 
@@ -84,7 +87,8 @@ def _check_content_type(request: Request) -> None:
 
 async def limited_chunks(request: Request, most: int) -> AsyncGenerator[bytes, None]:
     """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413, and ClientDisconnect."""
-    too_large = ApiError(413, f"the body is larger than {most} bytes; send a shorter one", None, "body_too_large")
+    message = f"the body is larger than {most} bytes (--body-limit-bytes); send a shorter one"
+    too_large = ApiError(413, message, None, "body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
         raise too_large

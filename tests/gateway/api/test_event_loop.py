@@ -67,6 +67,51 @@ def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: 
     assert max(steps) < MOST_SHARE * sum(steps)
 
 
+@pytest.mark.usefixtures("as_in_a_gateway")
+def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128k tokens: each step of the loop is a small share of the request's CPU time, most of it a thread's.
+
+    Asked again, nothing is tokenised, unless the request has another salt.
+    """
+    steps, num_tokenised, tokenizer = list[float](), list[int](), Tokenizer(TARGET_DIR)
+    tokenizer.context_tokens = 1 << 18
+    engine = FakeEngineClient()
+    engine.script = Script(ANSWER, group=5)
+    served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
+    app, took_s = build_app(served), 0.0
+    texts = [" ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20)) for turn in range(365)]
+    messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+    body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}
+
+    def count(texts: list[str], **options: bool) -> list[list[int]]:
+        num_tokenised.append(sum(map(len, texts)))
+        return encode_all(texts, **options)
+
+    encode_all = tokenizer.encode_all
+    monkeypatch.setattr(tokenizer, "encode_all", count)
+
+    async def test() -> None:
+        nonlocal took_s
+        await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports the rest
+        await asyncio.sleep(0)
+        steps.clear()
+        began = time.process_time()
+        await _post(app, "/v1/chat/completions", body)
+        took_s = time.process_time() - began
+        measured.extend(steps)
+        num_tokenised.clear()
+        for salt in ("", "another", "another"):
+            await _post(app, "/v1/chat/completions", {**body, "cache_salt": salt})
+
+    measured = list[float]()
+    _measure_steps(monkeypatch, steps)
+    asyncio.run(test())
+    served.offload.close()
+    assert len(engine.generations[-1].prompt_ids) > 128_000
+    assert max(measured) < MOST_SHARE * took_s
+    assert num_tokenised[0] == num_tokenised[2] == 0 and num_tokenised[1] > sum(map(len, texts))
+
+
 def _measure_steps(monkeypatch: pytest.MonkeyPatch, steps: list[float]) -> None:
     run = asyncio.Handle._run
 
