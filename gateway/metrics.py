@@ -1,15 +1,37 @@
 """Metrics of requests, measured where text leaves the service. The dispatcher counts what is queued or running."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from gateway.router.engine_client import FinishReason
 
 # Three buckets per decade from 1 ms; tokens arrive within seconds, answers within minutes.
 _TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _REQUEST_BUCKETS_S = (*_TOKEN_BUCKETS_S, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+
+class ModelMetrics(Collector):
+    """The metrics of several models in one registry, each with the label `model`."""
+
+    def __init__(self) -> None:
+        self._registries: dict[str, CollectorRegistry] = {}
+
+    def add(self, model: str) -> CollectorRegistry:
+        """A registry for the model's metrics."""
+        registry = self._registries[model] = CollectorRegistry()
+        return registry
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for model, registry in self._registries.items():
+            for one in registry.collect():
+                family = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                family.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in one.samples]
+        return merged.values()
 
 
 class RequestMetrics:

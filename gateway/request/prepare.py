@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from prometheus_client import CollectorRegistry
+
 from gateway.errors import bad_request, check_count
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
@@ -146,6 +148,39 @@ class ServedModel(Prompts):
             if chat.header and not self.keeps_header:
                 self.metrics.headers_left_out.inc()
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """All models of a service, and what REST and gRPC do alike for each of them."""
+
+    models: Sequence[ServedModel]  # the first answers requests that name none
+    registry: CollectorRegistry  # of all metrics
+
+    def find(self, model: str | None) -> ServedModel:
+        """The model that has the name, or the first: it refuses a name that none has."""
+        return next((one for one in self.models if one.names.has(model)), self.models[0])
+
+    @property
+    def options(self) -> ApiOptions:
+        return self.models[0].options
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context."""
+        return max(one.tokenizer.context_tokens for one in self.models)
+
+    def names(self) -> Iterator[tuple[str, ServedModel]]:
+        """Each name that requests may have, and its model: models first, then their adapters."""
+        for one in self.models:
+            yield from ((name, one) for name in one.names.listed)
+        for one in self.models:
+            yield from ((name, one) for name in list(one.names.adapters))
+
+    def check_ready(self) -> str | None:
+        """Why no model can be served now; None when one can."""
+        reasons = [one.ring.check_ready() for one in self.models]
+        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:

@@ -37,12 +37,13 @@ class Router:
         goals: Goals,
         placer: Placer,
         clock: Callable[[], float] = time.monotonic,
+        gate: DrainGate | None = None,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `goals`: of the desired numbers of workers.
+        `goals`: of the desired numbers of workers. `gate`: what the routers of several models share.
         """
-        self.gate = DrainGate()
+        self.gate = gate or DrainGate()
         self._fleet = fleet
         self._placer = placer
         self._queue = Queue(fleet.workers(), placer, max_queue, patience_s)

@@ -143,7 +143,7 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
 # -- the command lines that `serve` gives its processes --------------------------------------------------------------
 
 CONFIG = ServeConfig(
-    model="/m", host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
+    model=("/m",), host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
     require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7,
     max_context_tokens=99, otlp_endpoint="http://c:1",
 )  # fmt: skip
@@ -163,20 +163,22 @@ def test_workers_get_what_is_theirs() -> None:
 
 def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
     config = replace(CONFIG, lora=("one=/a", "two=/b=c"), admin_key="0123456789abcdef")
-    assert config.lora_paths == {"one": "/a", "two": "/b=c"}
+    assert config.lora_paths(("name",)) == {"name": {"one": "/a", "two": "/b=c"}}
     assert {plan.settings.max_loras for plan in plan_workers(config)} == {8}
     assert {plan.settings.max_loras for plan in plan_workers(replace(config, max_loras=1))} == {1}
     assert {plan.settings.max_loras for plan in plan_workers(CONFIG)} == {0}
-    spec = plan_gateway(config, ("name",), (), ("c:1",), ("baton",))
+    spec = plan_gateway(config, (), ("c:1",), ("baton",))
     found = parse(*spec.command[1:])
     assert isinstance(found, GatewayConfig) and (found.lora, found.admin_key) == (config.lora, "")
     assert spec.environment["BATON_ADMIN_KEY"] == config.admin_key
     with pytest.raises(ConfigError, match="neither the model's"):
-        plan_gateway(config, ("one",), (), ("c:1",))
+        replace(config, served_name=("one",))
+    with pytest.raises(ConfigError, match="neither a model's"):
+        config.lora_paths(("two", "three"))
 
 
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:
-    spec = plan_gateway(CONFIG, ("name", "*"), ("a:1", "b:1"), ("c:1",), ("baton",))
+    spec = plan_gateway(replace(CONFIG, served_name=("name", "*")), ("a:1", "b:1"), ("c:1",), ("baton",))
     config = parse(*spec.command[1:])
     assert isinstance(config, GatewayConfig)
     assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, ("name", "*"), 7)
@@ -198,7 +200,7 @@ def test_flags_build_the_same_settings(config: ServeConfig) -> None:
 
 
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
-    own = {"advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
+    own = {"model_name", "advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
     by_role = {"max_running", "tp"}  # such as prefill_tp
     for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from gateway.api.access import waking_timeout
 from gateway.errors import ApiError, bad_request
-from gateway.request.prepare import ApiOptions, ServedModel
+from gateway.request.prepare import ApiOptions, ServedModels
 
 # Parsing and freeing a body block the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number
 # (measured on 8 MB bodies). Within these limits that is less than 0.1 s; real requests are far smaller.
@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the c
 _MAX_PATH_CHARS = 200
 
 
-def limited_route(served: ServedModel) -> type[APIRoute]:
+def limited_route(served: ServedModels) -> type[APIRoute]:
     """Returns a route class that reads bodies within the limits before FastAPI validates them."""
 
     class LimitedRoute(APIRoute):
@@ -52,11 +52,11 @@ class _ReadRequest(Request):
         return self._value
 
 
-async def _read_object(request: Request, served: ServedModel) -> dict[str, object]:
+async def _read_object(request: Request, served: ServedModels) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     body = await _read_bytes(request, served.options)
-    marks = _outside_strings(body, served.tokenizer.context_tokens + _MAX_ELEMENTS)
+    marks = _outside_strings(body, served.context_tokens + _MAX_ELEMENTS)
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
     except ValueError as error:
