@@ -74,7 +74,7 @@ async def begin(
     """Checks a request, for `stream_choices`. `arrived_s`: as in Totals. Raises ApiError."""
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
-        return Totals(await served.prepare(raw, request_id), arrived_s, trace)
+        return Totals(await served.prepare(raw, request_id, arrived_s, headers), arrived_s, trace)
     except BaseException as error:
         if trace is not None:
             trace.close(error)

@@ -1,9 +1,11 @@
 """What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import product
 
 from prometheus_client import CollectorRegistry
@@ -68,13 +70,19 @@ class ServedModel(Prompts):
         }
         return self.tracing.begin(f"{operation} {served}", arrived_s, headers, attributes)
 
-    async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
-        """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
+    async def prepare(
+        self, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    ) -> PreparedRequest:
+        """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError.
+
+        `arrived_s`: by time.perf_counter; the deadline counts from then. `headers`: with its API key.
+        """
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
         rules.check_logprobs(raw)
         rules.check_stops(raw)
+        rules.check_order(raw)
         tools = check_tools(raw.tools, self.tool_format)
         form = rules.check_form(raw.form)
         if tools and tools.is_required and form is not None:
@@ -91,12 +99,15 @@ class ServedModel(Prompts):
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=rules.check_speculation(raw),
             cache_salt=raw.cache_salt,
+            priority=raw.priority,
+            owner=self._find_owner(raw, headers),
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
+        late_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):
             max_tokens, min_tokens = rules.resolve_lengths(raw, len(prompt.ids), model.context_tokens)
@@ -106,6 +117,7 @@ class ServedModel(Prompts):
                 request_id=request_id if n * len(prompts) == 1 else f"{request_id}-{len(generations)}",
                 prompt_ids=prompt.ids,
                 max_tokens=max(max_tokens, 1),
+                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s,
                 min_tokens=min_tokens,
                 # without a given seed, equal prompts of one request get different ones
                 sampling=replace(
@@ -137,6 +149,13 @@ class ServedModel(Prompts):
             warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
             visible_controls=visible,
         )
+
+    def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
+        """A short hash of the request's API key and user: neither is readable in metrics and logs."""
+        given = dict(reversed(list(headers() or ()))) if self.options.api_keys else {}
+        key = str(given.get("authorization") or given.get("x-api-key") or "").rpartition(" ")[2]
+        digest = blake2b(repr((key, raw.user)).encode(), digest_size=4).hexdigest()
+        return f"{'user' if raw.user else 'key'}-{digest}" if key or raw.user else ""
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""

@@ -30,6 +30,8 @@ MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
+LAST_PRIORITY = 9  # 0 goes first
+MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_GRAMMAR_BYTES = 64 * 2**10
@@ -238,6 +240,13 @@ def check_speculation(raw: GenerateRequest) -> Speculation:
     if raw.max_draft_tokens is not None:
         check_range("max_draft_tokens", raw.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
     return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
+
+
+def check_order(raw: GenerateRequest) -> None:
+    """When the request is to be answered."""
+    check_range("priority", raw.priority, 0, LAST_PRIORITY)
+    if raw.deadline_ms is not None:
+        check_range("deadline_ms", raw.deadline_ms, 1, MAX_DEADLINE_MS)
 
 
 def check_form(form: AnswerForm | None) -> Grammar | None:

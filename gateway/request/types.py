@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.router.engine_client import TokenizedRequest
+from gateway.router.engine_client import DEFAULT_PRIORITY, TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import RawTools, ToolUse
 from gateway.tools.template_options import Option
@@ -79,6 +79,9 @@ class GenerateRequest:
     with_token_ids: bool = False
     add_special_tokens: bool | None = None  # when only counted: begin with the start token; None: as in answers
     cache_salt: str = ""
+    priority: int = DEFAULT_PRIORITY
+    deadline_ms: int | None = None  # from its arrival to its first token
+    user: str = ""  # whose share of the service it counts for, among those with the same API key
     tools: RawTools = field(default_factory=RawTools)
     warnings: Sequence[str] = ()  # what was left out of it
 

@@ -11,6 +11,7 @@ from wire.sampling import SamplingParams
 from wire.timing import Timing
 
 FinishReason = Literal["stop", "length"]
+DEFAULT_PRIORITY = 5  # of 0, which goes first, to 9
 Drafter = Literal["auto", "off", "ngram", "draft"]
 
 
@@ -47,6 +48,9 @@ class TokenizedRequest:
     grammar: Grammar | None = None
     speculation: Speculation = Speculation()
     cache_salt: str = ""  # KV is shared only between prompts with the same salt
+    priority: int = DEFAULT_PRIORITY
+    deadline_s: float | None = None  # its first token must come within so many seconds of `generate`
+    owner: str = ""  # short name of whoever's share of the service it counts for
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
 
 

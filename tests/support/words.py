@@ -27,7 +27,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 _SAME = dict.fromkeys((
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "n", "speculation",
-    "max_draft_tokens", "include_timing", "cache_salt"))
+    "max_draft_tokens", "include_timing", "cache_salt", "priority", "deadline_ms", "user"))
 WORDS: dict[str, dict[str, str | None]] = {  # API |-> word |-> its field there; None: the word itself
     "chat": {
         **_SAME, "parallel_tool_calls": None, "logprobs": "top_logprobs", "return_token_ids": None,
@@ -37,10 +37,12 @@ WORDS: dict[str, dict[str, str | None]] = {  # API |-> word |-> its field there;
     "responses": {
         "max_tokens": "max_output_tokens", "system": "instructions", "logprobs": "top_logprobs",
         **dict.fromkeys(("model", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
-                         "presence_penalty", "repetition_penalty", "cache_salt", "parallel_tool_calls"))},
+                         "presence_penalty", "repetition_penalty", "cache_salt", "parallel_tool_calls", "priority",
+                         "deadline_ms", "user"))},
     "messages": {
         "stop": "stop_sequences",
-        **dict.fromkeys(("model", "max_tokens", "temperature", "top_p", "top_k", "cache_salt", "system"))},
+        **dict.fromkeys(("model", "max_tokens", "temperature", "top_p", "top_k", "cache_salt", "system", "priority",
+                         "deadline_ms"))},
     "Generate": {**_SAME, "logprobs": None},
     "Chat": {**_SAME, "logprobs": None, "parallel_tool_calls": None, "tool_choice": None},
 }

@@ -19,6 +19,7 @@ from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
     Many,
+    OrderFields,
     TextOr,
     Texts,
     WordOr,
@@ -167,7 +168,7 @@ class CountTokensRequest(Body):
         )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, OrderFields):
     """Body of POST /v1/messages; null means not given."""
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
@@ -186,6 +187,7 @@ class MessagesRequest(CountTokensRequest):
             is_max_tokens_clamped=True,
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
+            **self.order(),
             stop=self.stop_sequences or (),
             stop_param="stop_sequences",
             form=AnswerForm("json_schema", form.schema_, "output_config.format.schema") if form else None,

@@ -18,7 +18,7 @@ from gateway.tools.template_options import check_options
 from protos import inference_pb2 as pb
 from wire.sampling import SCALARS
 
-_OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens")
+_OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens", "priority", "deadline_ms")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CHOICES: Mapping[str, Choice | None] = {"": None, "none": "none", "auto": "auto", "required": "required"}
 # Checking a request blocks the event loop: 1 us per message, and per unknown field, which has at least 2 bytes.
@@ -107,7 +107,7 @@ def tokenize_request(request: pb.TokenizeRequest) -> GenerateRequest:
 
 
 def _raw_request(request: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt) -> GenerateRequest:
-    """Reads fields 4 to 23 and 27, which both types have."""
+    """Reads fields 4 to 23, 27 and 30 to 32, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
     return GenerateRequest(
         model=request.model or None,
@@ -122,6 +122,7 @@ def _raw_request(request: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt) -
         form=_form(request.response_format) if request.HasField("response_format") else None,
         with_timing=request.include_timing,
         cache_salt=request.cache_salt,
+        user=request.user,
         **given,
     )
 

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, bad_request
-from gateway.request.rules import MAX_CACHE_SALT_CHARS
+from gateway.request.rules import LAST_PRIORITY, MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
 from wire.sampling import SCALARS
 
 ANY: Final[object] = object()  # every value
@@ -173,8 +173,7 @@ CACHE_SALT_FIELD: Any = Field(
     description="KV of prompts is shared only between requests with the same salt.",
     json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARS},
 )
-
-
+USER_FIELD: Any = Field(None, description="A text: whose share of the service the request counts for.")
 SEED_FIELD: Any = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
 _TOP_K_FIELD: Any = Field(None, description="0 and -1 keep all tokens.", json_schema_extra={"minimum": -1})
 SomeBody = TypeVar("SomeBody", bound=Body)
@@ -199,6 +198,27 @@ def with_sampling(body: type[SomeBody]) -> type[SomeBody]:
 def given_sampling(body: Body) -> dict[str, float]:
     """Returns the sampling parameters that a request sets."""
     return {name: value for name in SCALARS if (value := getattr(body, name, None)) is not None}
+
+
+class OrderFields(Body):
+    """When an answer is wanted; null means not given."""
+
+    priority: int | None = Field(
+        None,
+        description="Order among waiting requests: 0 goes first; 5 if not given.",
+        json_schema_extra={"minimum": 0, "maximum": LAST_PRIORITY},
+    )
+    deadline_ms: int | None = Field(
+        None,
+        description="Milliseconds from the request's arrival in which its answer must begin; else it is refused.",
+        json_schema_extra={"minimum": 1, "maximum": MAX_DEADLINE_MS},
+    )
+
+    def order(self) -> dict[str, Any]:
+        """Fields of GenerateRequest that are given."""
+        fields = {name: value for name in OrderFields.model_fields if (value := getattr(self, name)) is not None}
+        user = getattr(self, "user", None)
+        return fields | ({"user": user} if isinstance(user, str) else {})
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -8,10 +8,12 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     SEED_FIELD,
+    USER_FIELD,
     Body,
     Ids,
     Ignored,
     Many,
+    OrderFields,
     TextOr,
     Texts,
     any_value,
@@ -37,9 +39,8 @@ from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS
 
 _IGNORED: Ignored = {
-    **any_value("user", "metadata", "safety_identifier"),
+    **any_value("metadata", "safety_identifier"),
     "best_of": (1,),
-    "priority": (0,),
     "suffix": ("",),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -83,7 +84,7 @@ class _SampledBody(Body):
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
 
 
-class _GenerationBody(_SampledBody):
+class _GenerationBody(_SampledBody, OrderFields):
     """Fields that chats and plain completions share; null means not given."""
 
     logit_bias: (
@@ -98,6 +99,7 @@ class _GenerationBody(_SampledBody):
     speculation: Literal["auto", "off", "ngram", "draft"] | None = None
     max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
     cache_salt: str | None = CACHE_SALT_FIELD
+    user: Any = USER_FIELD
     include_timing: bool | None = Field(None, description="Report where each choice's time went.")
     return_token_ids: bool | None = Field(None, description="Report token ids of prompt and answer.")
     prompt_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
@@ -123,6 +125,7 @@ class _GenerationBody(_SampledBody):
             form = self.structured_outputs.form()
         return {
             **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
+            **self.order(),
             "sampling": given_sampling(self),
             "stop": [stop] if isinstance(stop, str) else stop,
             "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},

@@ -8,9 +8,11 @@ from pydantic import Field
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     SEED_FIELD,
+    USER_FIELD,
     Body,
     Ignored,
     Many,
+    OrderFields,
     TextOr,
     Texts,
     WordOr,
@@ -150,12 +152,12 @@ class _SampledInput(CountInputRequest):
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
 
 
-class ResponsesRequest(_SampledInput):
+class ResponsesRequest(_SampledInput, OrderFields):
     """Body of POST /v1/responses; null means not given."""
 
     ignored = {
         **CountInputRequest.ignored,
-        **any_value("safety_identifier", "user"),
+        **any_value("safety_identifier"),
         **only_null("context_management", "image", "max_tool_calls", "moderation", "prompt"),
         "background": (False,),
         "service_tier": ("auto", "default"),
@@ -170,6 +172,7 @@ class ResponsesRequest(_SampledInput):
     stream: bool | None = None
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
     cache_salt: str | None = CACHE_SALT_FIELD
+    user: Any = USER_FIELD
 
     def raw(self) -> GenerateRequest:
         has_logprobs = _LOGPROBS in (self.include or ())
@@ -183,5 +186,6 @@ class ResponsesRequest(_SampledInput):
             logprobs_param="top_logprobs",
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
+            **self.order(),
             form=self.text.format.form() if self.text and self.text.format else None,
         )

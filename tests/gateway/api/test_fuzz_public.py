@@ -29,7 +29,7 @@ WORDS: dict[str, Any] = {
     "tool_choice": "none", "prompt": "hello", "system": "hm", "messages": [
         *HELLO, {"role": "assistant", "content": "y", "calls": [{"id": "a", "name": "now", "arguments": "{}"}]},
         {"role": "tool", "tool_call_id": "a", "content": "b"}, *HELLO],
-    "stop": ["a", "b"], "max_tokens": 3,
+    "stop": ["a", "b"], "max_tokens": 3, "priority": 9, "deadline_ms": 60_000, "user": "me",
 }  # fmt: skip
 
 

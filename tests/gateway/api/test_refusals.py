@@ -71,6 +71,7 @@ VALUES: dict[str, list[Any]] = {
                    {str(at): 1 for at in range(20_000)}],
     "speculation": ["tree"], "max_draft_tokens": [0, 17],
     "cache_salt": ["x" * 1025],
+    "priority": [-1, 10, 2**63 - 1], "deadline_ms": [0, -1, 86_400_001, -(2**63)],
     "prompt": ["", ("word " * CONTEXT, "", LONG), ("x" * (16 * CONTEXT + 1), "", LONG),
                *(([bad], "_ids") for bad in (-1, 10**9)), ([], "_ids"), ([5] * CONTEXT, "_ids", LONG)],
     "form": [({"json_schema": {"const": "x" * 2**16}}, ".json_schema"),
@@ -242,7 +243,7 @@ UNSUPPORTED_FIELDS: dict[str, dict[str, list[Any]]] = {
         "modalities": [["text", "audio"], []], "audio": [{"voice": "alloy", "format": "wav"}, False],
         "prediction": [{"type": "content", "content": "x"}], "web_search_options": [{}], "moderation": [{}, "auto"],
         "verbosity": ["low", "high"], "service_tier": ["flex", ""], "functions": [[{"name": "f"}], {}],
-        "function_call": [{"name": "f"}, "f"], "store": [True, 0], "priority": [1, False], "best_of": [2, True],
+        "function_call": [{"name": "f"}, "f"], "store": [True, 0], "best_of": [2, True],
         "suffix": ["x"], "echo": [True, 0]},
     "responses": {
         "previous_response_id": ["resp_1"], "conversation": ["conv_1"], "store": [True], "background": [True],
