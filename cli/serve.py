@@ -85,7 +85,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
         return plan_gateway(config, prefill, decode, program)
 
-    return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
+    by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
+    return await Supervisor(screen, config.start_timeout_s, stop_s).run(by_model, plan, config.max_awake)
 
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
@@ -109,6 +110,9 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
 def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
     follow_parent(config.ready_fd)
+    for name in ("sleep_after_s", "max_awake"):
+        can_sleep = not getattr(config, name) or config.ready_fd is not None
+        config.require(name, can_sleep, "baton serve, which starts and stops workers")
     models = name_models(config.model, config.served_name)
     folders = {name: fetch_tokenizer(model) for name, model in models.items()}
     for folder in folders.values():

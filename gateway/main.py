@@ -26,13 +26,14 @@ from gateway.router.fleet import Fleet
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.sleep import ModelGate, Sleepers
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
-from runtime.events import NO_HAND_OFF
-from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
+from runtime.events import NO_HAND_OFF, ModelState
+from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
@@ -96,7 +97,9 @@ async def _serve(
         if labelled is not None:
             own_fleet, own_registry = fleet.parts[name], labelled.add(name)
             names = (name, *(() if models else config.served_name))  # "*" is the first's
-        router = routers[name] = _build_router(config, own_fleet, own_registry, gate)
+        can_sleep = bool(config.max_awake or config.sleep_after_s)
+        model = ModelGate(name if can_sleep or labelled else "")
+        router = routers[name] = _build_router(config, own_fleet, own_registry, gate, model)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
         models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
@@ -111,6 +114,7 @@ async def _serve(
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
     add_inference_services(grpc_server, served)
     await discovery.start()
+    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
     fleet.start()
     await grpc_server.start()
     rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
@@ -134,8 +138,8 @@ async def _serve(
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
-    for first_load in first_loads:
-        first_load.cancel()
+    for task in (*first_loads, *following):
+        task.cancel()
     await discovery.close()
     await fleet.close()
     models[0].offload.close()
@@ -161,12 +165,38 @@ def _build_fleet(
     return fleet, Discovery(fleet, names, config.dns_server, registry)
 
 
-def _build_router(config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, gate: DrainGate) -> Router:
+async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[ModelGate]) -> list[asyncio.Task[None]]:
+    """Have `baton serve` put models to sleep and wake them, if it is to. The task ends when that does."""
+    if not (config.max_awake or config.sleep_after_s) or config.ready_fd is None:
+        return []
+    link = await open_link(config.ready_fd)
+    sleepers = Sleepers(fleet, gates, config.max_awake, config.sleep_after_s, config.patience_s, link.send)
+
+    async def follow() -> None:
+        async for event in link.read():
+            if isinstance(event, ModelState):
+                sleepers.learn(event)
+
+    sleepers.look()
+    return [asyncio.create_task(follow())]
+
+
+def _build_router(
+    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, gate: DrainGate, model: ModelGate
+) -> Router:
     """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage)
     return Router(
-        fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, placer, gate=gate
+        fleet,
+        config.max_queue,
+        config.request_timeout_s,
+        config.patience_s,
+        registry,
+        goals,
+        placer,
+        gate=gate,
+        model=model,
     )
 
 

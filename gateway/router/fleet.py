@@ -186,6 +186,10 @@ class Fleet:
                 self._log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
             self._serving[role] = is_serving
 
+    def expect_outage(self) -> None:
+        """The workers are about to end on purpose: nothing is logged."""
+        self._serving.clear()
+
     def _wake_all(self) -> None:
         for worker in self.workers():
             worker.adapters.wake()

@@ -127,6 +127,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                             await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
+            context.set_trailing_metadata(tuple(warning_headers(totals.warnings()).items()))
 
 
 def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:

@@ -110,11 +110,13 @@ def build_fleet_router(fleet: Fleet, routers: Mapping[str, Router]) -> APIRouter
     @routes.get("/status")
     async def status() -> Response:
         """Every worker, as of its last answer to the gateway."""
+        states = {router.model.name: router.model.describe() for router in routers.values() if router.model.name}
         return json_response(
             {
                 "workers": [_describe(worker, with_model=bool(fleet.parts)) for worker in fleet.workers()],
                 "trouble": _join({name: router.find_trouble() for name, router in routers.items()}),
                 "no_hand_off": _join({name: router.explain_no_hand_off() for name, router in routers.items()}),
+                **({"models": states} if states else {}),
             }
         )
 

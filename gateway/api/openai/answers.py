@@ -104,7 +104,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if the model reasons
 
 
-class TimingBody(msgspec.Struct):
+class TimingBody(msgspec.Struct, omit_defaults=True):
     """Where one choice's time went, in seconds; see wire.timing.Timing."""
 
     queue_seconds: float
@@ -120,6 +120,7 @@ class TimingBody(msgspec.Struct):
     accepted_tokens: int
     attempts: int
     prefill_reason: str
+    wake_seconds: float = 0.0  # left out where its model was awake
 
 
 class FunctionBody(msgspec.Struct):
