@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -36,7 +37,7 @@ class Models:
             fleet.fleet, list(self.gates.values()), max_awake, sleep_after_s, PATIENCE_S, self.sent.append, clock
         )
         for name in names[max_awake or len(names) :]:
-            fleet.loop.run(lambda name=name: self._forget(name))
+            fleet.loop.run(partial(self._forget, name))
             fleet.kill(self.worker(name))
         fleet.start()
         fleet.loop.run(self.sleepers.look)
