@@ -104,7 +104,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if the model reasons
 
 
-class TimingBody(msgspec.Struct, omit_defaults=True):
+class TimingBody(msgspec.Struct):
     """Where one choice's time went, in seconds; see wire.timing.Timing."""
 
     queue_seconds: float
@@ -120,7 +120,7 @@ class TimingBody(msgspec.Struct, omit_defaults=True):
     accepted_tokens: int
     attempts: int
     prefill_reason: str
-    wake_seconds: float = 0.0  # left out where its model was awake
+    wake_seconds: float | UnsetType = UNSET  # if its model was asleep
 
 
 class FunctionBody(msgspec.Struct):
