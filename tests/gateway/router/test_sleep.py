@@ -188,3 +188,18 @@ def test_a_model_sleeps_when_nobody_asks_for_a_while_also_alone() -> None:
         one.start_workers("a")
         one.answer("a")
         assert client.tokens == [7]
+
+
+def test_a_prompt_that_decode_computes_for_want_of_a_prefill_worker_is_named() -> None:
+    with virtual_fleet(prefill=1) as fleet:
+        handed = fleet.ask("handed")
+        fleet.decodes[0].sessions[0].say([7], "length")
+        fleet.run()
+        fleet.kill(fleet.prefills[0])
+        fleet.run(11.0)
+        client = fleet.ask(wanted("alone", prompt=range(40)))
+        fleet.decodes[0].sessions[-1].say([7], "length")
+        fleet.run()
+        assert handed.notes == []
+        assert client.notes == ["no prefill worker is alive: a decode worker computes the prompt"]
+        assert client.parts[-1].timing and client.parts[-1].timing.prefill_reason == "no prefill worker is alive"
