@@ -206,7 +206,3 @@ class Sleepers:
             closing = asyncio.get_running_loop().create_task(worker.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
