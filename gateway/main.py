@@ -77,6 +77,55 @@ async def _serve(
     gate = DrainGate()
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
+    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, gate, tracing)
+    app = build_app(served)
+    app.include_router(build_fleet_router(fleet, routers))
+    app.include_router(build_adapter_router(served, loaders))
+
+    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
+    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
+    add_inference_services(grpc_server, served)
+    await discovery.start()
+    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    fleet.start()
+    await grpc_server.start()
+    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
+    listener = rpc.listen_tcp(config.host, config.port)
+    serving = asyncio.create_task(rest.serve(sockets=[listener]))
+    host = bracketed(config.host)
+    address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
+    paths = config.lora_paths(tuple(loaders))
+    first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
+    ops.follow(Probes(lambda: None, served.check_ready, registry))
+    await _wait_until_ready(fleet, served.models)
+    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
+    if (reason := served.check_ready()) is not None:
+        log.warning("not ready yet", reason=reason)
+    shutdown.listen()
+    spare_what_is_here()
+    note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
+    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
+    await shutdown.wait()
+    gate.cut_off()
+    rest.should_exit = True
+    await serving
+    await grpc_server.stop(rpc.STOP_GRACE_S)
+    for task in (*first_loads, *following):
+        task.cancel()
+    await discovery.close()
+    await fleet.close()
+    served.models[0].offload.close()
+
+
+def _build_models(
+    config: GatewayConfig,
+    fleet: Fleet,
+    tokenizers: Mapping[str, Tokenizer],
+    registry: CollectorRegistry,
+    gate: DrainGate,
+    tracing: Tracing | None,
+) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
+    """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
     options = ApiOptions(
         api_keys=config.api_key,
         admin_key=config.admin_key,
@@ -105,44 +154,7 @@ async def _serve(
         models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
     if labelled is not None:
         registry.register(labelled)
-    served = ServedModels(models, registry)
-    app = build_app(served)
-    app.include_router(build_fleet_router(fleet, routers))
-    app.include_router(build_adapter_router(served, loaders))
-
-    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
-    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
-    add_inference_services(grpc_server, served)
-    await discovery.start()
-    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
-    fleet.start()
-    await grpc_server.start()
-    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
-    listener = rpc.listen_tcp(config.host, config.port)
-    serving = asyncio.create_task(rest.serve(sockets=[listener]))
-    host = bracketed(config.host)
-    address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
-    paths = config.lora_paths(tuple(loaders))
-    first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
-    ops.follow(Probes(lambda: None, served.check_ready, registry))
-    await _wait_until_ready(fleet, models)
-    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
-    if (reason := served.check_ready()) is not None:
-        log.warning("not ready yet", reason=reason)
-    shutdown.listen()
-    spare_what_is_here()
-    note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
-    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
-    await shutdown.wait()
-    gate.cut_off()
-    rest.should_exit = True
-    await serving
-    await grpc_server.stop(rpc.STOP_GRACE_S)
-    for task in (*first_loads, *following):
-        task.cancel()
-    await discovery.close()
-    await fleet.close()
-    models[0].offload.close()
+    return ServedModels(models, registry), routers, loaders
 
 
 def _build_fleet(

@@ -199,7 +199,7 @@ def test_each_model_has_its_workers_and_memory_is_for_those_awake() -> None:
     assert gateway.lora_paths(("a", "b", "c")) == {"a": {"y": "/y@z"}, "b": {"x": "/x"}, "c": {}}
     for wrong in ({"served_name": ("d",)}, {"draft_model": "/d"}, {"model": ("",)}):
         with pytest.raises(ConfigError):
-            replace(config, **wrong)  # type: ignore[arg-type]
+            replace(config, **wrong)
 
 
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:
