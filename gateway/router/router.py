@@ -46,7 +46,7 @@ class Router:
         `goals`: of the desired numbers of workers. `gate`: what the routers of several models share. `model`: where
         requests wait until it is awake.
         """
-        self.gate = gate or DrainGate()
+        self.gate = DrainGate() if gate is None else gate  # an empty one is false
         self.model = model or ModelGate(clock=clock)
         self._fleet = fleet
         self._placer = placer
