@@ -1,7 +1,7 @@
 """`baton doctor`: what this machine has, what `baton serve` would make of it, and why."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -14,6 +14,7 @@ from cli.doctor_rules import Model, Row
 from cli.screen import open_console
 from runtime.config import ServeConfig
 from runtime.hardware import wait_without_spinning
+from worker.models import name_models
 
 COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
@@ -32,15 +33,21 @@ def doctor(
     from cli.doctor_probe import examine_machine, examine_model  # here, so that other commands do not wait for torch
 
     machine = examine_machine()
-    try:
-        model: Model | Exception = examine_model(config)
-    except (ValueError, OSError, RuntimeError) as error:
-        model = error
-    rows = judge(config, machine, model)
+    names = name_models(config.model, config.served_name)
+    if len(names) > 1:
+        config = replace(config, model=tuple(f"{name}={model}" for name, model in names.items()))
+    models: list[Model | Exception] = []
+    for model in names.values():
+        try:
+            models.append(examine_model(config, model))
+        except (ValueError, OSError, RuntimeError) as error:
+            models.append(error)
+    rows = judge(config, machine, *models)
     is_ok = not any(row.status == "missing" for row in rows)
     if as_json:
-        found = None if isinstance(model, Exception) else asdict(model)
-        report = {"ok": is_ok, "rows": [asdict(row) for row in rows], "machine": asdict(machine), "model": found}
+        found = [None if isinstance(model, Exception) else asdict(model) for model in models]
+        report = {"ok": is_ok, "rows": [asdict(row) for row in rows], "machine": asdict(machine), "model": found[0]}
+        report |= {"models": dict(zip(names, found, strict=True))} if len(names) > 1 else {}
         print(json.dumps(report))
     else:
         show(rows)

@@ -1,6 +1,7 @@
 """The whole report of `baton doctor`: the machine, and what the planner of `baton serve` makes of it. Pure."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from cli.doctor_rules import GIB, Machine, Model, Row, judge_machine
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
@@ -16,29 +17,37 @@ from worker.limits import limits_of
 from worker.pool_size import PoolPlan, plan_pools
 
 
-def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> list[Row]:
-    """All rows. `model`: or why it cannot be examined."""
-    needed = None if isinstance(model, Exception) else frozenset(model.modules)
-    return [*judge_machine(config, machine, needed), *judge_service(config, machine, model)]
+def judge(config: ServeConfig, machine: Machine, *models: Model | Exception) -> list[Row]:
+    """All rows. `models`: those of `config`, or why one cannot be examined."""
+    known = [frozenset(model.modules) for model in models if not isinstance(model, Exception)]
+    needed = frozenset[str]().union(*known) if known else None
+    rows = [*judge_machine(config, machine, needed)]
+    for text, model in zip(config.model, models, strict=True):
+        name, _, source = text.partition("=") if len(models) > 1 else ("", "", text)
+        own = judge_service(config, machine, model, name, source)
+        rows += [replace(row, part=f"{name} {row.part.removeprefix(f'{name} ')}".strip()) for row in own]
+    return rows
 
 
-def judge_service(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
-    """What `baton serve` would start."""
+def judge_service(
+    config: ServeConfig, machine: Machine, model: Model | Exception, name: str, source: str
+) -> Iterator[Row]:
+    """What `baton serve` would start for one model. `name`: where there are several."""
     if config.device == "cuda" and not machine.gpus:
         return  # the row of the GPU says it
     if isinstance(model, OSError):
         advice = "workers fetch it when they start; or set --model to a folder"
-        yield Row("model", "warning", f"{config.model} is not on this machine", advice)
+        yield Row("model", "warning", f"{source} is not on this machine", advice)
         return
     if isinstance(model, Exception):
         yield split_advice("model", model)
         return
     weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
     code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
-    yield Row("model", "ok", f"{config.model} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
+    yield Row("model", "ok", f"{source} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
     gpus = machine.visible_gpus[: len(machine.gpus)]
     try:
-        workers = plan_workers(config, gpus)
+        workers = [worker for worker in plan_workers(config, gpus) if worker.settings.model_name == name]
     except ConfigError as error:
         yield split_advice("workers", error)
         return

@@ -92,14 +92,14 @@ def examine_machine() -> Machine:
     )
 
 
-def examine_model(config: ServeConfig) -> Model:
+def examine_model(config: ServeConfig, model_name: str) -> Model:
     """Reads configurations and headers, no weights, and fetches nothing.
 
     Raises OSError when the model is not on this machine, ValueError when a worker could not use it.
     """
     device = choose_device(config.device)
     check_kv_dtype(config.kv_dtype, device)
-    found = check_models(config)
+    found = check_models(model_name, config.draft_model)
     folders = [folder for folder in found if folder is not None]
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")

@@ -48,11 +48,13 @@ def drain(
             workers = {one["address"]: one for one in read_status(service)[0]}
     except CommandError as error:
         print(f"it is not known whether other workers are left: {error}")
-    alive = [address for address, one in workers.items() if one["role"] == "decode" and one["alive"]]
+    model = workers.get(worker, {}).get("model")  # where the service has several
+    same = {address: one for address, one in workers.items() if one.get("model") == model}
+    alive = [address for address, one in same.items() if one["role"] == "decode" and one["alive"]]
     if alive == [worker] and not force:
         raise CommandError(
-            f"{worker} is the only decode worker of {url}: without it every request gets a 503. Start another one "
-            "first, or add --force"
+            f"{worker} is the only decode worker of {model or url}: without it every request gets a 503. Start "
+            "another one first, or add --force"
         )
     if not fleet_secret and not tls_dir and worker in workers:
         fleet_secret = read_secret(worker, workers[worker]["pid"])

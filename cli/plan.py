@@ -58,7 +58,7 @@ def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str
         return 1, "on CPUs one is the default"
     if config.prefill_tp > 1 or config.no_prefill != "fallback":
         return 1, "--prefill-tp or --no-prefill asks for one"
-    needed = config.decode_workers * config.decode_tp
+    needed = config.decode_workers * config.decode_tp * len(config.model)
     if num_gpus > needed:
         return 1, f"of {num_gpus} GPUs decode workers take {needed}"
     return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
@@ -69,22 +69,29 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
 
     `gpus`: what processes started here see, by names of CUDA_VISIBLE_DEVICES. Workers take them in turn, so that none
     has two more than another, and no prefill worker shares with a decode worker while a GPU is free. Each sees all,
-    its own first: CUDA IPC needs the peer's. Raises ConfigError when those on one GPU want more than all of it.
+    its own first: CUDA IPC needs the peer's. Several models, in `config` as NAME=MODEL, follow each other and divide
+    memory by as many as are awake at once. Raises ConfigError when workers on one GPU want more than all of it.
     """
+    models = [text.partition("=")[::2] for text in config.model] if len(config.model) > 1 else [("", config.model[0])]
     gpus = () if config.device == "cpu" else tuple(gpus)
     num_prefill, _ = choose_prefill_workers(config, len(gpus))
-    roles = ["prefill"] * num_prefill + ["decode"] * config.decode_workers
+    own_roles = ["prefill"] * num_prefill + ["decode"] * config.decode_workers
+    roles = own_roles * len(models)
     places = place_ranks(config, roles, len(gpus))
-    num_sharing = Counter(gpu for own in places for gpu in own)
+    num_awake = config.max_awake or len(models)
+    num_sharing = count_sharing(places, len(own_roles), num_awake)
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
     is_handed = num_prefill and config.local_prefill_max_tokens is not None
-    has_all_cores = config.decode_workers == config.decode_tp == 1 and not is_handed
+    has_all_cores = config.decode_workers == config.decode_tp == len(models) == 1 and not is_handed
     plans: list[WorkerPlan] = []
     for number, (role, own) in enumerate(zip(roles, places, strict=True)):
+        model_name, model = models[number // len(own_roles)]
+        own_number = number % len(own_roles)
         given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
+        given |= {"model": model, "model_name": model_name}
         if config.lora and not config.max_loras:
             given["max_loras"] = max(len(config.lora), LEAST_LORAS)
-        given["kv_memory_share"] = HOST_SHARE / len(roles)
+        given["kv_memory_share"] = HOST_SHARE / (len(own_roles) * min(num_awake, len(models)))
         if gpus or config.device == "cuda":
             given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
         environment = secrets_of(config)
@@ -93,7 +100,8 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
             environment[VISIBLE] = ",".join(gpus[gpu] for gpu in (*own, *others))
         if role == "decode" and has_all_cores:
             environment |= SPIN
-        name = f"{role}-{number if role == 'prefill' else number - num_prefill}"
+        name = f"{role}-{own_number if role == 'prefill' else own_number - num_prefill}"
+        name = f"{model_name} {name}".strip()
         target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
         plans.append(ProcessPlan(name, role, derive(target, config, **given), environment, program, own))
     return plans
@@ -113,6 +121,15 @@ def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> lis
     return places
 
 
+def count_sharing(places: Sequence[tuple[int, ...]], num_own: int, num_awake: int) -> dict[int, int]:
+    """GPU |-> the most ranks that share it at once, when `num_awake` models of `num_own` workers each are awake."""
+    counts: dict[int, list[int]] = {}
+    for begin in range(0, len(places), num_own):
+        for gpu, count in Counter(gpu for own in places[begin : begin + num_own] for gpu in own).items():
+            counts.setdefault(gpu, []).append(count)
+    return {gpu: sum(sorted(found, reverse=True)[:num_awake]) for gpu, found in counts.items()}
+
+
 def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus: int) -> float:
     """What one of the `num_sharing` workers on a GPU may take of it."""
     most = 1 / num_sharing
@@ -126,12 +143,10 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
     return config.gpu_memory_share or GPU_SHARE / num_sharing
 
 
-def plan_gateway(
-    config: ServeConfig, names: Command, prefill: Command, decode: Command, program: Command = PROGRAM
-) -> ProcessSpec:
-    """The gateway of workers at these addresses, which serves the model under these names."""
+def plan_gateway(config: ServeConfig, prefill: Command, decode: Command, program: Command = PROGRAM) -> ProcessSpec:
+    """The gateway of workers at these addresses."""
     ports = {part: getattr(config, part) for part in PLACES}
-    given = {**ports, "served_name": names, "api_key": (), "admin_key": ""}
+    given = {**ports, "api_key": (), "admin_key": ""}
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
     keys |= {"BATON_ADMIN_KEY": config.admin_key} if config.admin_key else {}

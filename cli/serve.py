@@ -28,16 +28,26 @@ from runtime.hardware import wait_without_spinning
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
-from worker.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate
+from worker.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate, name_models
 
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
     check_ports(config)  # these fail now rather than after minutes of loading
-    check_models(config)
+    config = resolve_models(config)
     load_trust(config)
-    config = replace(config, served_name=choose_served_names(config.served_name, config.model))  # no --lora has it
     return asyncio.run(supervise(config))
+
+
+def resolve_models(config: ServeConfig) -> ServeConfig:
+    """The settings with names for all models. ConfigError if a model cannot be used, or an adapter has its name."""
+    models = name_models(config.model, config.served_name)
+    for model in models.values():
+        check_models(model, config.draft_model)
+    config.lora_paths(tuple(models))
+    if len(models) == 1:
+        return replace(config, served_name=choose_served_names(config.served_name, config.model[0]))
+    return replace(config, model=tuple(f"{name}={model}" for name, model in models.items()))
 
 
 def check_ports(config: ServeConfig) -> None:
@@ -61,8 +71,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
     setup_logging("serve", config.log_level)
-    names = choose_served_names(config.served_name, config.model)
-    screen = Screen(names[0], needs_key=bool(config.api_key))
+    names = name_models(config.model, config.served_name)
+    screen = Screen(next(iter(names)), needs_key=bool(config.api_key))
     if not config.tls_dir and not config.fleet_secret:
         config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:
@@ -74,10 +84,11 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
 
     def plan(ready: list[Ready]) -> ProcessSpec:
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
-        return plan_gateway(config, names, prefill, decode, program)
+        return plan_gateway(config, prefill, decode, program)
 
+    by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
     try:
-        return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
+        return await Supervisor(screen, config.start_timeout_s, stop_s).run(by_model, plan, config.max_awake)
     finally:
         if config.kv_host_gib:
             remove_unowned(host_folder())
@@ -104,12 +115,19 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
 def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
     follow_parent(config.ready_fd)
-    folder = fetch_tokenizer(config.model)
-    check_model(folder, ("configuration", "tokenizer"))
+    for name in ("sleep_after_s", "max_awake"):
+        can_sleep = not getattr(config, name) or config.ready_fd is not None
+        config.require(name, can_sleep, "baton serve, which starts and stops workers")
+    models = name_models(config.model, config.served_name)
+    folders = {name: fetch_tokenizer(model) for name, model in models.items()}
+    for folder in folders.values():
+        check_model(folder, ("configuration", "tokenizer"))
+    if len(models) == 1:
+        config = replace(config, served_name=choose_served_names(config.served_name, config.model[0]))
     # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
     # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from gateway.main import run
 
-    return run(replace(config, model=folder, served_name=choose_served_names(config.served_name, config.model)))
+    return run(config, folders)

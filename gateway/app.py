@@ -1,4 +1,4 @@
-"""Assembles the REST API around one ring. Must not know what the parts do."""
+"""Assembles the REST API around the served models."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from gateway.api.http.service_routes import PAGE_PATHS, build_page_router, build
 from gateway.api.openapi import add_document
 from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
-from gateway.request.prepare import ApiOptions, ServedModel
+from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
@@ -38,33 +38,34 @@ def build_served_model(
     registry: CollectorRegistry,
     tracing: Tracing | None = None,
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    others: Sequence[ServedModel] = (),
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`.
 
-    `adapters`: by the names that requests may have now.
+    `adapters`: by the names that requests may have now. `others`: models of the same service that were built before.
     """
     return ServedModel(
         tokenizer=tokenizer,
         segments=SegmentEncoder(tokenizer),
-        offload=Offload(),
+        offload=others[0].offload if others else Offload(),
         tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
-        names=ServedNames(served_names, adapters),
+        names=ServedNames(served_names, adapters, others[0].names.table if others else None),
         options=options,
-        metrics=RequestMetrics(registry, options.itl_goal_s),
+        metrics=RequestMetrics(registry, options.itl_goal_s, others[0].metrics.live_gaps if others else None),
         created_s=int(time.time()),
         tracing=tracing,
     )
 
 
-def build_app(served: ServedModel) -> FastAPI:
+def build_app(served: ServedModels) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     app.include_router(build_api_router(served))
     app.include_router(build_status_router(served))
-    app.include_router(build_page_router(served.tokenizer.examples))
+    app.include_router(build_page_router(served.models[0].tokenizer.examples))
     add_error_handlers(app)
     app.add_middleware(
         AccessCheck,

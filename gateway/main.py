@@ -1,7 +1,7 @@
 """Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,21 +19,24 @@ from gateway.api.openai.batches import build_batch_router
 from gateway.app import build_app, build_served_model
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
-from gateway.request.prepare import ApiOptions
+from gateway.metrics import ModelMetrics
+from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.autoscaling import Goals
 from gateway.router.discovery import Discovery
+from gateway.router.drain_gate import DrainGate
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.sleep import ModelGate, Sleepers
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
-from runtime.events import NO_HAND_OFF
-from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
+from runtime.events import NO_HAND_OFF, ModelState
+from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
@@ -44,14 +47,18 @@ STOP_S = 2  # for clients to read the rest of their answers
 START_PATIENCE_S = 10.0
 
 
-def run(config: GatewayConfig) -> int:
-    """Serves until a signal. Returns the exit code: 1 if the gateway could not start."""
+def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
+    """Serves until a signal. Returns the exit code: 1 if the gateway could not start.
+
+    `folders`: a name of each model in requests |-> its tokenizer and configuration.
+    """
     setup_logging("gateway", config.log_level)
     take_open_files()
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
-            tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
-            uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
+            most = config.max_context_tokens or None
+            tokenizers = {name: Tokenizer(Path(folder), most) for name, folder in folders.items()}
+            uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         return 1
@@ -60,7 +67,7 @@ def run(config: GatewayConfig) -> int:
 
 async def _serve(
     config: GatewayConfig,
-    tokenizer: Tokenizer,
+    tokenizers: Mapping[str, Tokenizer],
     reporter: ReadyReporter,
     ops: OpsServer,
     tracing: Tracing | None,
@@ -69,10 +76,66 @@ async def _serve(
     trust = load_trust(config)
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
-    fleet, router, discovery = _build_router(config, trust, tokenizer.context_tokens, registry)
-    gate = router.gate
+    fleet, discovery = _build_fleet(config, trust, tokenizers, registry)
+    gate = DrainGate()
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
+    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, gate, tracing)
+    app = build_app(served)
+    app.include_router(build_fleet_router(fleet, routers, served))
+    app.include_router(build_adapter_router(served, loaders))
+    store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
+    app.include_router(build_batch_router(served, store))
+    batches = BatchRunner(store, app, served, config.api_key, config.body_limit_bytes) if store else None
+
+    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
+    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
+    add_inference_services(grpc_server, served)
+    await discovery.start()
+    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    fleet.start()
+    await grpc_server.start()
+    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
+    listener = rpc.listen_tcp(config.host, config.port)
+    serving = asyncio.create_task(rest.serve(sockets=[listener]))
+    host = bracketed(config.host)
+    address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
+    paths = config.lora_paths(tuple(loaders))
+    first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
+    ops.follow(Probes(lambda: None, served.check_ready, registry))
+    await _wait_until_ready(fleet, served.models)
+    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
+    if (reason := served.check_ready()) is not None:
+        log.warning("not ready yet", reason=reason)
+    if batches:
+        batches.start()
+    shutdown.listen()
+    spare_what_is_here()
+    note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
+    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
+    await shutdown.wait()
+    if batches:
+        await batches.close()
+    gate.cut_off()
+    rest.should_exit = True
+    await serving
+    await grpc_server.stop(rpc.STOP_GRACE_S)
+    for task in (*first_loads, *following):
+        task.cancel()
+    await discovery.close()
+    await fleet.close()
+    served.models[0].offload.close()
+
+
+def _build_models(
+    config: GatewayConfig,
+    fleet: Fleet,
+    tokenizers: Mapping[str, Tokenizer],
+    registry: CollectorRegistry,
+    gate: DrainGate,
+    tracing: Tracing | None,
+) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
+    """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
     options = ApiOptions(
         api_keys=config.api_key,
         admin_key=config.admin_key,
@@ -85,57 +148,30 @@ async def _serve(
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )
-    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing, fleet.adapters.named)
-    app = build_app(served)
-    app.include_router(build_fleet_router(fleet, router, served.metrics))
-    loader = AdapterLoader(fleet, registry)
-    app.include_router(build_adapter_router(served, loader))
-    store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
-    app.include_router(build_batch_router(served, store))
-    batches: BatchRunner | None = None
-    if store:
-        gaps = served.metrics.live_gaps
-        batches = BatchRunner(store, app, router, gaps, config.api_key, config.body_limit_bytes)
-
-    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
-    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
-    add_inference_services(grpc_server, served)
-    await discovery.start()
-    fleet.start()
-    await grpc_server.start()
-    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
-    listener = rpc.listen_tcp(config.host, config.port)
-    serving = asyncio.create_task(rest.serve(sockets=[listener]))
-    host = bracketed(config.host)
-    address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
-    first_loads = asyncio.create_task(loader.load_first(config.lora_paths))
-    ops.follow(Probes(lambda: None, router.check_ready, registry))
-    await _wait_until_ready(fleet, router)
-    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
-    if (reason := router.check_ready()) is not None:
-        log.warning("not ready yet", reason=reason)
-    if batches:
-        batches.start()
-    shutdown.listen()
-    spare_what_is_here()
-    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: router.explain_no_hand_off()})
-    await shutdown.wait()
-    if batches:
-        await batches.close()
-    gate.cut_off()
-    rest.should_exit = True
-    await serving
-    await grpc_server.stop(rpc.STOP_GRACE_S)
-    first_loads.cancel()
-    await discovery.close()
-    await fleet.close()
-    served.offload.close()
+    models: list[ServedModel] = []
+    routers: dict[str, Router] = {}
+    loaders: dict[str, AdapterLoader] = {}
+    labelled = ModelMetrics() if len(tokenizers) > 1 else None
+    for name, tokenizer in tokenizers.items():
+        own_fleet, own_registry, names = fleet, registry, config.served_name
+        if labelled is not None:
+            own_fleet, own_registry = fleet.parts[name], labelled.add(name)
+            names = (name, *(() if models else config.served_name))  # "*" is the first's
+        can_sleep = bool(config.max_awake or config.sleep_after_s)
+        model = ModelGate(name if can_sleep or labelled else "")
+        router = routers[name] = _build_router(config, own_fleet, own_registry, gate, model)
+        loaders[name] = AdapterLoader(own_fleet, own_registry)
+        adapters = own_fleet.adapters.named
+        models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
+    if labelled is not None:
+        registry.register(labelled)
+    return ServedModels(models, registry), routers, loaders
 
 
-def _build_router(
-    config: GatewayConfig, trust: Trust, context_tokens: int, registry: CollectorRegistry
-) -> tuple[Fleet, Router, Discovery]:
-    """The workers, what sends requests to them, and what finds those that have only a name."""
+def _build_fleet(
+    config: GatewayConfig, trust: Trust, tokenizers: Mapping[str, Tokenizer], registry: CollectorRegistry
+) -> tuple[Fleet, Discovery]:
+    """The workers, with a part for each of several models, and what finds those that have only a name."""
     names: list[tuple[Role, DnsName]] = []
     fixed: dict[Role, list[str]] = {"prefill": [], "decode": []}
     for role, addresses in fixed.items():
@@ -145,11 +181,46 @@ def _build_router(
             else:
                 addresses.append(text)
     open_channel = partial(trust.open_channel, dns_server=config.dns_server)
-    fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, context_tokens, open_channel)
+    longest = max(tokenizer.context_tokens for tokenizer in tokenizers.values())
+    fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, longest, open_channel)
+    for model, tokenizer in tokenizers.items() if len(tokenizers) > 1 else ():
+        fleet.add_part(model, tokenizer.context_tokens)
+    return fleet, Discovery(fleet, names, config.dns_server, registry)
+
+
+async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[ModelGate]) -> list[asyncio.Task[None]]:
+    """Have `baton serve` put models to sleep and wake them, if it is to. The task ends when that does."""
+    if not (config.max_awake or config.sleep_after_s) or config.ready_fd is None:
+        return []
+    link = await open_link(config.ready_fd)
+    sleepers = Sleepers(fleet, gates, config.max_awake, config.sleep_after_s, config.patience_s, link.send)
+
+    async def follow() -> None:
+        async for event in link.read():
+            if isinstance(event, ModelState):
+                sleepers.learn(event)
+
+    sleepers.look()
+    return [asyncio.create_task(follow())]
+
+
+def _build_router(
+    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, gate: DrainGate, model: ModelGate
+) -> Router:
+    """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
-    router = Router(fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, placer)
-    return fleet, router, Discovery(fleet, names, config.dns_server, registry)
+    return Router(
+        fleet,
+        config.max_queue,
+        config.request_timeout_s,
+        config.patience_s,
+        registry,
+        goals,
+        placer,
+        gate=gate,
+        model=model,
+    )
 
 
 class _RestServer(uvicorn.Server):
@@ -160,12 +231,13 @@ class _RestServer(uvicorn.Server):
         yield
 
 
-async def _wait_until_ready(fleet: Fleet, router: Router) -> None:
-    """Waits until requests can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
+async def _wait_until_ready(fleet: Fleet, models: Sequence[ServedModel]) -> None:
+    """Waits until all models can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
     is_ready = asyncio.Event()
 
     def look() -> None:
-        if router.check_ready() is None and all(worker.was_asked for worker in fleet.workers()):
+        is_served = all(model.ring.check_ready() is None for model in models)
+        if is_served and all(worker.was_asked for worker in fleet.workers()):
             is_ready.set()
 
     fleet.subscribe(look)

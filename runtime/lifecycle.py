@@ -1,6 +1,6 @@
 """The start of a process, its reports to the process that started it, and its end.
 
-loading* ready          JSON lines on an inherited pipe, then silence; it closes when the process ends
+loading* ready          JSON lines on an inherited pipe or socket, which closes when the process ends
 serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s over─► exit 0
                                         └─ another SIGTERM or SIGINT ─► ended by it, at once
 """
@@ -10,13 +10,14 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 
 import msgspec
 import structlog
 
-from runtime.events import Loading, Ready
+from runtime.events import Event, Loading, Ready, parse_event
 
 log = structlog.get_logger()
 
@@ -48,8 +49,28 @@ class ReadyReporter:
     def _write(self, event: Loading | Ready) -> None:
         if self._fd is None:
             return
-        with suppress(BrokenPipeError):  # the reader is gone, which is no reason to end
+        with suppress(ConnectionError):  # the reader is gone, which is no reason to end
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+
+class Link:
+    """The same socket in both directions, of a gateway whose models can sleep; `baton serve` has the other end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def send(self, event: Event) -> None:
+        self._writer.write(msgspec.json.encode(event) + b"\n")
+
+    async def read(self) -> AsyncIterator[Event]:
+        """Events until the other end closes."""
+        while line := await self._reader.readline():
+            yield parse_event(line)
+
+
+async def open_link(fd: int) -> Link:
+    """`fd`: of a socket; stays open for `ReadyReporter`."""
+    return Link(*await asyncio.open_unix_connection(sock=socket.socket(fileno=os.dup(fd))))
 
 
 def spare_what_is_here() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Timing:
     """Seconds and counts of the last attempt; `queue_s` and `grammar_s` add up over all attempts."""
 
+    wake_s: float = 0.0  # gateway: until its model was awake
     queue_s: float = 0.0  # gateway: until the request got its slots on workers
     grammar_s: float = 0.0  # decode: until its grammar was compiled
     prefill_s: float = 0.0  # until the prompt's KV was computed, queueing included

@@ -23,8 +23,8 @@ from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from engine.models.read_config import has_native_code, load_config
 from engine.models.read_head import is_draft_head, read_head
 from engine.weights.files import is_path, list_shards, read_header
-from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
-from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT, SMOLLM2
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
 from wire.names import MTP
 
@@ -64,9 +64,10 @@ def locate_draft(model: str, draft_model: str) -> str:
 
 def locate(config: WorkerConfigT) -> WorkerConfigT:
     """A worker's settings with both models as folders or hub ids. ConfigError when one cannot be used."""
-    check_models(config)
+    check_models(config.model, config.draft_model)
     draft = locate_draft(config.model, config.draft_model) or NO_DRAFT
-    return replace(config, model=locate_model(config.model), draft_model=draft)
+    name = config.model_name or choose_served_name(config.model)
+    return replace(config, model=locate_model(config.model), draft_model=draft, model_name=name)
 
 
 def _demo_folder(part: str) -> str:
@@ -138,10 +139,10 @@ def _fetch_from_hub(repository: str, kind: str) -> Path:
     return folder / matching[0]
 
 
-def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Path | None]:
+def check_models(model: str, draft_model: str) -> list[Path | None]:
     """The folders of the model and of what drafts for it, if something does, as of `check_model`."""
-    folder = check_model(locate_model(config.model))
-    draft = locate_draft(config.model, config.draft_model)
+    folder = check_model(locate_model(model))
+    draft = locate_draft(model, draft_model)
     if not draft:
         return [folder]
     drafting = folder if draft == MTP else find_folder(draft, "draft_model")
@@ -226,6 +227,22 @@ def fetch_tokenizer(model: str) -> str:
         raise ConfigError(
             f"model={model!r} is no folder and cannot be fetched ({error}): set --model to a folder"
         ) from error
+
+
+def name_models(models: Sequence[str], served_name: Sequence[str]) -> dict[str, str]:
+    """The name of each model in requests |-> the model. ConfigError if two have one name."""
+    if len(models) == 1:
+        return {choose_served_names(served_name, models[0])[0]: models[0]}
+    named: dict[str, str] = {}
+    for text in models:
+        name, _, model = text.partition("=")
+        if not model or not name or "/" in name or Path(text).expanduser().exists():
+            name, model = choose_served_name(text), text
+        if name in named or len(name) > MAX_NAME_CHARS:
+            wanted = f"names that differ, of up to {MAX_NAME_CHARS} characters, such as --model NAME={model}"
+            raise ConfigError(f"model={text!r} cannot be used: --model needs {wanted}")
+        named[name] = model
+    return named
 
 
 def choose_served_names(given: Sequence[str], model: str) -> tuple[str, ...]:

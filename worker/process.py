@@ -239,6 +239,7 @@ def build_worker(
     pools = build_pools(engine, config, incarnation, trust, children)
     peers = [pool.describe(role, address, [other[pool.is_states] for other in others]) for pool in pools]
     me = peers[0]
+    me.model = config.model_name
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     cache = PrefixCache(engine.num_pages, engine.pool.generations)

@@ -49,6 +49,7 @@ class Totals:
         self.num_reasoning = 0  # of num_completion
         self.num_cached = 0  # prompt tokens whose KV was cached
         self.num_open = len(job.generations)  # unfinished choices
+        self.notes: Sequence[str] = ()  # what workers gave less of than asked for, so far
 
     def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
@@ -58,6 +59,10 @@ class Totals:
             self.num_cached += piece.timing.cached_tokens
         if self.trace is not None and piece.ending is not None:
             self.trace.endings[index] = piece.ending
+
+    def warnings(self) -> tuple[str, ...]:
+        """For the client: what it asked for and did not get, as far as that is known."""
+        return (*self.job.warnings, *self.notes)
 
     def log(self, event: str, **fields: object) -> None:
         counts = {"choices": len(self.job.generations), "prompt_tokens": self.num_prompt}
@@ -97,6 +102,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     failure: BaseException | None = None
     try:
         with served.ring.admit(len(choices)) as admitted:
+            totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
             async with MergedStreams(streams) as merged:

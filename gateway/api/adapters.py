@@ -1,5 +1,7 @@
 """The endpoints that load and unload adapters (LoRA), as in vLLM. AccessCheck has compared the admin key."""
 
+from collections.abc import Mapping
+
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
@@ -7,7 +9,7 @@ from gateway.api.http.body import Body, any_value
 from gateway.api.http.middleware import LOAD_PATH, UNLOAD_PATH
 from gateway.api.http.read_body import limited_route
 from gateway.errors import bad_request, check_count
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from runtime.config_parts import MAX_NAME_CHARS
 
@@ -22,6 +24,7 @@ class LoadRequest(Body):
     lora_name: str = ""
     lora_path: str = ""
     load_inplace: bool = False
+    base_model_name: str = ""  # of several models; empty: the first
 
 
 class UnloadRequest(Body):
@@ -32,7 +35,8 @@ class UnloadRequest(Body):
     lora_name: str = ""
 
 
-def build_adapter_router(served: ServedModel, loader: AdapterLoader) -> APIRouter:
+def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoader]) -> APIRouter:
+    """`loaders`: of each model by its first name."""
     router = APIRouter(route_class=limited_route(served))
 
     @router.post(LOAD_PATH)
@@ -44,9 +48,13 @@ def build_adapter_router(served: ServedModel, loader: AdapterLoader) -> APIRoute
             raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", param, "missing_field")
         check_count("lora_name", len(name), MAX_NAME_CHARS, "characters")
         check_count("lora_path", len(path), MAX_PATH_CHARS, "characters")
-        if name in served.names.listed:
+        base = served.find(body.base_model_name or None).names
+        base.check(body.base_model_name or None)
+        if any(name in one.names.listed for one in served.models):
             raise bad_request(f"lora_name '{name}' is the model's own name; choose another", "lora_name")
-        await loader.load(name, path, body.load_inplace)
+        if any(name in one.names.adapters for one in served.models if one.names is not base):
+            raise bad_request(f"lora_name '{name}' is an adapter of another model; choose another", "lora_name")
+        await loaders[base.listed[0]].load(name, path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(UNLOAD_PATH)
@@ -54,7 +62,7 @@ def build_adapter_router(served: ServedModel, loader: AdapterLoader) -> APIRoute
         """Unloads an adapter; requests that run keep it to their end."""
         if not body.lora_name:
             raise bad_request("'lora_name' must be provided.", "lora_name", "missing_field")
-        await loader.unload(body.lora_name)
+        await loaders[served.find(body.lora_name).names.listed[0]].unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

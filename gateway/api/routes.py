@@ -20,13 +20,12 @@ from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
 from gateway.errors import bad_request
-from gateway.request.prepare import ServedModel, detokenize, tokenize
+from gateway.request.prepare import ServedModel, ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 
 
-def build_api_router(served: ServedModel) -> APIRouter:
+def build_api_router(served: ServedModels) -> APIRouter:
     router = APIRouter(route_class=limited_route(served))
-    tokenizer = served.tokenizer
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
@@ -40,56 +39,60 @@ def build_api_router(served: ServedModel) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """The names of the model served, and its adapters."""
-        names = served.names
-        return json_response(ModelList([_card(served, name) for name in (*names.listed, *names.adapters)]))
+        """The names of the models served, and their adapters."""
+        return json_response(ModelList([_card(one, name) for name, one in served.names()]))
 
     @router.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
         """The model, if it is served under this name."""
-        return json_response(_card(served, served.names.check(model_id)))
+        one = served.find(model_id)
+        return json_response(_card(one, one.names.check(model_id)))
 
     @router.post(MESSAGES_PATH)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await respond(served, request, await _raw(body), MessageWriter, is_streamed=bool(body.stream))
+        return await respond(
+            served.find(body.model), request, await _raw(body), MessageWriter, is_streamed=bool(body.stream)
+        )
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Counts a conversation's tokens."""
-        return json_response(CountAnswer(len(await tokenize(served, body.raw()))))
+        return json_response(CountAnswer(len(await tokenize(served.find(body.model), body.raw()))))
 
     @router.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation, which is not stored."""
+        one = served.find(body.model)
         return await respond(
-            served,
+            one,
             request,
             await _raw(body),
-            lambda totals: ResponseWriter(totals, body, tokenizer.token_bytes),
+            lambda totals: ResponseWriter(totals, body, one.tokenizer.token_bytes),
             is_streamed=bool(body.stream),
         )
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(body: CountInputRequest) -> Response:
         """Counts the tokens of a request's prompt."""
-        return json_response(InputTokens(len(await tokenize(served, body.raw()))))
+        return json_response(InputTokens(len(await tokenize(served.find(body.model), body.raw()))))
 
     @router.post("/tokenize")
     async def to_tokens(body: TokenizeRequest) -> Response:
         """Turns a prompt or a conversation into token ids."""
-        ids = await tokenize(served, body.raw())
+        one = served.find(body.model)
+        ids, tokenizer = await tokenize(one, body.raw()), one.tokenizer
 
         def write() -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
             return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
-        return json_response(await served.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+        return json_response(await one.offload.run(len(ids), write))  # cheaper per token than tokenising a character
 
     @router.post("/detokenize")
     async def to_text(body: DetokenizeRequest) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        text = await detokenize(served, body.model, body.tokens, "tokens", with_control_tokens=True)
+        text = await detokenize(served.find(body.model), body.model, body.tokens, "tokens", with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
     return router
@@ -101,10 +104,14 @@ async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest
     return body.raw()
 
 
-async def _complete(served: ServedModel, request: Request, body: ChatCompletionRequest | CompletionRequest) -> Response:
+async def _complete(
+    models: ServedModels, request: Request, body: ChatCompletionRequest | CompletionRequest
+) -> Response:
     raw = await _raw(body)
     if body.stream and raw.num_prompt_logprobs is not None:
         raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
+
+    served = models.find(raw.model)
 
     def new_writer(totals: Totals) -> AnswerWriter:
         return AnswerWriter(totals, raw, body.streamed_usage, served.tokenizer.token_bytes)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 import msgspec
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
 from gateway.batches.pace import Gaps, Pace, count_room
 from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status, owner_of
-from gateway.router.engine_client import EngineClient
+from gateway.router.engine_client import Load
 
 _log = structlog.get_logger()
 
@@ -82,6 +83,20 @@ class _Job:
         self.errors.sync()
 
 
+class Service(Protocol):
+    """What the runner asks of the models that are served."""
+
+    @property
+    def live_gaps(self) -> Gaps:
+        """Between tokens of answers that are not of lines."""
+
+    def check_ready(self) -> str | None:
+        """Why no model can be served now; None when one can."""
+
+    def load(self) -> Load:
+        """Of all models together."""
+
+
 class BatchRunner:
     """Runs all batches of a store, their lines in turn. A line is redone unless its answer is on disk."""
 
@@ -89,19 +104,18 @@ class BatchRunner:
         self,
         store: BatchStore,
         app: ASGIApp,
-        engine: EngineClient,
-        live_gaps: Gaps,
+        served: Service,
         api_keys: Sequence[str],
         max_line_bytes: int,
     ) -> None:
-        """`app`: the REST API. `live_gaps`: between tokens of answers that are not of lines."""
+        """`app`: the REST API."""
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             await app({**scope, "state": {IS_LINE: True}}, receive, send)
 
         transport = httpx.ASGITransport(call, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://batches", timeout=None)
-        self._store, self._engine, self._live_gaps = store, engine, live_gaps
+        self._store, self._served = store, served
         self._keys = {owner_of(key): key for key in api_keys or ("",)}
         self._max_line_bytes = max_line_bytes
         self._pace = Pace()
@@ -199,11 +213,11 @@ class BatchRunner:
 
     def _fill(self, now: float) -> None:
         """Starts lines, or drops some for live answers."""
-        if self._engine.check_ready() is not None:  # draining, or no worker is there
+        if self._served.check_ready() is not None:  # draining, or no worker is there
             return
-        load, running = self._engine.load(), [(job, number) for job in self._jobs for number in job.running]
+        load, running = self._served.load(), [(job, number) for job in self._jobs for number in job.running]
         num_lines = len(running)
-        most = self._pace.look(now, max(load.num_inside - num_lines, 0), self._live_gaps)
+        most = self._pace.look(now, max(load.num_inside - num_lines, 0), self._served.live_gaps)
         for job, number in reversed(running):
             if num_lines <= most:
                 break

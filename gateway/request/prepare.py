@@ -9,12 +9,15 @@ from functools import partial
 from hashlib import blake2b
 from itertools import product
 
+from prometheus_client import CollectorRegistry
+
+from gateway.batches.pace import Gaps
 from gateway.errors import bad_request, check_count
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
-from gateway.router.engine_client import EngineClient, TokenizedRequest
+from gateway.router.engine_client import EngineClient, Load, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
@@ -172,6 +175,54 @@ class ServedModel(Prompts):
             if chat.header and not self.keeps_header:
                 self.metrics.headers_left_out.inc()
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """All models of a service, and what REST and gRPC do alike for each of them."""
+
+    models: Sequence[ServedModel]  # the first answers requests that name none
+    registry: CollectorRegistry  # of all metrics
+
+    def find(self, model: str | None) -> ServedModel:
+        """The model that has the name, or the first: it refuses a name that none has."""
+        return next((one for one in self.models if one.names.has(model)), self.models[0])
+
+    @property
+    def options(self) -> ApiOptions:
+        return self.models[0].options
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context."""
+        return max(one.tokenizer.context_tokens for one in self.models)
+
+    def names(self) -> Iterator[tuple[str, ServedModel]]:
+        """Each name that requests may have, and its model: models first, then their adapters."""
+        for one in self.models:
+            yield from ((name, one) for name in one.names.listed)
+        for one in self.models:
+            yield from ((name, one) for name in list(one.names.adapters))
+
+    @property
+    def live_gaps(self) -> Gaps:
+        """Between tokens of all answers but those of the last priority."""
+        return self.models[0].metrics.live_gaps
+
+    def load(self) -> Load:
+        """Of all models together; requests are counted where they enter, once for all."""
+        loads = [one.ring.load() for one in self.models]
+        return Load(
+            loads[0].num_inside,
+            sum(load.num_waiting for load in loads),
+            sum(load.num_places for load in loads),
+            sum(load.num_free for load in loads),
+        )
+
+    def check_ready(self) -> str | None:
+        """Why no model can be served now; None when one can."""
+        reasons = [one.ring.check_ready() for one in self.models]
+        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:

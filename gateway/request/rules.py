@@ -56,23 +56,33 @@ def shown(number: float) -> str:
 
 
 class ServedNames:
-    """The model's names in requests."""
+    """A model's names in requests."""
 
-    def __init__(self, given: Sequence[str], adapters: Mapping[str, Adapter]) -> None:
+    def __init__(
+        self, given: Sequence[str], adapters: Mapping[str, Adapter], table: "list[ServedNames] | None" = None
+    ) -> None:
         """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first.
 
-        `adapters`: by names, which come and go.
+        `adapters`: by names, which come and go. `table`: the names of all models, to which these are added.
         """
         self.listed = tuple(name for name in given if name != ANY_NAME)
         self._takes_any = ANY_NAME in given
         self.adapters = adapters
+        self.table = [] if table is None else table
+        self.table.append(self)
+
+    def has(self, name: str | None) -> bool:
+        """Whether it is the model's own name, or that of one of its adapters."""
+        return name in self.listed or name in self.adapters
 
     def check(self, model: str | None) -> str:
         """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
         name = model or self.listed[0]
-        if name in self.listed or name in self.adapters or (self._takes_any and len(name) <= MAX_NAME_CHARS):
+        if self.has(name) or (self._takes_any and len(name) <= MAX_NAME_CHARS):
             return name
-        raise model_not_found(name[:MAX_NAME_CHARS], [*self.listed, *islice(self.adapters, MAX_LISTED)])
+        listed = [name for names in self.table for name in names.listed]
+        adapters = islice((name for names in self.table for name in names.adapters), MAX_LISTED)
+        raise model_not_found(name[:MAX_NAME_CHARS], [*listed, *adapters])
 
 
 def check_choices(raw: GenerateRequest) -> int:

@@ -246,6 +246,7 @@ class Attempt:
         prompt, request = self._prefilled or decode, self._request
         return replace(
             decode,
+            wake_s=request.wake_s,
             queue_s=request.queue_s,
             grammar_s=request.grammar_s + decode.grammar_s,
             prefill_s=prompt.prefill_s,

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gateway.router.attempt_record import AttemptRecord
@@ -72,6 +72,12 @@ class Admitted:
     """A request that the queue has let in, until the block of `EngineClient.admit` ends."""
 
     num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the router only
+    notes: list[str] = field(default_factory=list)  # what it got less of than asked for, for the client
+
+    def note(self, text: str) -> None:
+        """Once for all choices."""
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +116,7 @@ class EngineClient(Protocol):
         """Now, of this gateway's requests and all workers."""
 
     def check_ready(self) -> str | None:
-        """Why the service cannot serve now; None when it can."""
+        """Why the service cannot serve now; None when it can, or a request makes it so."""
+
+    def is_awake(self) -> bool:
+        """Whether workers run; else requests wait until they do."""

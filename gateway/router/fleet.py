@@ -1,7 +1,8 @@
-"""All workers of this gateway, by role and address. Lives on the asyncio thread."""
+"""All workers of this gateway, by role and address, and those of each of its models. Lives on the asyncio thread."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 
 import structlog
@@ -18,7 +19,13 @@ log = structlog.get_logger()
 
 
 class Fleet:
-    """Owns the clients. Subscribers are called whenever a worker may have got room, appeared or died."""
+    """Owns the clients. Subscribers are called whenever a worker may have got room, appeared or died.
+
+    A gateway with several models has a part for each. A worker says which model it serves, and is in that part then:
+
+        joined ──says a model of ours──► in its part ──says another, no request left──► in that part
+                    └── says any other ──► in no part: /status and the log say why
+    """
 
     def __init__(
         self,
@@ -37,10 +44,12 @@ class Fleet:
         self._open_channel = open_channel
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches, self._report_outage]
         self._is_started = False
+        self._log = log  # with the model's name, of a part
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
         self._compared: set[str] = set()  # incarnations compared with all others in the set
         self.on_join: Callable[[WorkerClient], None] = lambda _worker: None  # called when a worker appears
         self.on_leave: Callable[[WorkerClient], None] = lambda _worker: None  # called when one has gone
+        self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = AdapterRegistry()
         self.adapters.on_change = self._wake_all
         self.adapters.on_drop = self._drop_adapter
@@ -51,6 +60,13 @@ class Fleet:
         for address in decode:
             self.join("decode", address)
 
+    def add_part(self, model: str, context_tokens: int) -> "Fleet":
+        """The workers of one of several models, as they say that they serve it. Before `start`."""
+        self._subscribers.clear()  # the parts report
+        part = self.parts[model] = Fleet((), (), *self._limits, context_tokens, self._open_channel, self._clock)
+        part._log = log.bind(model=model)
+        return part
+
     def join(self, role: Role, address: str, source: str = "", server_name: str = "") -> None:
         """Connect to a worker. `source`: the DNS name that has the address. `server_name`: as in `OpenChannel`."""
         channel = self._open_channel(address, server_name)
@@ -60,7 +76,7 @@ class Fleet:
             worker = self.prefill[address] = PrefillClient(address, channel, *parts)
         else:
             worker = self.decode[address] = DecodeClient(address, channel, *parts)
-        worker.on_change = self._notify
+        worker.on_change = partial(self._on_change, worker)
         self.on_join(worker)
         if source:
             log.info("worker found", role=role, address=address, source=source)
@@ -72,15 +88,54 @@ class Fleet:
         worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
         self.on_leave(worker)
         self._compared.discard(worker.status.peer.incarnation)
+        if worker.model is not None:
+            self.parts[worker.model]._drop(worker)
         log.info("worker left", role=role, address=address, source=worker.source)
         return worker
+
+    def _on_change(self, worker: WorkerClient) -> None:
+        if self.parts and worker.status.peer.incarnation:
+            self._assign(worker)
+        self._notify()
+
+    def _assign(self, worker: WorkerClient) -> None:
+        """Put it into the part of the model that it serves now, once no request of another model has a place there."""
+        model, before = worker.status.peer.model, worker.model
+        if model != before and not worker.num_mine:
+            if before is not None:
+                self.parts[before]._drop(worker)
+            worker.model = model if model in self.parts else None
+            if worker.model is not None:
+                self.parts[model]._adopt(worker)
+        stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
+        stray = "" if worker.model == model else stray
+        if stray and stray != worker.stray_because:
+            log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
+        worker.stray_because = stray
+        for name in {before, worker.model} - {None}:
+            self.parts[str(name)]._notify()
+
+    def _adopt(self, worker: WorkerClient) -> None:
+        """It serves this part's model from now on."""
+        if isinstance(worker, PrefillClient):
+            self.prefill[worker.address] = worker
+        elif isinstance(worker, DecodeClient):
+            self.decode[worker.address] = worker
+        worker.adapters.follow(self.adapters)
+        self.on_join(worker)
+
+    def _drop(self, worker: WorkerClient) -> None:
+        """It does not any more. No request runs there."""
+        (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
+        self.on_leave(worker)
+        self._compared.discard(worker.status.peer.incarnation)
 
     def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
         """Whether the worker gets no new requests, as DNS does not name it any more."""
         worker = self.of_role(role)[address]
         if worker.is_leaving != is_leaving:
             worker.is_leaving = is_leaving
-            self._notify()
+            self._on_change(worker)
 
     def mark_duplicates(self) -> None:
         """A worker with two addresses gets requests at the first that answers, as long as that does."""
@@ -101,7 +156,7 @@ class Fleet:
             self._compared.add(incarnation)
             if status.context_tokens < self._context_tokens:
                 reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
-                log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
+                self._log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
             for prefill, decode in product(self.prefill.values(), self.decode.values()):
                 if worker in (prefill, decode):
                     self._report_pair(prefill, decode)
@@ -112,7 +167,7 @@ class Fleet:
         if here.incarnation in self._compared and there.incarnation in self._compared:
             mismatch = find_mismatch(here.layout, there.layout)
             if mismatch is not None:
-                log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+                self._log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
 
     def _report_outage(self) -> None:
         """Log once that no worker of a role takes requests any more, and once that one does again."""
@@ -125,11 +180,15 @@ class Fleet:
             was_serving = self._serving.get(role, False)
             is_serving = bool(troubles) and not all(troubles.values())
             if is_serving and not was_serving:
-                log.info(f"{role} workers take requests")
+                self._log.info(f"{role} workers take requests")
             elif was_serving and not is_serving:
                 reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
-                log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
+                self._log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
             self._serving[role] = is_serving
+
+    def expect_outage(self) -> None:
+        """The workers are about to end on purpose: nothing is logged."""
+        self._serving.clear()
 
     def _wake_all(self) -> None:
         for worker in self.workers():

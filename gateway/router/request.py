@@ -65,6 +65,7 @@ class Request:
     avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
     mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than expected
     grammar_s: float = 0.0  # waited for its grammar in attempts that ended before it was compiled
+    wake_s: float = 0.0  # waited for its model to be awake
     queue_s: float = 0.0  # spent waiting for places in all attempts
     is_prompt_scored: bool = False  # the client has the log-probabilities of the prompt
     _prompt: bytes = field(init=False)  # packed

@@ -19,6 +19,7 @@ from gateway.router.placement import count_places, find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
+from gateway.router.sleep import ModelGate
 from runtime.ops import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -37,12 +38,16 @@ class Router:
         goals: Goals,
         placer: Placer,
         clock: Callable[[], float] = time.monotonic,
+        gate: DrainGate | None = None,
+        model: ModelGate | None = None,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `goals`: of the desired numbers of workers.
+        `goals`: of the desired numbers of workers. `gate`: what the routers of several models share. `model`: where
+        requests wait until it is awake.
         """
-        self.gate = DrainGate()
+        self.gate = DrainGate() if gate is None else gate  # an empty one is false
+        self.model = model or ModelGate(clock=clock)
         self._fleet = fleet
         self._placer = placer
         self._queue = Queue(fleet.workers(), placer, max_queue, patience_s, has_goal=bool(goals.itl_s))
@@ -65,6 +70,10 @@ class Router:
     def check_ready(self) -> str | None:
         if self.gate.is_draining():
             return DRAINING
+        if self.model.state == "failed":
+            return f"the model could not be woken: {self.model.reason}"
+        if self.model.state != "awake":
+            return None  # the next request wakes it
         if unready := find_unready(self._fleet.views(), self._placer.no_prefill):
             return unready.detail
         for name, reason in self._fleet.adapters.pending.items():
@@ -73,6 +82,9 @@ class Router:
 
     def load(self) -> Load:
         return Load(len(self.gate), self._queue.num_waiting, *count_places(self._queue.views()))
+
+    def is_awake(self) -> bool:
+        return self.model.is_open
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
@@ -99,11 +111,17 @@ class Router:
     async def generate(
         self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
+        now = self._clock()
+        with self.gate.waiting():
+            wake_s = await self.model.enter(self._request_timeout_s)
         self._queue.begin_choice(admitted)
-        with self._fleet.adapters.hold(wanted.adapter) as adapter:
-            now = self._clock()
+        if wake_s:
+            admitted.note(f"the model was asleep: the request waited {wake_s:.1f} s until it was awake")
+        with self.model.inside(), self._fleet.adapters.hold(wanted.adapter) as adapter:
             first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
-            request = Request(wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter)
+            request = Request(
+                wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter, wake_s=wake_s
+            )
             try:
                 while True:
                     record = AttemptRecord(request.attempt, self._clock())
@@ -111,6 +129,8 @@ class Router:
                         attempts.append(record)
                     with self.gate.waiting():
                         waiter = await self._wait_for_places(request)
+                    if waiter.places and waiter.places.placement.is_fallback and self._placer.expects_prefill:
+                        admitted.note(f"{waiter.places.placement.why}: a decode worker computes the prompt")
                     try:
                         with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
                             with self.gate.waiting():

@@ -50,6 +50,11 @@ class WorkerAdapters:
         self.has_slots = True
         self._woken.set()
 
+    def follow(self, registry: AdapterRegistry) -> None:
+        """It is to have the adapters of another model."""
+        self._registry = registry
+        self._woken.set()
+
     def wake(self) -> None:
         """What the registry wants has changed."""
         self._woken.set()

@@ -55,6 +55,8 @@ class WorkerClient:
         self.source = source  # the DNS name that it has; empty: named by its address
         self.is_leaving = False  # DNS no longer lists it
         self.duplicate_of = ""  # the other address of the same worker, which is used
+        self.model: str | None = None  # that it serves here, where the gateway has several
+        self.stray_because = ""  # why it serves none of them
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._stall_s = stall_s
@@ -162,6 +164,8 @@ class WorkerClient:
             return "is draining"
         if self.is_leaving:
             return f"is no longer in {self.source}"
+        if self.stray_because:
+            return self.stray_because
         if self.duplicate_of:
             return f"is the worker at {self.duplicate_of}"
         return "did not take a call" if self._is_doubted else None

@@ -32,12 +32,14 @@ LAST = {"role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "
 OTHERS = [
     {"role": "decode", "address": "h:2", "transport": "shm", "alive": False, "adapters": {"one": "loaded"}},
     {"role": "prefill", "address": "h:3", "transport": "shm", "alive": True},
+    {"role": "decode", "address": "h:4", "transport": "shm", "alive": True, "model": "large"},
 ]
-WORKERS = [LAST, *OTHERS]
+WORKERS = [LAST | {"model": "small"}, *OTHERS]
 STATUS = {
     "workers": WORKERS,
     "trouble": "no prefill worker is alive; decode workers prefill",
     "no_hand_off": "the workers share cores",
+    "models": {"small": "awake", "large": "waking 40 %"},
 }
 
 
@@ -254,6 +256,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     assert status(url=service.url) == 0
     printed = capsys.readouterr().out
     assert "shm" in printed and "decode workers prefill" in printed and "share cores" in printed
+    assert "small: awake\nlarge: waking 40 %" in printed
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS))
@@ -267,7 +270,9 @@ def test_the_last_decode_worker_is_not_drained_by_mistake(
     service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At none of these addresses is a worker that may be drained."""
-    with pytest.raises(CommandError, match=r"is the only decode worker of http.*every request gets a 503.*--force"):
+    with pytest.raises(
+        CommandError, match=r"is the only decode worker of small: without it every request gets a 503.*--force"
+    ):
         drain("[fd00::1]:9001", url=service.url)
     for url in (service.url, "http://127.0.0.1:1"):
         with pytest.raises(CommandError, match=r"127\.0\.0\.1:1 does not answer \(UNAVAILABLE"):

@@ -62,7 +62,7 @@ def test_each_profile_is_a_ring(profile: str) -> None:
     assert settings.decode == (f"{second.reachable_host}:{second.port}",)
     assert prefill["networks"]["default"]["aliases"] == [first.reachable_host]
     assert decode["networks"]["default"]["aliases"] == [second.reachable_host]
-    assert settings.model == first.model == second.model
+    assert settings.model == (first.model,) == (second.model,)
     assert first.device == second.device == {"cpu": "cpu", "gpu": "cuda"}[profile]
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
         str(settings.port),

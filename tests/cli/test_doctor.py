@@ -233,7 +233,7 @@ def test_what_is_wrong_is_told_with_what_changes_it(
 
 
 def test_a_model_that_cannot_be_examined() -> None:
-    rows = look(ServeConfig(model="a/b"), CPU, FileNotFoundError("not in the cache"))
+    rows = look(ServeConfig(model=("a/b",)), CPU, FileNotFoundError("not in the cache"))
     assert (rows["model"].status, "decode-0" in rows) == ("warning", False)
     rows = look(ServeConfig(), CPU, ValueError("head_dim 3 is odd"))
     assert (rows["model"].status, rows["model"].found) == ("missing", "head_dim 3 is odd")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from cli.plan import build_flags, plan_gateway, plan_workers
+from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
 from demo.paths import TARGET_DIR
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
@@ -19,7 +19,14 @@ from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
-from worker.models import check_model, choose_served_name, choose_served_names, fetch_tokenizer, locate_model
+from worker.models import (
+    check_model,
+    choose_served_name,
+    choose_served_names,
+    fetch_tokenizer,
+    locate_model,
+    name_models,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +150,7 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
 # -- the command lines that `serve` gives its processes --------------------------------------------------------------
 
 CONFIG = ServeConfig(
-    model="/m", host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
+    model=("/m",), host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
     require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7,
     max_context_tokens=99, otlp_endpoint="http://c:1",
 )  # fmt: skip
@@ -163,20 +170,40 @@ def test_workers_get_what_is_theirs() -> None:
 
 def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
     config = replace(CONFIG, lora=("one=/a", "two=/b=c"), admin_key="0123456789abcdef")
-    assert config.lora_paths == {"one": "/a", "two": "/b=c"}
+    assert config.lora_paths(("name",)) == {"name": {"one": "/a", "two": "/b=c"}}
     assert {plan.settings.max_loras for plan in plan_workers(config)} == {8}
     assert {plan.settings.max_loras for plan in plan_workers(replace(config, max_loras=1))} == {1}
     assert {plan.settings.max_loras for plan in plan_workers(CONFIG)} == {0}
-    spec = plan_gateway(config, ("name",), (), ("c:1",), ("baton",))
+    spec = plan_gateway(config, (), ("c:1",), ("baton",))
     found = parse(*spec.command[1:])
     assert isinstance(found, GatewayConfig) and (found.lora, found.admin_key) == (config.lora, "")
     assert spec.environment["BATON_ADMIN_KEY"] == config.admin_key
     with pytest.raises(ConfigError, match="neither the model's"):
-        plan_gateway(config, ("one",), (), ("c:1",))
+        replace(config, served_name=("one",))
+    with pytest.raises(ConfigError, match="neither a model's"):
+        config.lora_paths(("two", "three"))
+
+
+def test_each_model_has_its_workers_and_memory_is_for_those_awake() -> None:
+    config = replace(CONFIG, model=("a=/m", "b=org/n", "c=demo"), prefill_workers=1, lora=("x=/x@b", "y=/y@z"))
+    specs = plan_workers(config)
+    assert [spec.name for spec in specs] == [f"{name} {role}-0" for name in "abc" for role in ("prefill", "decode")]
+    decode = parse(*specs[3].command[len(PROGRAM) :])
+    assert isinstance(decode, DecodeConfig) and (decode.model, decode.model_name) == ("org/n", "b")
+    assert decode.kv_memory_share == pytest.approx(0.5 / 6)
+    assert plan_workers(replace(config, max_awake=2))[0].settings.kv_memory_share == pytest.approx(0.5 / 4)
+    gpus = plan_workers(replace(config, max_awake=1, device="auto"), ("0", "1"))
+    assert [spec.gpus for spec in gpus] == [(0,), (1,)] * 3 and {one.settings.gpu_memory_share for one in gpus} == {0.9}
+    gateway = parse(*plan_gateway(config, (), ("c:1",)).command[len(PROGRAM) :])
+    assert isinstance(gateway, GatewayConfig) and gateway.model == config.model
+    assert gateway.lora_paths(("a", "b", "c")) == {"a": {"y": "/y@z"}, "b": {"x": "/x"}, "c": {}}
+    for wrong in ({"served_name": ("d",)}, {"draft_model": "/d"}, {"model": ("",)}):
+        with pytest.raises(ConfigError):
+            replace(config, **wrong)
 
 
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:
-    spec = plan_gateway(CONFIG, ("name", "*"), ("a:1", "b:1"), ("c:1",), ("baton",))
+    spec = plan_gateway(replace(CONFIG, served_name=("name", "*")), ("a:1", "b:1"), ("c:1",), ("baton",))
     config = parse(*spec.command[1:])
     assert isinstance(config, GatewayConfig)
     assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, ("name", "*"), 7)
@@ -198,7 +225,7 @@ def test_flags_build_the_same_settings(config: ServeConfig) -> None:
 
 
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
-    own = {"advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
+    own = {"model_name", "advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
     by_role = {"max_running", "tp"}  # such as prefill_tp
     for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role
@@ -216,6 +243,14 @@ def test_model_names(tmp_path: Path) -> None:
     assert choose_served_names((), "demo") == ("baton-demo",)
     assert choose_served_names(("*",), "demo") == ("baton-demo", "*")
     assert choose_served_names(("*", "a", "b"), "demo") == ("a", "b", "*")
+    odd = tmp_path / "x=y"
+    odd.mkdir()
+    assert name_models(("demo",), ("n", "*")) == {"n": "demo"}
+    assert name_models(("demo", "n=demo", str(odd), "org/q=z"), ("*",)) == {
+        "baton-demo": "demo", "n": "demo", "x=y": str(odd), "org/q=z": "org/q=z",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="--model needs names that differ"):
+        name_models(("demo", "baton-demo=org/n"), ())
     assert fetch_tokenizer(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ConfigError, match="set --model to a folder"):
         fetch_tokenizer(str(tmp_path / "none"))

@@ -19,8 +19,10 @@ WAIT_S = 60.0
 
 # Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
 STAND_IN = """
-import os, pathlib, signal, subprocess, sys
+import os, signal, socket, subprocess, sys
+import msgspec
 from runtime.child import follow_parent
+from runtime.events import SetAwake, parse_event
 from runtime.lifecycle import ReadyReporter
 
 role, fd = sys.argv[1], int(sys.argv[-1].removeprefix("--ready-fd="))
@@ -39,6 +41,11 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else end)
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
 note("pid", os.getpid(), *sys.argv[1:], os.environ.get("BATON_API_KEY"), os.environ.get("BATON_PORT"))
 reporter = ReadyReporter(fd, role)
+num_starts = open(os.environ["STAND_IN_NOTES"]).read().count(f" {role} ")
+if num_starts > 1 and mode == "broken":
+    os._exit(7)
+if num_starts == 2 and mode == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 reporter.loading(500_000, 1_000_000)
 if mode == "crash":
     note("pid", subprocess.Popen(["sleep", "600"]).pid)
@@ -52,6 +59,15 @@ if mode != "slow":
     print('{"event": "ready", "level": "info"}', flush=True)
     detail = {"device": "cpu", "no_hand_off": "cores are shared"}
     reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", detail)
+if mode == "asks":  # for its model to sleep, then to wake
+    asked = socket.socket(fileno=os.dup(fd))
+    for is_awake, ends in ((False, ("asleep",)), (True, ("awake", "failed"))):
+        asked.sendall(msgspec.json.encode(SetAwake("baton-demo", is_awake)) + b"\\n")
+        for line in asked.makefile("rb", buffering=0):
+            event = parse_event(line)
+            note("state", event.state, len(event.prefill), len(event.decode), event.percent, event.reason)
+            if event.state in ends:
+                break
 while True:
     signal.pause()
 """
@@ -113,6 +129,17 @@ class Service:
         """Notes of one kind, in order."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return [line.split() for line in lines if line.startswith(kind)]
+
+    def wait_state(self, state: str) -> list[str]:
+        """Until the gateway has noted that its model is in this state; its note."""
+        while not (noted := self.noted("state")) or noted[-1][1] != state:
+            assert self.process.poll() is None
+            time.sleep(0.02)
+        return noted[-1]
+
+    def waking_states(self) -> list[list[str]]:
+        """The notes of a gateway about a model that wakes."""
+        return [words[:5] for words in self.noted("state") if words[1] == "waking"]
 
     def last(self, role: str) -> list[str]:
         """The last note of the newest process of a role: "pid", its pid and command line."""
@@ -243,6 +270,49 @@ def test_a_worker_that_was_asked_to_end_stays_ended_and_the_service_ends_with_it
     os.kill(int(service.last("gateway")[1]), signal.SIGKILL)
     assert service.finish() == 1
     assert "the gateway ended with signal SIGKILL" in service.shown
+
+
+def test_a_model_is_put_to_sleep_and_woken(start: Start) -> None:
+    service = start(gateway="asks")
+    service.read_until('"event": "awake"')
+    service.wait_state("awake")
+    assert service.events("asleep")[0]["model"] == service.events("awake")[0]["model"] == "baton-demo"
+    assert [words[:5] for words in service.noted("state")] == [
+        ["state", "asleep", "0", "0", "0"],
+        *service.waking_states(),
+        ["state", "awake", "2", "1", "0"],
+    ]
+    assert service.waking_states()[-1][4] == "100"
+    assert len(service.noted("pid")) == 7 and len(service.noted("ended")) == 3
+    assert service.stop() == 0
+    assert len(service.noted("ended")) == 7
+
+
+def test_a_worker_that_is_killed_while_its_model_wakes_starts_again(start: Start) -> None:
+    service = start(gateway="asks", decode="killed")
+    service.read_until("decode-0 ended with signal SIGKILL while it was waking; it starts again in 0.5 s")
+    service.wait_state("awake")
+    decode = service.last("decode")
+    os.kill(int(decode[1]), signal.SIGKILL)
+    service.read_until("decode-0 ended with signal SIGKILL; 2 workers are left; it starts again in 0.5 s")
+    assert service.stop() == 0
+
+
+def test_a_model_whose_workers_do_not_start_again_is_not_woken(start: Start) -> None:
+    service = start(gateway="asks", decode="broken", stop_s=1.0)
+    service.read_until('"reason": "decode-0 ended with exit status 7 before it was ready')
+    assert service.wait_state("failed")[5:8] == ["decode-0", "ended", "with"], "with the reason"
+    assert len([words for words in service.noted("pid") if words[2] == "decode"]) == 1 + 3, "it was tried three times"
+    assert all(has_ended(int(words[1]), WAIT_S) for words in service.noted("pid") if words[2] == "prefill")
+    assert service.process.poll() is None, "other models may be served"
+    assert service.stop() == 0
+
+
+def test_a_worker_that_does_not_end_for_its_models_sleep_is_killed(start: Start) -> None:
+    service = start(gateway="asks", decode="stubborn", stop_s=0.5)
+    service.read_until("decode-0 did not end by itself and is killed")
+    service.wait_state("awake")
+    assert service.stop() == 0
 
 
 def test_a_service_whose_reader_leaves_starts_workers_again_and_ends_when_asked(service: Service) -> None:

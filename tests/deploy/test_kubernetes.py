@@ -159,7 +159,7 @@ def test_each_command_line_is_one_of_batons_and_finds_the_others(fleet: Fleet) -
         assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"] is True
         assert pod.owner["spec"]["serviceName"] == name
         assert pod.config.port == int(port)
-        assert pod.config.model == gateway.model
+        assert (pod.config.model,) == gateway.model
         assert pod.owner["spec"]["podManagementPolicy"] == "Parallel"
 
 
@@ -245,7 +245,8 @@ def test_what_a_process_writes_to_is_a_volume(fleet: Fleet) -> None:
         for entry in pod.container["env"]:
             if entry["name"].endswith(("_CACHE_DIR", "_CACHE_PATH")):
                 assert entry["value"].startswith("/home/baton/.cache/")
-        folder = re.match(r"/\w+", pod.config.model)
+        model = pod.config.model
+        folder = re.match(r"/\w+", model if isinstance(model, str) else model[0])
         assert folder is None or folder[0] in mounts
 
 

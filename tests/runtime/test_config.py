@@ -17,6 +17,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
 IN_WORDS = {  # the document's wording |-> the default it means
     "none": ("", ()),
+    "demo": (("demo",),),  # of services, which may have several models
     "off": (False,),
     "on": (True,),
     "folder's name or hub id": ((),),

@@ -147,7 +147,7 @@ class TestSettings:
 
     def test_the_secret_travels_to_children_by_environment_alone(self) -> None:
         config = ServeConfig(fleet_secret=SECRET.secret)
-        for spec in (*plan_workers(config), plan_gateway(config, ("demo",), ("a:1",), ("b:1",))):
+        for spec in (*plan_workers(config), plan_gateway(config, ("a:1",), ("b:1",))):
             assert spec.environment["BATON_FLEET_SECRET"] == SECRET.secret
             assert not any(SECRET.secret in word for word in spec.command)
 

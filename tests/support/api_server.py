@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
-from gateway.request.prepare import ApiOptions, ServedModel
+from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router.adapters import Adapter
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing
@@ -84,7 +84,7 @@ def run_api(
     tracing: Tracing | None = None,
     names: Sequence[str] = (SERVED,),
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    extend: Callable[[FastAPI, ServedModel], None] = lambda app, served: None,
+    extend: Callable[[FastAPI, ServedModels], None] = lambda app, served: None,
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder.
 
@@ -108,9 +108,10 @@ def run_api(
         ready.set()
         await http.serve([listener])
         await grpc_server.stop(0)
-        served.offload.close()
+        model.offload.close()
 
-    served = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
+    model = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
+    served = ServedModels([model], registry)
     app = build_app(served)
     extend(app, served)
     http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

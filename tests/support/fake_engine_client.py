@@ -66,6 +66,9 @@ class FakeEngineClient:
     def check_ready(self) -> str | None:
         return self.unready
 
+    def is_awake(self) -> bool:
+        return self.unready is None
+
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:
         """Count the request, or refuse it as scripted."""

@@ -40,6 +40,7 @@ class Client:
         self.name = name
         self.parts: list[Tokens] = []
         self.error: ApiError | None = None
+        self.notes: list[str] = []
         self.attempts: list[AttemptRecord] = []
         self.reads = asyncio.Event()  # cleared: a slow client
         self.reads.set()
@@ -181,6 +182,7 @@ class VirtualFleet:
 
         try:
             with self.router.admit(1 + len(others)) as admitted:
+                client.notes = admitted.notes
                 await asyncio.gather(*(listen(one, one is first) for one in (first, *others)))
         except ApiError as error:
             client.error = error

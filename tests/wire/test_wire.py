@@ -46,7 +46,7 @@ OF_DECODE = (
     "prefill_s", "first_step_s", "decode_s", "cached_tokens", "draft_tokens", "accepted_tokens", "steps", "preemptions",
 )  # fmt: skip
 OF_PREFILL = ("prefill_s", "transfer_s", "transfer_bytes", "transport", "cached_tokens")
-OF_GATEWAY = ("queue_s", "attempts", "prefill_reason")
+OF_GATEWAY = ("wake_s", "queue_s", "attempts", "prefill_reason")
 
 
 def default(name: str, of: type[Any] = Timing) -> Any:

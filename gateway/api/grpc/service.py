@@ -20,7 +20,7 @@ from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
-from gateway.request.prepare import ServedModel, detokenize, tokenize
+from gateway.request.prepare import ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
 from protos import inference_pb2 as pb
@@ -48,13 +48,13 @@ class _StalledClientError(Exception):
     """A client did not read a message in time."""
 
 
-def build_interceptors(served: ServedModel) -> Sequence[grpc.aio.ServerInterceptor]:
+def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
     malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
     return [_KeyInterceptor(served.options.api_keys), malformed]
 
 
-def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None:
+def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:
     """Adds Inference, health and reflection."""
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
     health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
@@ -69,7 +69,7 @@ def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModels) -> None:
         self._served = served
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -83,24 +83,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
-            token_ids = await tokenize(self._served, tokenize_request(request))
-        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
+            raw = tokenize_request(request)
+            served = self._served.find(raw.model)
+            token_ids = await tokenize(served, raw)
+        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            text = await detokenize(self._served, model, token_ids, "token_ids", with_control_tokens=False)
+            text = await detokenize(self._served.find(model), model, token_ids, "token_ids", with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
             check_known(request)
-        context_tokens = self._served.tokenizer.context_tokens
-        names = self._served.names
-        models = [pb.Model(id=name, context_tokens=context_tokens) for name in (*names.listed, *names.adapters)]
+        models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in self._served.names()]
         return pb.ListModelsResponse(models=models)
 
     async def _stream(
@@ -116,9 +116,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context) as request_id:
             arrived_s = time.perf_counter()
             raw = read()
-            totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
+            served = self._served.find(raw.model)
+            totals = await begin(served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
             context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
-            async with aclosing(stream_choices(self._served, totals)) as pieces:
+            async with aclosing(stream_choices(served, totals)) as pieces:
                 async for index, piece in pieces:
                     message = write(piece, _shared_fields(index, piece, totals, raw.with_timing))
                     try:
@@ -126,6 +127,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                             await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
+            context.set_trailing_metadata(tuple(warning_headers(totals.warnings()).items()))
 
 
 def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:
@@ -175,7 +177,7 @@ def _shared_fields(index: int, piece: OutputDelta, totals: Totals, with_timing: 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1.Health: serving while the ring is ready. `Watch` is not implemented, as the protocol allows."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModels) -> None:
         self._served = served
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
@@ -183,7 +185,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         async with _serving(context):
             if request.service not in ("", "baton.v1.Inference"):
                 raise ApiError(404, f"no service {request.service[:100]!r} here", "service")
-        is_ready = self._served.ring.check_ready() is None
+        is_ready = self._served.check_ready() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
 

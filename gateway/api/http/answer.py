@@ -1,7 +1,7 @@
 """From a raw request to its HTTP answer, whole or as server-sent events, for every API's writer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -95,7 +95,10 @@ async def respond(
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
         if raw.deadline_ms is not None:
             hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
-        response: Response = EventStream(pieces, writer, hold_s, lambda: served.ring.check_ready() is None)
+        ring = served.ring
+        response: Response = EventStream(
+            pieces, writer, hold_s, lambda: ring.is_awake() and ring.check_ready() is None, totals.warnings
+        )
     else:
 
         async def whole() -> bytes:
@@ -105,7 +108,7 @@ async def respond(
             return await writer.whole()
 
         response = json_response(await until_disconnect(request.receive, whole()))
-    response.headers.update(warning_headers(totals.job.warnings))
+        response.headers.update(warning_headers(totals.warnings()))
     return response
 
 
@@ -114,18 +117,26 @@ class EventStream(Response):
 
     An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the writer writes a
     later one. `pieces` is always closed, also when the client leaves or is cut off because it stopped reading
-    (connection.py).
+    (connection.py). `find_warnings`: those known when the stream begins.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: Pieces, writer: Writer, hold_s: float, can_serve: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        writer: Writer,
+        hold_s: float,
+        can_serve: Callable[[], bool],
+        find_warnings: Callable[[], Sequence[str]],
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._pieces = pieces
         self._writer = writer
         self._hold_s = hold_s
         self._can_serve = can_serve
+        self._find_warnings = find_warnings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -143,6 +154,7 @@ class EventStream(Response):
                     await asyncio.wait({first}, timeout=PING_S)
                 if first.done():
                     first.result()
+                self.headers.update(warning_headers(self._find_warnings()))
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send(_body(begun))
                 await send(_body(await self._send_rest(first, send), is_last=True))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from gateway.api.access import waking_timeout
 from gateway.errors import ApiError, bad_request
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModels
 
 # Parsing and freeing a body block the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number
 # (measured on 8 MB bodies). Within these limits that is less than 0.1 s; real requests are far smaller.
@@ -23,7 +23,7 @@ _MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the c
 _MAX_PATH_CHARS = 200
 
 
-def limited_route(served: ServedModel) -> type[APIRoute]:
+def limited_route(served: ServedModels) -> type[APIRoute]:
     """Returns a route class that reads bodies within the limits before FastAPI validates them."""
 
     class LimitedRoute(APIRoute):
@@ -56,12 +56,12 @@ class _ReadRequest(Request):
         return self._value
 
 
-async def _read_object(request: Request, served: ServedModel) -> dict[str, object]:
+async def _read_object(request: Request, served: ServedModels) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     async with in_time(served.options.body_timeout_s):
         body = b"".join([chunk async for chunk in limited_chunks(request, served.options.max_body_bytes)])
-    marks = _outside_strings(body, served.tokenizer.context_tokens + _MAX_ELEMENTS)
+    marks = _outside_strings(body, served.context_tokens + _MAX_ELEMENTS)
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
     except ValueError as error:

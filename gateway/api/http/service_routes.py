@@ -1,17 +1,17 @@
 """Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet, and the page at `/`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from gateway.api.http.answer import encode, json_response
 from gateway.errors import not_ready
-from gateway.metrics import RequestMetrics
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModels
 from gateway.router.fleet import Fleet
 from gateway.router.router import Router
 from gateway.router.worker_client import WorkerClient
@@ -28,7 +28,7 @@ _PAGE_HEADERS = {
 }
 
 
-def build_status_router(served: ServedModel) -> APIRouter:
+def build_status_router(served: ServedModels) -> APIRouter:
     router = APIRouter()
 
     @router.get("/live")
@@ -40,7 +40,7 @@ def build_status_router(served: ServedModel) -> APIRouter:
     @router.get("/health")
     async def ready() -> Response:
         """Requests can be served; 503 with the reason when not."""
-        if reason := served.ring.check_ready():
+        if reason := served.check_ready():
             raise not_ready(reason)
         return json_response({"status": "ready"})
 
@@ -52,7 +52,7 @@ def build_status_router(served: ServedModel) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(generate_latest(served.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(served.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
 
@@ -99,6 +99,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
     adapters: dict[str, str]  # name |-> "loaded", or why it is not
     source: str  # the DNS name that it has; empty: named by its address
+    model: str | UnsetType = UNSET  # that it serves, where the gateway has several
 
 
 _COUNTS = (
@@ -107,26 +108,35 @@ _COUNTS = (
 )  # fmt: skip
 
 
-def build_fleet_router(fleet: Fleet, router: Router, metrics: RequestMetrics) -> APIRouter:
-    """GET /status."""
+def build_fleet_router(fleet: Fleet, routers: Mapping[str, Router], served: ServedModels) -> APIRouter:
+    """GET /status. `routers`: of each model by its first name."""
     routes = APIRouter()
 
     @routes.get("/status")
     async def status() -> Response:
         """Every worker, as of its last answer to the gateway."""
+        states = {router.model.name: router.model.describe() for router in routers.values() if router.model.name}
+        goals = [one.metrics.describe_goals() for one in served.models]
         return json_response(
             {
-                "workers": [_describe(worker) for worker in fleet.workers()],
-                "trouble": router.find_trouble() or "",
-                "no_hand_off": router.explain_no_hand_off(),
-                "goals": metrics.describe_goals(),
+                "workers": [_describe(worker, with_model=bool(fleet.parts)) for worker in fleet.workers()],
+                "trouble": _join({name: router.find_trouble() for name, router in routers.items()}),
+                "no_hand_off": _join({name: router.explain_no_hand_off() for name, router in routers.items()}),
+                "goals": goals[0] if len(goals) == 1 else dict(zip(routers, goals, strict=True)),
+                **({"models": states} if states else {}),
             }
         )
 
     return routes
 
 
-def _describe(worker: WorkerClient) -> WorkerStatus:
+def _join(texts: Mapping[str, str | None]) -> str:
+    """What is to be said of models; of which one, where there are several."""
+    given = {name: text for name, text in texts.items() if text}
+    return "; ".join(f"{name}: {text}" if len(texts) > 1 else text for name, text in given.items())
+
+
+def _describe(worker: WorkerClient, with_model: bool) -> WorkerStatus:
     status, trouble = worker.status, worker.find_trouble()
     return WorkerStatus(
         role=worker.role,
@@ -142,5 +152,6 @@ def _describe(worker: WorkerClient) -> WorkerStatus:
         weaknesses=dict(status.weaknesses),
         adapters=worker.adapters.describe(),
         source=worker.source,
+        model=status.peer.model if with_model else UNSET,
         **{name: getattr(status, name) for name in _COUNTS},
     )

@@ -120,6 +120,7 @@ class TimingBody(msgspec.Struct):
     accepted_tokens: int
     attempts: int
     prefill_reason: str
+    wake_seconds: float | UnsetType = UNSET  # if its model was asleep
 
 
 class FunctionBody(msgspec.Struct):

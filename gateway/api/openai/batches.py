@@ -17,7 +17,7 @@ from gateway.api.http.body import Body, only_null
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
 from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value, owner_of
 from gateway.errors import ApiError, bad_request, check_count
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModels
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_NAME_CHARS = 255
@@ -54,7 +54,7 @@ class Deleted(msgspec.Struct):
     object: Literal["file"] = "file"
 
 
-def build_batch_router(served: ServedModel, store: BatchStore | None) -> APIRouter:
+def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRouter:
     """`store`: None refuses everything."""
     router = APIRouter(route_class=limited_route(served))
 
@@ -158,7 +158,7 @@ def build_batch_router(served: ServedModel, store: BatchStore | None) -> APIRout
     return router
 
 
-async def _read_form(served: ServedModel, request: Request, most: int) -> FormData:
+async def _read_form(served: ServedModels, request: Request, most: int) -> FormData:
     """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":

@@ -157,7 +157,9 @@ class AnswerWriter:
     def _timing(self, piece: OutputDelta) -> answers.TimingBody | UnsetType:
         if piece.timing is None or not self._raw.with_timing:
             return UNSET
-        return answers.TimingBody(**timing_fields(piece.timing, answers.TimingBody.__struct_fields__))
+        timing = answers.TimingBody(**timing_fields(piece.timing, answers.TimingBody.__struct_fields__))
+        timing.wake_seconds = timing.wake_seconds or UNSET
+        return timing
 
     def _logprobs(self, tokens: Sequence[ShownToken]) -> Any:
         if self._raw.num_logprobs is None:

@@ -45,7 +45,7 @@ def adapted(full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """`full` starts before and ends after: each restores the logging that it found."""
 
     def extend(app: Any, served: Any) -> None:
-        app.include_router(build_adapter_router(served, cast(Any, LOADER)))
+        app.include_router(build_adapter_router(served, {SERVED: cast(Any, LOADER)}))
 
     options = replace(FULL, admin_key=ADMIN_KEY)
     with run_api(tmp_path_factory.mktemp("model"), options, adapters=NAMES, extend=extend) as served:

@@ -38,7 +38,7 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            runner = BatchRunner(store, app, served.ring, served.metrics.live_gaps, keys, MAX_BODY)
+            runner = BatchRunner(store, app, served, keys, MAX_BODY)
             runner.start()
             yield
             await runner.close()

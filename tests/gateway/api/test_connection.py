@@ -65,7 +65,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/stream":
-            await EventStream(self._events(), Endless(), 0.1, lambda: True)(scope, receive, send)
+            await EventStream(self._events(), Endless(), 0.1, lambda: True, tuple)(scope, receive, send)
         elif scope["path"] == "/work":
             with suppress(ClientDisconnect):
                 body = await until_disconnect(receive, self._work())

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from demo.paths import TARGET_DIR
 from gateway.app import build_app, build_served_model
-from gateway.request.prepare import ApiOptions
+from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router import attempt
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
@@ -54,7 +54,7 @@ def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: 
     engine, steps = FakeEngineClient(), list[float]()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
-    app = build_app(served)
+    app = build_app(ServedModels([served], served.metrics.registry))
 
     async def test() -> None:
         await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports the rest
@@ -78,7 +78,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
-    app, took_s = build_app(served), 0.0
+    app, took_s = build_app(ServedModels([served], served.metrics.registry)), 0.0
     texts = [" ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20)) for turn in range(365)]
     messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
     body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}

@@ -1,0 +1,138 @@
+"""Three models behind one gateway, of which two are awake: real processes, killed while they wake."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live import HTTP, HTTP_S, WAIT_S, Live, serve, wait_until
+
+DRAFT = Path(__file__).parents[2] / "demo" / "draft"
+NAMES = ("a", "b", "c")
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    """Models "a" and "b" are the demo, "c" is its draft model: each has a decode worker."""
+    with serve(
+        "a=demo", "--model=b=demo", f"--model=c={DRAFT}", "--max-awake=2", "--prefill-workers=0", "--dtype=float32",
+        "--threads=1", "--draft-model=none", "--max-context-tokens=512", hands_over=False,
+    ) as service:  # fmt: skip
+        yield service
+
+
+def ask(live: Live, model: str, seed: int = 0) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "temperature": 1, "seed": seed, "include_timing": True}
+    return HTTP.post(f"{live.url}/v1/completions", json=body, timeout=WAIT_S)
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+def read_states(live: Live) -> dict[str, str]:
+    """Model |-> its state, as of /status."""
+    states: dict[str, str] = HTTP.get(f"{live.url}/status", timeout=HTTP_S).json()["models"]
+    return states
+
+
+def find_worker(live: Live, model: str) -> int | None:
+    """The pid of the model's worker, if one runs, by the command lines of the supervisor's children."""
+    for pid in Path(f"/proc/{live.process.pid}/task/{live.process.pid}/children").read_text().split():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:  # it has just ended
+            continue
+        if f"--model-name={model}" in words and "decode" in words:
+            return int(pid)
+    return None
+
+
+def put_to_sleep(live: Live, model: str) -> None:
+    """By asking for the other two."""
+    for other in NAMES:
+        if other != model:
+            text_of(ask(live, other))
+    wait_until(lambda: read_states(live)[model] == "asleep", explain=lambda: read_states(live))
+
+
+def test_each_name_gets_its_model(live: Live) -> None:
+    listed = HTTP.get(f"{live.url}/v1/models", timeout=HTTP_S).json()["data"]
+    assert [(one["id"], one["root"]) for one in listed] == [(name, name) for name in NAMES]
+    assert read_states(live) == {"a": "awake", "b": "awake", "c": "asleep"}
+    assert {worker["model"] for worker in live.status()} == {"a", "b"}
+    texts = {name: text_of(ask(live, name, seed=3)) for name in ("a", "b")}
+    assert texts["a"] == texts["b"]
+    refused = ask(live, "d")
+    assert refused.status_code == 404 and "this service has 'a', 'b', 'c'" in refused.text
+    assert live.metric("gateway", "request_success_total", {"model": "b"}) == 1
+    assert HTTP.get(f"{live.url}/ready", timeout=HTTP_S).status_code == 200
+
+
+def test_a_request_wakes_its_model_in_the_place_of_the_one_used_longest_ago(live: Live) -> None:
+    text_of(ask(live, "b"))
+    before = find_worker(live, "a")
+    assert before is not None and find_worker(live, "c") is None
+    answer = ask(live, "c", seed=3)
+    assert text_of(answer) != text_of(ask(live, "b", seed=3)), "c is another model"
+    waited_s = answer.json()["choices"][0]["timing"]["wake_seconds"]
+    assert waited_s > 0 and answer.headers["x-baton-warning"].startswith("the model was asleep: the request waited ")
+    assert read_states(live) == {"a": "asleep", "b": "awake", "c": "awake"}
+    assert not Path(f"/proc/{before}").exists(), "its memory is free"
+    again = ask(live, "c", seed=3)
+    assert text_of(again) == text_of(answer) and "x-baton-warning" not in again.headers
+    assert "wake_seconds" not in again.json()["choices"][0]["timing"]
+
+
+def test_no_request_is_lost_when_all_models_are_asked_at_once(live: Live) -> None:
+    names = [NAMES[number % 3] for number in range(24)]
+    alone = {name: text_of(ask(live, name, seed=7)) for name in NAMES}
+    done = {name: live.metric("gateway", "request_success_total", {"model": name}) for name in NAMES}
+    with ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask(live, name, seed=7), names))
+    assert [text_of(answer) for answer in answers] == [alone[name] for name in names]
+    for name in NAMES:
+        assert live.metric("gateway", "request_success_total", {"model": name}) == done[name] + 8, "each once"
+    assert sum(find_worker(live, name) is not None for name in NAMES) <= 2
+
+
+@pytest.mark.parametrize("model", ["a", "c"])
+def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live, model: str) -> None:
+    expected = text_of(ask(live, model, seed=9))
+    put_to_sleep(live, model)
+    pid: list[int] = []
+
+    def find() -> bool:
+        pid[:] = filter(None, [find_worker(live, model)])
+        return bool(pid)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, live, model, 9) for _ in range(4)]
+        wait_until(find)
+        os.kill(pid[0], signal.SIGKILL)
+        live.wait_shown(f"{model} decode-0 ended with signal SIGKILL while it was waking; it starts again in 0.5 s")
+        assert [text_of(answer.result()) for answer in answers] == [expected] * 4
+
+
+def test_a_stream_of_a_sleeping_model_begins_when_it_is_awake(live: Live) -> None:
+    put_to_sleep(live, "b")
+    body: dict[str, Any] = {"model": "b", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    with HTTP.stream("POST", f"{live.url}/v1/completions", json=body, timeout=WAIT_S) as response:
+        assert response.status_code == 200 and "the model was asleep" in response.headers["x-baton-warning"]
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_a_killed_worker_of_an_awake_model_is_started_again(live: Live) -> None:
+    expected = text_of(ask(live, "a", seed=5))
+    pid = find_worker(live, "a")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert text_of(ask(live, "a", seed=5)) == expected
+    assert read_states(live)["a"] == "awake"
