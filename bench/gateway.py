@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 from tokenizers import Tokenizer
 
-from bench.peers.processes import read_cpu_s
+from bench.load.processes import read_cpu_s
 from demo.paths import TARGET_DIR
 from protos import decode_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
 from tests.support.fake_workers import Context, FakeDecode, Signal, serving

@@ -16,10 +16,10 @@ from bench.load.answers import Answer
 from bench.load.client import Client
 from bench.load.metrics import tpot_s, ttft_s
 from bench.load.options import parse_numbers
+from bench.load.processes import find_tree, read_pss_bytes
 from bench.load.prompts import Message, PromptWriter, new_run
 from bench.load.server import discover, open_http
 from bench.load.workloads import Wanted
-from bench.peers.processes import find_tree, read_pss_bytes
 from runtime.settings import ConfigError
 
 MESSAGE_TOKENS = 512  # of each message, about

@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 
 from bench.load.client import Client
+from bench.load.processes import read_cpu_s, read_pss_bytes
 from bench.load.prompts import PromptWriter
 from bench.load.server import Server, discover, open_http
 from bench.load.workloads import Wanted
 from bench.peers.figures import share_prefix
-from bench.peers.processes import Started, read_available_bytes, read_cpu_s, read_pss_bytes, start, stop
+from bench.peers.processes import Started, read_available_bytes, start, stop
 from bench.peers.rows import Target
 from bench.peers.systems import System
 from runtime.settings import ConfigError

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.load.processes import find_tree, read_cpu_s, read_pss_bytes
 from bench.peers.__main__ import choose, read_result
 from bench.peers.documents import describe_group
 from bench.peers.figures import build_cell, build_table, find_ratios, put_between, read_row
-from bench.peers.processes import find_tree, read_cpu_s, read_pss_bytes, start, stop
+from bench.peers.processes import start, stop
 from bench.peers.session import Places, build_command
 from bench.peers.systems import SYSTEMS, Group, System
 from bench.peers.turns import run_group

@@ -60,7 +60,9 @@ async def _read_object(request: Request, served: ServedModels) -> dict[str, obje
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     async with in_time(served.options.body_timeout_s):
-        body = b"".join([chunk async for chunk in limited_chunks(request, served.options.max_body_bytes)])
+        advice = "send a shorter one, or raise --body-limit-bytes"
+        chunks = limited_chunks(request, served.options.max_body_bytes, advice)
+        body = b"".join([chunk async for chunk in chunks])
     marks = _outside_strings(body, served.context_tokens + _MAX_ELEMENTS)
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
@@ -85,9 +87,9 @@ def _check_content_type(request: Request) -> None:
     request.scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
-async def limited_chunks(request: Request, most: int) -> AsyncGenerator[bytes, None]:
+async def limited_chunks(request: Request, most: int, advice: str) -> AsyncGenerator[bytes, None]:
     """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413, and ClientDisconnect."""
-    message = f"the body is larger than {most} bytes (--body-limit-bytes); send a shorter one"
+    message = f"the body is larger than {most} bytes; {advice}"
     too_large = ApiError(413, message, None, "body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):

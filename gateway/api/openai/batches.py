@@ -164,7 +164,7 @@ async def _read_form(served: ServedModels, request: Request, most: int) -> FormD
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(415, f"the body is {kind[:100]!r}; send multipart/form-data", None, "unsupported_media_type")
     options, limit = served.options, most + _FORM_BYTES
-    chunks = limited_chunks(request, limit)
+    chunks = limited_chunks(request, limit, "send fewer lines, or delete files")
     parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
     try:
         async with in_time(options.body_timeout_s * ceil(limit / options.max_body_bytes)):

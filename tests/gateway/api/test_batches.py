@@ -32,8 +32,9 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
 
     def extend(app: Any, served: Any) -> None:
         store = BatchStore(folder, MAX_BYTES)
-        ids = served.tokenizer.encode(answer, add_special_tokens=False)
-        served.ring.reset(Script([*ids, min(served.tokenizer.eos_token_ids)]))  # batches go on at once
+        [model] = served.models
+        ids = model.tokenizer.encode(answer, add_special_tokens=False)
+        model.ring.reset(Script([*ids, min(model.tokenizer.eos_token_ids)]))  # batches go on at once
         app.include_router(build_batch_router(served, store))
 
         @asynccontextmanager
