@@ -91,6 +91,22 @@ class Ticket(_message.Message):
     adapter: str
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
+class Image(_message.Message):
+    __slots__ = ("begin", "end", "digest", "rows", "columns", "data")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    digest: bytes
+    rows: int
+    columns: int
+    data: bytes
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ..., digest: _Optional[bytes] = ..., rows: _Optional[int] = ..., columns: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class PageRef(_message.Message):
     __slots__ = ("page", "generation")
     PAGE_FIELD_NUMBER: _ClassVar[int]

@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "cache_salt", "ticket", "num_prompt_logprobs")
+    __slots__ = ("request_id", "prompt", "cache_salt", "ticket", "num_prompt_logprobs", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: bytes
     cache_salt: str
     ticket: _kv_pb2.Ticket
     num_prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., ticket: _Optional[_Union[_kv_pb2.Ticket, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Image]
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., ticket: _Optional[_Union[_kv_pb2.Ticket, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "transfer_bytes", "transport", "prompt_logprobs", "cached_tokens")

@@ -4,12 +4,14 @@
 
 A key stands for all tokens up to its page's end, since KV depends on everything before it. A draft head's KV depends on
 the token after it, too: with one, a key stands for the first token of the next page as well. Different models, salts or
-adapters never share keys. Workers key their pages with them, and the gateway remembers which keys it sent where.
+adapters never share keys, nor do different images (wire/images.py). Workers key their pages with them, and the gateway remembers which keys it sent where.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
+
+from wire.images import ImageSpan, name_images
 
 PageKey = bytes
 KEY_BYTES = 16
@@ -36,13 +38,21 @@ def next_key(parent: PageKey, packed_tokens: bytes) -> PageKey:
     return blake2b(parent + packed_tokens, digest_size=KEY_BYTES).digest()
 
 
-def page_keys(parent: PageKey, packed_tokens: bytes, page_tokens: int, num_after: int = 0) -> Iterator[PageKey]:
+def page_keys(
+    parent: PageKey, packed_tokens: bytes, page_tokens: int, num_after: int = 0, images: Sequence[ImageSpan] = (),
+    first: int = 0,
+) -> Iterator[PageKey]:  # fmt: skip
     """Keys of the whole pages that these tokens fill, in order, after the page of `parent`. 0.7 us each.
 
-    num_after: tokens after each page that its key stands for too.
+    num_after: tokens after each page that its key stands for too. images: of the prompt; first: position of the first
+    of these tokens in it.
     """
     page_bytes = page_tokens * TOKEN_BYTES
     key_bytes = page_bytes + num_after * TOKEN_BYTES
     for begin in range(0, len(packed_tokens) - key_bytes + 1, page_bytes):
-        parent = next_key(parent, packed_tokens[begin : begin + key_bytes])
+        tokens = packed_tokens[begin : begin + key_bytes]
+        if images:
+            at = first + begin // TOKEN_BYTES
+            tokens += name_images(images, at, at + len(tokens) // TOKEN_BYTES)
+        parent = next_key(parent, tokens)
         yield parent

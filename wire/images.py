@@ -1,0 +1,32 @@
+"""Images in prompts: where they are, and what they are known by. Pure.
+
+An image is a run of tokens of the prompt, of which most are the model's image token and stand for one row of its
+encoding each; others, such as ends of lines, are text. Equal tokens with different images have different KV, so what
+depends on tokens names the images as well.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+DIGEST_BYTES = 32
+
+
+class ImageSpan(NamedTuple):
+    """The tokens [begin, end) of a prompt that stand for an image, from its first image token to its last."""
+
+    begin: int
+    end: int
+    digest: bytes  # SHA-256 of the file and of how the model's processor reads it
+    rows: int = 0  # of image tokens, where the model counts positions by rows and columns; 0: it counts tokens
+    columns: int = 0
+
+
+def name_images(images: Sequence[ImageSpan], begin: int, end: int) -> bytes:
+    """What the tokens [begin, end) stand for besides themselves: empty without an image there."""
+    return b"".join(
+        [
+            b"%b%d:%d;" % (image.digest, image.begin, image.end)
+            for image in images
+            if image.begin < end and begin < image.end
+        ]
+    )
