@@ -70,6 +70,6 @@ class DecodeRole(Role):
         self._streams.close()
 
     async def close(self) -> None:
-        await self._service.tiers.close()
+        await self._service.close()
         await self._receiver.peers.close()
         await self._grammars.close()

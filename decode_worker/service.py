@@ -21,7 +21,7 @@ from decode_worker.streams import GatewayStreams
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime import rpc
 from runtime.peer_input import find_too_many_logprobs
-from wire.messages import unpack_sampling
+from wire.messages import unpack_images, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
 from worker.process import Worker
@@ -69,7 +69,13 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
                 detail = "saved KV of the prompt is still being read"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
             await self._check_open(request.gateway, context)  # that may have taken seconds
-        sequence = await self.admit(params, keys, context)
+        encoded = await self.encode_images(params, request.images, keys, find_wait(context), context)
+        if encoded is None:
+            detail = "images of the prompt are still being encoded"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
+        if params.images:
+            await self._check_open(request.gateway, context)
+        sequence = await self.admit(encoded, keys, context)
         log.info(
             "session reserved", request_id=params.request_id, session=sequence.id, attempt=params.attempt,
             cached=sequence.num_cached,
@@ -201,4 +207,5 @@ def build_params(
         probes=request.speculation.drafter not in ("", "auto"),
         grammar=grammar,
         grammar_s=grammar_s,
+        images=unpack_images(request.images),
     )

@@ -55,7 +55,7 @@ class PrefillRole(Role):
         self._pages.add_to(server)
 
     async def close(self) -> None:
-        await self._service.tiers.close()
+        await self._service.close()
         await self._sender.close()
 
 

@@ -16,7 +16,7 @@ from prefill_worker.metrics import PrefillMetrics
 from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
-from wire.messages import pack_logprobs
+from wire.messages import pack_logprobs, unpack_images
 from wire.page_keys import TOKEN_BYTES
 from worker.process import Worker
 from worker.sequences import Sequence, SequenceParams, Update
@@ -51,17 +51,24 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         await self.check_draining(context)
         num_logprobs = request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None
-        params = SequenceParams(
-            request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
-            num_logprobs,
-        )  # fmt: skip
+        try:
+            params = SequenceParams(
+                request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
+                num_logprobs, images=unpack_images(request.images),
+            )  # fmt: skip
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
         try:
             while num_logprobs is None and not await self.tiers.restore(keys, self._heartbeat_s):
                 await self._sender.renew(request.ticket)
+            while (
+                encoded := await self.encode_images(params, request.images, keys, self._heartbeat_s, context)
+            ) is None:
+                await self._sender.renew(request.ticket)
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))
-        sequence = await self.admit(params, keys, context, is_kept=True)
+        sequence = await self.admit(encoded, keys, context, is_kept=True)
         self._updates[sequence.id] = asyncio.Queue()
         try:
             return await self._hand_over(request, sequence)

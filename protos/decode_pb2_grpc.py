@@ -95,8 +95,8 @@ class DecodeServicer:
     def Reserve(self, request, context):
         """Reserves a session and the pages of its prompt. Idempotent per (gateway, handle).
         RESOURCE_EXHAUSTED, with metadata "baton-refused-for": "room" (no room now), "grammar" (not compiled yet),
-        "adapter" (not loaded here), "slot" (other adapters have all now), "kv" (its KV is still read from files) or
-        "goal" (one more answer would make all slower than --itl-goal-ms);
+        "adapter" (not loaded here), "slot" (other adapters have all now), "kv" (its KV is still read from files, or its
+        images are still encoded) or "goal" (one more answer would make all slower than --itl-goal-ms);
         INVALID_ARGUMENT: it can never fit, or its grammar cannot be used; FAILED_PRECONDITION: the gateway has no Steps
         stream open; UNAVAILABLE: draining; INTERNAL: the grammar compiler does not work.
         """

@@ -1,11 +1,13 @@
 """Converts the values of this package to messages and back. Fields have the same names where possible."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2
+from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SCALARS, SamplingParams
 from wire.timing import Timing
@@ -27,6 +29,14 @@ def pack_tokens(token_ids: "NDArray[np.int32]") -> bytes:
 def unpack_tokens(packed: bytes) -> "NDArray[np.int32]":
     """[n] int32, a view of `packed`. ValueError if it is not a whole number of tokens."""
     return np.frombuffer(packed, _TOKEN)
+
+
+def pack_image(image: ImageSpan, data: bytes = b"") -> kv_pb2.Image:
+    return kv_pb2.Image(**image._asdict(), data=data)
+
+
+def unpack_images(images: Iterable[kv_pb2.Image]) -> tuple[ImageSpan, ...]:
+    return tuple(ImageSpan(one.begin, one.end, one.digest, one.rows, one.columns) for one in images)
 
 
 def pack_sampling(params: SamplingParams) -> decode_pb2.SamplingParams:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from wire.images import name_images
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
 from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.sequences import ANY_NUMBER, Phase, Sequence, SequenceParams
@@ -74,7 +75,7 @@ class KVCacheManager:
     def keys_of(self, params: SequenceParams) -> list[PageKey]:
         """Keys of the whole pages before `params.end`. 6 ms for 128k tokens: computed before locking."""
         tokens = params.prompt[: (params.end + self.num_after) * TOKEN_BYTES]
-        return list(page_keys(self._root_of(params), tokens, self.page_tokens, self.num_after))
+        return list(page_keys(self._root_of(params), tokens, self.page_tokens, self.num_after, params.images))
 
     def _root_of(self, params: SequenceParams) -> PageKey:
         """The parent key of the first page."""
@@ -128,8 +129,9 @@ class KVCacheManager:
         while (at := sequence.num_named) < last:
             if at == len(sequence.keys):
                 parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.params)
-                tokens = sequence.tokens[at * size : (at + 1) * size + self.num_after]
-                sequence.keys.append(next_key(parent, tokens.tobytes()))
+                begin, end = at * size, (at + 1) * size + self.num_after
+                others = name_images(sequence.params.images, begin, end)
+                sequence.keys.append(next_key(parent, sequence.tokens[begin:end].tobytes() + others))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
         self.states.finish_step(sequence)

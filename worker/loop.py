@@ -219,7 +219,9 @@ class WorkerLoop:
             if self._filled.get(slot, "") != key:
                 self._rows.fill_slot(slot, key)
                 self._filled[slot] = key
-            self._rows.open(sequence.row, tokens, sequence.params.sampling, sequence.answer_begin, slot)
+            params = sequence.params
+            images = [(image, params.encodings.get(image.digest)) for image in params.images]
+            self._rows.open(sequence.row, tokens, params.sampling, sequence.answer_begin, slot, images)
             sequence.num_pages_in_row, sequence.started_at = 0, time.monotonic()
         first = sequence.num_pages_in_row
         self._rows.write_pages(sequence.row, first, sequence.pages[first:])

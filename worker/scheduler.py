@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import PageKey
@@ -153,7 +154,14 @@ class Scheduler:
         return self.kv.begin_restore(keys, slot_keys)
 
     def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
-        """Whether nothing comes from another worker. A partial page does not justify a transfer."""
+        """Whether nothing comes from another worker. A partial page does not justify a transfer.
+
+        NoRoomError: it must not, but images' encodings are not here.
+        """
+        if params.lacks_images(num_cached):
+            if not params.max_tokens:
+                raise NoRoomError("KV of the prompt's images was evicted just now")
+            return False
         num_missing = params.end - num_cached
         return num_missing <= params.local_prefill_max_tokens or (num_cached > 0 and num_missing < self.kv.page_tokens)
 
@@ -201,6 +209,8 @@ class Scheduler:
         sequence.computed = sequence.launched = sequence.num_named = 0
         sequence.draft_computed = sequence.draft_launched = 0
         sequence.phase = Phase.PREEMPTED
+        if sequence.params.lacks_images():  # it cannot be computed again here: its gateway asks anew, once this expires
+            sequence.phase, sequence.deadline = Phase.RECEIVING, -inf
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 

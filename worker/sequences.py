@@ -14,11 +14,13 @@ One sequence's life, and what frees its pages:
 """
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
@@ -66,6 +68,8 @@ class SequenceParams:
     probes: bool = False  # now and then draft although it does not seem worth its cost
     grammar: object | None = None  # what the answer must match; only the decode worker looks inside
     grammar_s: float = 0.0  # waited for the grammar
+    images: Seq[ImageSpan] = ()  # in the prompt, by position
+    encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> engine.vision.Encoding, of those here
     num_prompt: int = field(init=False)  # tokens
 
     def __post_init__(self) -> None:
@@ -75,6 +79,15 @@ class SequenceParams:
         longest = self.num_emitted + self.max_tokens
         if self.min_tokens > longest:
             raise ValueError(f"min_tokens is {self.min_tokens}, but the answer has at most {longest} tokens")
+        ends = [0, *(image.end for image in self.images)]
+        if any(not end <= image.begin < image.end for end, image in zip(ends, self.images, strict=False)) or (
+            ends[-1] > self.num_prompt
+        ):
+            raise ValueError(f"images {[one[:2] for one in self.images]} must be apart, in {self.num_prompt} tokens")
+
+    def lacks_images(self, num_cached: int = 0) -> bool:
+        """Whether KV of positions from `num_cached` on needs the encoding of an image that is not here."""
+        return any(image.end > num_cached and image.digest not in self.encodings for image in self.images)
 
 
 @dataclass(slots=True)

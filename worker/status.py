@@ -1,12 +1,13 @@
 """The rpcs that all workers answer: Status, Drain, and those of adapters. Runs on the asyncio thread."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from protos import decode_pb2
+from protos import decode_pb2, kv_pb2
 from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
@@ -14,6 +15,7 @@ from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
 from worker.adapter_loader import AdapterLoader, AdapterRefusedError
 from worker.adapters import NoSlotError, UnknownAdapterError
+from worker.images import ImageEncoder
 from worker.kv_tiers import KVTiers
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NeverFitsError, NoRoomError
@@ -45,6 +47,14 @@ class WorkerService:
         self._transports = transports
         self._speed = metrics.prompt_speed
         self.tiers = KVTiers(worker, thread, metrics)
+        tower = worker.engine.vision
+        self.images = ImageEncoder(tower, not worker.threads, metrics) if tower else None
+
+    async def close(self) -> None:
+        """The server has stopped."""
+        await self.tiers.close()
+        if self.images is not None:
+            self.images.close()
 
     async def check_draining(self, context: Context) -> None:
         """Abort the call if this worker accepts nothing new."""
@@ -71,6 +81,32 @@ class WorkerService:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))
         except NeverFitsError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def encode_images(
+        self, params: SequenceParams, images: Iterable[kv_pb2.Image], keys: list[PageKey], wait_s: float,
+        context: Context,
+    ) -> SequenceParams | None:  # fmt: skip
+        """The params with encodings of the images that come as files and have no KV here. Aborts the call for bad ones.
+
+        None: it takes longer than `wait_s`, and goes on; ask again. `keys`: as in `admit`.
+        """
+        kv = self._scheduler.kv
+        with self._thread.lock:
+            is_scored = params.num_prompt_logprobs is not None
+            num_cached = 0 if is_scored else kv.find(keys).num_usable * kv.page_tokens
+        files = {image.digest: image.data for image in images if image.data and image.end > num_cached}
+        if not files:
+            return params
+        if self.images is None:
+            detail = (
+                f"worker {self._me.address} takes no images: its model has no use for them"
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
+        try:
+            found = await self.images.encode(files, wait_s)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an image {error}")
+        return None if found is None else replace(params, encodings=found)
 
     def find_bad_prompt(self, packed: bytes) -> str | None:
         """What is wrong with a prompt; None if nothing is."""
@@ -125,6 +161,7 @@ class WorkerService:
             weaknesses=self._weaknesses,
             adapters=scheduler.adapters.names,
             max_loras=scheduler.adapters.num_slots,
+            takes_images=self.images is not None,
         )
         if (slots := scheduler.kv.states.cache).num_pages:
             status.free_slots, status.used_slots = slots.num_spare, slots.num_held

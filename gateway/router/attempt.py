@@ -16,10 +16,10 @@ from gateway.router.placement import Role
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
 from gateway.router.worker_client import GONE, PrefillClient
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
 from wire.logprobs import TokenLogprobs
-from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
+from wire.messages import pack_image, pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 from wire.timing import Timing
 
 NO_TIMING = Timing()
@@ -128,7 +128,11 @@ class Attempt:
             ),
             cache_salt=wanted.cache_salt,
             adapter=request.adapter,
+            images=self._pack_images(with_data=self._prefill is None),
         )
+
+    def _pack_images(self, with_data: bool) -> list[kv_pb2.Image]:
+        return [pack_image(image.span, image.data if with_data else b"") for image in self._request.wanted.images]
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
         """The answer goes to the session's inbox. The place is free at once, however slowly the client reads."""
@@ -139,6 +143,7 @@ class Attempt:
             cache_salt=request.wanted.cache_salt,
             ticket=reserved.ticket,
             num_prompt_logprobs=request.num_prompt_logprobs,
+            images=self._pack_images(with_data=True),
         )
         try:
             done = await worker.run(run, timeout_s=self._remaining_s())

@@ -64,6 +64,7 @@ class WorkerView:
     costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
     adapters: frozenset[str] = frozenset()  # digests of those that requests may name
     store: str = ""  # where its KV is saved in files; empty: nowhere
+    takes_images: bool = False  # it computes prompts with images
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
@@ -105,6 +106,7 @@ def choose_placement(
     cached: Mapping[str, int] = NOTHING_CACHED,
     stored: Mapping[str, int] = NOTHING_CACHED,
     no_prefill: NoPrefill = "fallback",
+    has_images: bool = False,
 ) -> Placement | Wait | Unready:
     """Place a request that needs KV for `num_missing` positions. `workers`: those that have its adapter.
 
@@ -116,6 +118,7 @@ def choose_placement(
     rest of a page behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback.
     None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`);
     on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
+    `has_images`: only workers that take images compute it.
     """
     unready = find_unready(workers)
     if unready is not None:
@@ -135,7 +138,10 @@ def choose_placement(
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
         _, num_cached = find(decode)
-        known = [view for view in workers if view.role == "prefill" and view.layout == decode.layout]
+        known = [
+            view for view in workers
+            if view.role == "prefill" and view.layout == decode.layout and (view.takes_images or not has_images)
+        ]  # fmt: skip
         partners = [view for view in known if view.is_alive]
         num_lacking = num_missing - num_cached
         limit, why = local_prefill_max_tokens, "within --local-prefill-max-tokens"
@@ -143,9 +149,10 @@ def choose_placement(
             limit, why = _find_limit(decode, partners or known, num_lacking)
         is_rest = num_cached > 0 and num_lacking < decode.page_tokens
         is_short = num_lacking <= limit or is_rest
-        if not partners and no_prefill == "fallback":
+        may_compute = decode.takes_images or not has_images
+        if not partners and no_prefill == "fallback" and may_compute:
             return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL)
-        if is_short:
+        if is_short and may_compute:
             why = why if num_lacking <= limit else "the rest of a page behind cached ones"
             return Placement(decode, None, limit, num_cached, why=why)
         partners = [view for view in partners if _has_room(view)]

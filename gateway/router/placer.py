@@ -84,7 +84,7 @@ class Placer:
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
             workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
-            stored, self._no_prefill_of(request),
+            stored, self._no_prefill_of(request), bool(request.wanted.images),
         )  # fmt: skip
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])

@@ -89,7 +89,8 @@ class Request:
         if page_tokens and len(keys) < self.num_missing // page_tokens:
             parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt, self.adapter)
             rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]
-            keys.extend(page_keys(parent, rest, page_tokens))
+            first, images = len(keys) * page_tokens, [image.span for image in self.wanted.images]
+            keys.extend(page_keys(parent, rest, page_tokens, 0, images, first))
         return keys
 
     @property

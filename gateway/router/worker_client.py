@@ -217,6 +217,7 @@ class WorkerClient:
             adapters=self.adapters.loaded,
             has_slots=self.adapters.has_slots,
             store=status.kv_store,
+            takes_images=status.takes_images,
             host=peer.host,
             num_threads=status.threads,
             num_cores=status.cores,

@@ -1,0 +1,122 @@
+"""Encodes the images of prompts, beside running steps. On the asyncio thread; the work is on a thread of its own.
+
+Encodings are kept by digest, up to a number of bytes, so that the next turn of a conversation needs none, nor the same
+image in other prompts. What a sequence needs stays with it.
+"""
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+import torch
+from engine.vision import Encoding, VisionTower
+
+from worker.metrics import WorkerMetrics
+
+Encodings = Mapping[bytes, Encoding]  # digest |->
+KEPT_BYTES = 256 << 20  # of encodings, beside those that sequences have
+AT_ONCE = 4  # images that are encoded together
+NICE = 5  # of the thread: steps go first
+log = structlog.get_logger()
+
+
+class ImageEncoder:
+    """Owns the cache and the thread."""
+
+    def __init__(self, tower: VisionTower, is_on_gpu: bool, metrics: WorkerMetrics) -> None:
+        self._tower = tower
+        self._begin_thread = _begin_nothing if is_on_gpu else _begin_cpu_thread
+        self._kept: OrderedDict[bytes, Encoding] = OrderedDict()  # digest |-> encoding, next to go first
+        self._num_bytes = 0
+        self._coming: dict[bytes, asyncio.Task[None]] = {}  # digest |-> what encodes it
+        self._failed: OrderedDict[bytes, str] = OrderedDict()  # digest |-> why it cannot be encoded
+        self._thread: ThreadPoolExecutor | None = None
+        self._num_encoded = metrics.counter("images_encoded", "Images encoded")
+        self._seconds = metrics.counter("image_encode_seconds", "Seconds spent on encoding images")
+        metrics.gauge("image_encodings_bytes", "Bytes of kept encodings", lambda: self._num_bytes)
+
+    async def encode(self, files: Mapping[bytes, bytes], wait_s: float) -> Encodings | None:
+        """`files`: digest |-> file |-> their encodings. ValueError: one is no image, or too large for the model.
+
+        None: it takes longer than `wait_s`, and goes on; ask again.
+        """
+        missing = [digest for digest in files if digest not in self._kept and digest not in self._coming]
+        for begin in range(0, len(missing), AT_ONCE):
+            chosen = {digest: files[digest] for digest in missing[begin : begin + AT_ONCE]}
+            task = asyncio.create_task(self._encode(chosen))
+            self._coming |= dict.fromkeys(chosen, task)
+        found: dict[bytes, Encoding] = {}
+        deadline = time.monotonic() + wait_s
+        for digest in files:
+            if (task := self._coming.get(digest)) is not None:
+                done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
+                if not done:
+                    return None
+            if digest in self._failed:
+                raise ValueError(self._failed.pop(digest))
+            if digest not in self._kept:
+                return None  # many others came meanwhile
+            self._kept.move_to_end(digest)
+            found[digest] = self._kept[digest]
+        return found
+
+    async def _encode(self, files: Mapping[bytes, bytes]) -> None:
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "images", self._begin_thread)
+        try:
+            for digest, encoding in (await loop.run_in_executor(self._thread, self._compute, files)).items():
+                if isinstance(encoding, str):
+                    self._failed[digest] = encoding
+                else:
+                    self._keep(digest, encoding)
+        except Exception as error:
+            log.exception("images were not encoded")
+            self._failed |= dict.fromkeys(files, f"it cannot be encoded: {error}")
+        finally:
+            while len(self._failed) > len(self._coming) + AT_ONCE:
+                self._failed.popitem(last=False)
+            for digest in files:
+                del self._coming[digest]
+            self._num_encoded.inc(len(files))
+            self._seconds.inc(time.monotonic() - began)
+
+    def _compute(self, files: Mapping[bytes, bytes]) -> dict[bytes, Encoding | str]:
+        """Encodings, or why there is none. On the thread."""
+        found: dict[bytes, Encoding | str] = {}
+        inputs = {}
+        for digest, file in files.items():
+            try:
+                inputs[digest] = self._tower.read(file)
+            except ValueError as error:
+                found[digest] = str(error)
+        if inputs:
+            found |= zip(inputs, self._tower.encode(list(inputs.values())), strict=True)
+        return found
+
+    def _keep(self, digest: bytes, encoding: Encoding) -> None:
+        self._kept[digest] = encoding
+        self._num_bytes += _count_bytes(encoding)
+        while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._num_bytes -= _count_bytes(self._kept.popitem(last=False)[1])
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_nothing() -> None:
+    pass
+
+
+def _begin_cpu_thread() -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, NICE)  # Linux: of this thread
+    torch.set_num_threads(1)  # the engine's thread has the others (process.py: build_rank_engine)
+
+
+def _count_bytes(encoding: Encoding) -> int:
+    return sum([part.nbytes for part in encoding if part is not None])
