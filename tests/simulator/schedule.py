@@ -1,7 +1,7 @@
 """One seed, one schedule: a small fleet, a few requests, a few faults, and the final checks."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
