@@ -10,6 +10,7 @@ from engine.weights.scheme import Scheme
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
+ImageAttention = Literal["causal", "windows", "all"]  # layers where tokens of one image see each other
 ExpertLayout = Literal["per_expert", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
@@ -142,6 +143,20 @@ class ModelConfig:
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
     draft_head: DraftHead | None = None  # of a draft head
+    whole: str | None = None  # model_type of a model with other parts, whose language model this is
+    image_token: int | None = None  # its rows come from an encoding; None: the model takes no images
+    image_attention: ImageAttention = "causal"
+    pad_token: int = 0  # of which layers are given what they are given of tokens, in the place of an image's
+
+    @property
+    def sees_whole_images(self) -> bool:
+        """Whether no step may end between two tokens of an image."""
+        return self.image_attention != "causal"
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether an image's tokens have positions by row and column (M-RoPE)."""
+        return any(rope.axes for rope in self.ropes)
 
     @property
     def kv_layers(self) -> tuple[LayerConfig, ...]:
