@@ -8,6 +8,7 @@ from wire.kv_layout import StatePart
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]  # what joins gate and up, see ops/base.py
 Scoring = Literal["softmax", "sigmoid"]
+ImageAttention = Literal["causal", "windows", "all"]  # layers where the tokens of one image see each other
 # float32: scores and weights. rounded: float32, then weights rounded to the model's dtype. logits: the logits' dtype.
 Precision = Literal["float32", "rounded", "logits"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES

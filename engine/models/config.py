@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
-from engine.layers.config import Activation, Recurrent, RopeConfig, Routing
+from engine.layers.config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
 from engine.weights.scheme import Scheme
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ImageAttention = Literal["causal", "windows", "all"]  # layers where tokens of one image see each other
 ExpertLayout = Literal["per_expert", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
