@@ -211,20 +211,14 @@ class Decoder:
     ) -> Flow:
         """[T], and [T] or [3, T] as in `Layout.turns` |-> what the first layer gets. hidden: see `Batch`."""
         embedded = self._embed_tokens(token_ids)
-        inputs = None
-        if self._token_inputs is not None and images is None:
-            inputs = self._token_inputs(token_ids, embedded)
-        elif self._token_inputs is not None and images is not None:
-            pads = torch.full_like(images.at, self.config.pad_token)  # as transformers does, without the multiplier
-            padded = embedded.index_copy(0, images.at, self.embedding(pads))
-            inputs = self._token_inputs(token_ids.index_copy(0, images.at, pads), padded)
         if images is not None:
             embedded.index_copy_(0, images.at, images.rows)
+            token_ids = token_ids.index_fill(0, images.at, self.config.pad_token)
         return Flow(
             sums=embedded.float(),
             normed=self._norm(embedded, self._layers[0].before_attention),
             rotations=self._rotations(turns),
-            inputs=inputs,
+            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, embedded),
         )
 
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
