@@ -36,6 +36,7 @@ class VisionTower:
         self._takes = set(inspect.signature(inspect.unwrap(model.get_image_features)).parameters)
         weight = next(model.parameters())
         self._device, self._dtype = weight.device, weight.dtype
+        self.joins = self._device.type == "cuda"  # images in one forward; each then rounds otherwise than alone
         self._stream: Any = None  # beside the steps of the language model
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -52,10 +53,11 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[PixelInputs]) -> list[Encoding]:
-        """In one forward for all whose inputs have the same shapes. Waits for the device."""
-        alike = dict[tuple[tuple[str, torch.Size], ...], list[int]]()
+        """In one forward for all whose inputs have the same shapes, if it `joins`. Waits for the device."""
+        alike = dict[tuple[object, ...], list[int]]()
         for index, image in enumerate(images):
-            alike.setdefault(tuple((name, value.shape) for name, value in image.items()), []).append(index)
+            shapes = tuple(value.shape for value in image.values())
+            alike.setdefault(shapes if self.joins else (index,), []).append(index)
         found = dict[int, Encoding]()
         with torch.cuda.stream(self._stream):
             for group in alike.values():

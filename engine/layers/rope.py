@@ -104,6 +104,7 @@ def gather_rotation(table: Tensor, positions: Tensor, axes: Sequence[int] = ()) 
     """
     found = table[positions]  # [T, 2, D / 2], or [3, T, 2, D / 2]
     if positions.ndim == 2:
-        found = torch.stack([found[axis, ..., pair] for pair, axis in enumerate(axes)], -1)
+        turned = torch.stack([found[axis, ..., pair] for pair, axis in enumerate(axes)], -1)
+        found = torch.cat((turned, found[0, ..., len(axes) :]), -1)
     cos, sin = found.unbind(1)  # [T, D / 2] each
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)

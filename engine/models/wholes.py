@@ -45,8 +45,14 @@ WHOLES: Mapping[str, Whole] = {
         "Qwen2_5_VLForConditionalGeneration", {"qwen2_5_vl_text": "qwen2"}, 151_655, axes="runs",
         sections=(16, 24, 24),
     ),
-    "qwen3_5": Whole("Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}),
-    "qwen3_5_moe": Whole("Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": "qwen3_5_moe_text"}),
+    "qwen3_5": Whole(
+        "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}, 248_056, axes="turns",
+        sections=(11, 11, 10),
+    ),
+    "qwen3_5_moe": Whole(
+        "Qwen3_5MoeForConditionalGeneration", {"qwen3_5_moe_text": "qwen3_5_moe_text"}, 248_056, axes="turns",
+        sections=(11, 11, 10),
+    ),
     "qwen3_vl": Whole(
         "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}, 151_655, axes="turns", sections=(24, 20, 20)
     ),

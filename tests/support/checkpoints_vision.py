@@ -67,6 +67,7 @@ GEMMA4 = Vision(
 VISIONS: dict[str, Vision] = {
     "qwen2_5_vl": _qwen("Qwen2_5_VLProcessor", 1280),
     "qwen3_vl": _qwen("Qwen3VLProcessor", 1280),
+    "qwen3_5": _qwen("Qwen3VLProcessor", 1280),
     "gemma3": Vision(
         "Gemma3ImageProcessorPil", dict(size={"height": 32, "width": 32}), "Gemma3Processor",
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),

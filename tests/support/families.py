@@ -60,7 +60,8 @@ GEMMA4_E = dict(
 )  # fmt: skip  # layers 4 and 5 read the keys and values of layers 2 and 3
 GEMMA4_LARGE = dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
 QWEN3_5 = dict(
-    layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope("default", 1e4, partial_rotary_factor=0.25),
+    layer_types=[LINEAR, FULL, LINEAR],
+    rope_parameters=rope("default", 1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
 )  # fmt: skip
 QWEN3_5_MOE = dict(
