@@ -109,8 +109,6 @@ class Runner:
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
-        # sees the tokens of an image together, which others do not
-        self._image_attention = reference_attention(model.config.attention_shapes, rows.page_tokens)
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
 
@@ -247,7 +245,9 @@ class Runner:
         """[S, H], and the batch at the positions that it really has."""
         layout, pieces, attention = step.layout, self._pieces, self._attention
         if batch.images is not None:
-            pieces, attention = None, attention if batch.images.sees is None else self._image_attention
+            pieces = None
+            if batch.images.sees is not None:  # which other backends do not read
+                attention = reference_attention(self._model.config.attention_shapes, self._rows.page_tokens)
         piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
         if self._head is not None:
             batch = replace(batch, taps=self._model.new_taps(len(layout.places)))

@@ -63,7 +63,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
             dice = torch.Generator().manual_seed(row)
             sizes = (6, config.hidden_size), (2, 6, config.hidden_size)
             encoding = Encoding(*(torch.randn(*size, generator=dice) for size in sizes))
-            images = [(ImageSpan(3, 9, b"", 2, 3), encoding)]
+            images = [(ImageSpan(3, 9, b"", *((2, 3) if config.counts_rows else ())), encoding)]
         rows.open(row, prompt.numpy(), SAMPLINGS[row], length, images=images)
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
     told = []
