@@ -3,12 +3,11 @@
 A file becomes pixels by the model's image processor, and pixels become rows in the place of image tokens.
 """
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image, ImageOps
@@ -100,27 +99,29 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Vision
     if config.get("vision_config") is None:
         return None
     _check(config, folder)
+    try:
+        model, processor, lacking = _load(folder, dtype)
+    except Exception as error:  # transformers' code of any model
+        raise ValueError(f"transformers cannot load how {folder} sees images: {error}") from error
+    if lacking:
+        raise ValueError(f"the checkpoint lacks parts of its vision tower, or has others: {', '.join(lacking[:8])}")
+    return VisionTower(model.to(device), processor, _find_options(model.config))
+
+
+def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+    """The model without its language model, its image processor, and the tensors that it lacks."""
     from transformers import AutoConfig, AutoImageProcessor, AutoModel  # seconds
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # on stderr
-    known: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    wanted = copy.deepcopy(known)
-    for unused in ("audio_config", "quantization_config"):
-        if getattr(wanted, unused, None) is not None:
-            setattr(wanted, unused, None)
-    processors: Any = AutoImageProcessor
-    try:
-        processor = processors.from_pretrained(folder, backend="pil", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} has no image processor that can be used: {error}") from error
-    library: Any = AutoModel
-    model, report = _without_text(library._model_mapping[type(wanted)]).from_pretrained(
-        folder, config=wanted, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    configs, processors, models = cast(Any, (AutoConfig, AutoImageProcessor, AutoModel))
+    config = configs.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config.audio_config = config.quantization_config = None
+    processor = processors.from_pretrained(folder, backend="pil", local_files_only=True)
+    model, report = _without_text(models._model_mapping[type(config)]).from_pretrained(
+        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
-    if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
-        raise ValueError(f"the checkpoint lacks parts of its vision tower, or has others: {', '.join(lacking[:8])}")
-    return VisionTower(model.to(device), processor, _find_options(known))
+    return model, processor, sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
 
 
 def _check(config: Json, folder: Path) -> None:
