@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.image_rows import BatchImages, StepImages, find_images, find_turns, gather
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import AdapterTiles, HostTiles, sort_rows
 from engine.ranges import Ints, find_starts, join_ranges
@@ -55,7 +56,7 @@ NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last four are uploaded, in this order.
+    """T new tokens of B sequences, on the host. All but the last six are uploaded, in this order.
 
     Where drafts are unjudged, positions and lengths are the most that they can be.
     """
@@ -72,6 +73,10 @@ class Layout(NamedTuple):
     split: int | None  # see `States`
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
     adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
+    turns: Ints | None = (
+        None  # [T], or [3, T] with tokens of images, what turns heads in place of the positions (M-RoPE)
+    )
+    images: StepImages | None = None
 
     @property
     def owners(self) -> Ints:
@@ -113,6 +118,8 @@ class Batch:
     is_lagging: bool = False  # some sequences may begin earlier: see `shift`
     states: States | None = None  # if the model has some
     adapters: tuple[AdapterTiles, AdapterTiles] | None = None  # of the tokens, and of the rows with logits
+    turns: Tensor | None = None  # see `Layout`
+    images: BatchImages | None = None
     taps: Tensor | None = None  # [T, N H] to be written for a draft head: see `Decoder.tap`
     hidden: Tensor | None = None  # [T, H] of a draft head's step: rows that go with the tokens
 
@@ -127,6 +134,10 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
     starts, num_sequences = find_starts(counts), len(set(columns[0]))
+    turns = images = None
+    if rows.images and rows.image_rules is not None:
+        turns = find_turns(rows.images, columns[0], owners, positions)
+        images = find_images(rows.images, rows.image_rules, columns[0], begins, counts)
     logits_rows = join_ranges(starts[1:] - num_logits, num_logits)[1]
     return Layout(
         places=token_rows * rows.width + positions,
@@ -141,6 +152,8 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         split=num_sequences if num_sequences < len(row) else None,
         lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
         adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
+        turns=turns,
+        images=images,
     )
 
 
@@ -174,7 +187,7 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     Arrays that are the same objects as in the stager's last layout keep their tensors. See `shift` for a layout with
     `lag_rows`.
     """
-    places, *fields = stager.upload(layout[:-4])
+    places, *fields = stager.upload(layout[:-6])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
@@ -182,6 +195,8 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
         states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
         adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
+        turns=None if layout.turns is None else upload([layout.turns], rows.device)[0],
+        images=None if layout.images is None else gather(layout.images, rows.device),
     )  # fmt: skip
 
 
@@ -207,6 +222,7 @@ def shift(batch: Batch, lag: Tensor, owners: Tensor, rows: InputBatch, padding_s
         token_ids=rows.flat_tokens.index_select(0, places).long(),
         places=places,
         positions=positions,
+        turns=None if batch.turns is None else batch.turns - of_tokens,
         seq_lens=batch.seq_lens - lag.to(torch.int32),
         slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
     )

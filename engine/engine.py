@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,9 +13,10 @@ from torch import Tensor
 from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.graphs import CudaCapture, OnCaptured
+from engine.image_rows import ImageRules
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
-from engine.largest_step import LargestStep, find_step_bytes
+from engine.largest_step import LargestStep, find_step_bytes, measure_peak
 from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
 from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
@@ -28,6 +29,7 @@ from engine.models.read_head import is_draft_head
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import HeadRunner, Runner
+from engine.vision import VisionTower, load_tower
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from engine.weights.table import Shard
@@ -59,6 +61,8 @@ class Engine:
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
     adapters: Adapters | None = None  # slots for adapters; None: none are taken
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
+    vision: VisionTower | None = None  # None: this process encodes no images
+    why_blind: str | None = None  # why it does not, though the model has a part for them
     trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
@@ -151,6 +155,8 @@ class Engine:
             found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
+        if self.why_blind is not None:
+            found["no images"] = self.why_blind
         if self.why_unshared is not None:
             found["each worker has its own copy of the weights"] = self.why_unshared
         return found
@@ -203,11 +209,13 @@ def build_engine(
     place: Place = ALONE,
     largest_step: LargestStep | None = None,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
+    has_vision: bool = True,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
     `num_rows`: sequences in steps at once. `max_context_tokens`: upper limit of a sequence; 0: the model's own limit.
     `largest_step`: is run on a GPU before the pool is sized, to measure what it needs; None: nothing is measured.
+    `has_vision`: rank 0 loads the part that encodes images, if it can.
     FileNotFoundError or ValueError say what is wrong with the checkpoint or the device.
     """
     torch.set_num_threads(threads)
@@ -222,9 +230,17 @@ def build_engine(
         draft = None
         if draft_model:
             draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
-    return assemble_engine(
-        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place, largest_step
-    )
+        vision, why_blind = None, None
+        if has_vision and ranks.rank == 0:
+            try:
+                vision = load_tower(folder, loaded.decoder.dtype, device)
+            except ValueError as error:
+                why_blind = str(error)
+    engine = assemble_engine(
+        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place,
+        largest_step, vision,
+    )  # fmt: skip
+    return replace(engine, why_blind=why_blind)
 
 
 def assemble_engine(
@@ -238,6 +254,7 @@ def assemble_engine(
     kv_dtype: KvDType = "auto",
     place: Place = ALONE,
     largest_step: LargestStep | None = None,
+    vision: VisionTower | None = None,
 ) -> Engine:
     """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
     decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
@@ -251,10 +268,13 @@ def assemble_engine(
     attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
+    if isinstance(config, ModelConfig) and config.image_token is not None:
+        rows.image_rules = ImageRules(config.image_token, config.image_attention)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
         measured = [*zip(decoders, attention, shapes, strict=True)]
-        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, measured, rows))
+        beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
+        gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows))
     sizes = size_pool(
         config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
         sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
@@ -300,6 +320,7 @@ def assemble_engine(
         why_unshared=decoder.why_unshared,
         adapters=adapters,
         read_adapter=read_adapter,
+        vision=vision,
     )
 
 

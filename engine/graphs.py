@@ -93,6 +93,7 @@ class DecodeGraph:
         self._attention = attention.for_graph(*sizes)
         self._head, self._carried = None if head is None else head.for_graph(*sizes), carried
         device, num_rows = rows.device, shape.num_sequences * shape.num_tokens
+        self._counts_rows = model.config.counts_rows
         self._block = StaticBlock(_build_padding(shape, rows, padding_page), device)
         self._has_adapters = has_adapters
         self._page_table = torch.full((shape.num_sequences, width), padding_page, dtype=torch.int32, device=device)
@@ -131,6 +132,7 @@ class DecodeGraph:
             token_ids=self._places,  # `_forward` replaces it by the tokens
             places=self._places,
             positions=take("positions"),
+            turns=take("turns") if self._counts_rows else None,
             cu_seqlens_q=every[::num_tokens].to(torch.int32),
             seq_lens=take("seq_lens"),
             page_table=self._page_table,
@@ -182,6 +184,8 @@ class DecodeGraph:
                 self._fill_before(arrays, layout)
             for name in ("places", "positions", "slot_mapping"):
                 arrays[name][rows] = getattr(layout, name)
+            if self._counts_rows:
+                arrays["turns"][rows] = layout.positions if layout.turns is None else layout.turns
             arrays["seq_lens"][:num_sequences] = layout.seq_lens
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
             arrays["params"].view(RAW)[:, 0][outs] = sampling.params.view(RAW)
@@ -243,7 +247,10 @@ class DecodeGraph:
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
         steps = np.arange(-num_tokens, 0)
         lasts = layout.cu_seqlens_q[1:] - 1  # last new token of each sequence
-        for name, values in (("positions", layout.positions), ("places", layout.places)):
+        filled = {"positions": layout.positions, "places": layout.places}
+        if self._counts_rows:
+            filled["turns"] = layout.positions if layout.turns is None else layout.turns
+        for name, values in filled.items():
             before = values[lasts, None] + 1 + steps  # [B, num_tokens]
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
 
@@ -317,6 +324,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
     return {
         "places": repeat(place, np.int64),
         "positions": repeat(0, np.int64),
+        "turns": repeat(0, np.int64),
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
         "lag_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
@@ -368,7 +376,7 @@ class DecodeGraphs:
         """The smallest graph for the step. None if none is large enough or can do what the step asks for."""
         layout, num_sequences = step.layout, len(step.layout.query_lens)
         num_tokens = 1 if len(layout.places) == num_sequences else int(layout.query_lens.max())
-        if len(step.chunks) != 1:
+        if len(step.chunks) != 1 or layout.images is not None:
             return None
         chunk = step.chunks[0]
         num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)

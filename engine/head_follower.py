@@ -34,7 +34,7 @@ class HeadFollower:
 
     def plan(self, batch: Batch) -> None:
         """The model's step is about to be launched: `correct`, if some drafts are unjudged, and `run` come next."""
-        self._attention.plan(self._pages, batch)
+        self._attention.plan(self._pages, replace(batch, images=None))
 
     def correct(self, batch: Batch, lag: Tensor) -> None:
         """See `AttentionBackend`."""
@@ -56,7 +56,7 @@ class HeadFollower:
         token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
         own = replace(
             batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,
-            adapters=None, states=None,
+            adapters=None, states=None, turns=None, images=None,
         )  # fmt: skip
         given = self._model.run_planned(own, self._attention)
         if len(row_ids):

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.image_rows import Encoding, ImageRules, RowImages, place_images
 from engine.kernels.adapter_rows import NO_SLOT
 from engine.kernels.sampling_fields import PARAMS, SEEN_BIT, to_row
 from engine.ranges import Ints, join_ranges
 from engine.staging import upload
+from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 FIRST_LINES = 4  # of counts; doubled when more rows have penalties
@@ -57,6 +59,8 @@ class InputBatch:
         self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are counted
         self.adapter_slots = np.full(num_rows, NO_SLOT, np.int32)  # row |-> slot of its sequence's adapter
         self.num_adapted = 0  # rows that have one
+        self.image_rules: ImageRules | None = None  # set once by the engine, if the model takes images
+        self.images: dict[int, RowImages] = {}  # of rows whose prompts have some
         # Of the engine's adapters, if it has any.
         self.put_adapter: Callable[[int, str], None] = _put_nothing
         self.forget_adapter: Callable[[str], None] = lambda digest: None
@@ -64,12 +68,18 @@ class InputBatch:
         self._free_lines: list[int] = []
 
     def open(
-        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
-    ) -> None:
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
+        images: Sequence[tuple[ImageSpan, Encoding | None]] = (),
+    ) -> None:  # fmt: skip
         """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer. slot: of its adapter.
 
-        A bias beyond the vocabulary fails the steps that sample a token for it.
+        images: in the prompt, by position; those whose KV comes from elsewhere have no encoding. ValueError for images
+        that the model cannot have. A bias beyond the vocabulary fails the steps that sample a token for it.
         """
+        if images:
+            if self.image_rules is None:
+                raise ValueError("images for a model that takes none")
+            self.images[row] = place_images(token_ids, images, self.image_rules.token)
         self.version += 1
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
@@ -81,13 +91,14 @@ class InputBatch:
             self.counts_line[row] = self._take_line()
         if slot != NO_SLOT:
             self.adapter_slots[row], self.num_adapted = slot, self.num_adapted + 1
-        self.write_tokens(row, 0, token_ids)
+        InputBatch.write_tokens(self, row, 0, token_ids)  # not what sends further tokens to ranks
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
         self.version += 1
         self.pages_version += 1
         self.page_table[row] = 0
+        self.images.pop(row, None)
         if self.adapter_slots[row] != NO_SLOT:
             self.adapter_slots[row], self.num_adapted = NO_SLOT, self.num_adapted - 1
         if self.has_bias[row]:

@@ -198,6 +198,8 @@ class Preparer:
             step = prepare(rows, requests, chunk_rows)
             self._row_begins = step.outputs.rows * rows.width
         self._last, self._made_of, self._pages_version = step, made_of, rows.pages_version
+        if step.layout.images is not None:  # what follows has other ones
+            self._last = None
         return step
 
     def _follow(self, last: Prepared, begins: Sequence[int], slots: Sequence[Sequence[int]]) -> Prepared:
@@ -221,6 +223,7 @@ class Preparer:
                 page_table=page_table,
                 slot_mapping=rows.slots(outputs.rows, positions),
                 slots=find_slots(rows, slots),
+                turns=None if layout.turns is None else layout.turns + (positions - layout.positions),
             ),
             outputs._replace(positions=ends, places=self._row_begins + ends),
             [chunk._replace(sampling=chunk.sampling._replace(positions=ends[chunk.span])) for chunk in chunks],

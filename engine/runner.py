@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
+from engine.attention.choose import reference_attention
 from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift
 from engine.graph_shapes import CHUNK_VALUES, Shape
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.head_follower import HeadFollower
+from engine.image_rows import check_encoded
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
@@ -201,8 +203,13 @@ class Runner:
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
-        """Plan the step on the host. Counts tokens for penalties."""
-        return self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
+        """Plan the step on the host. Counts tokens for penalties. What drafts sees no images."""
+        step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
+        if not self._drafts:
+            if step.layout.images is not None:
+                check_encoded(step.layout.images)
+            return step
+        return replace(step, layout=step.layout._replace(turns=None, images=None))
 
     def _run(self, step: Prepared) -> Launched:
         return self._begin(step)(step)
@@ -236,21 +243,25 @@ class Runner:
 
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
         """[S, H], and the batch at the positions that it really has."""
-        layout, pieces = step.layout, self._pieces
+        layout, pieces, attention = step.layout, self._pieces, self._attention
+        if batch.images is not None:
+            pieces = None
+            if batch.images.sees is not None:  # which other backends do not read
+                attention = reference_attention(self._model.config.attention_shapes, self._rows.page_tokens)
         piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
         if self._head is not None:
             batch = replace(batch, taps=self._model.new_taps(len(layout.places)))
             self._head.plan(batch)
         shifted, lag = self._shift(layout, batch)
         if piece is None and lag is None:
-            return self._model.forward(batch, self._pages, self._attention), batch
+            return self._model.forward(batch, self._pages, attention), batch
         run_planned = self._model.run_planned if piece is None else piece.run
-        self._attention.plan(self._pages, batch)
+        attention.plan(self._pages, batch)
         if lag is not None:
-            self._attention.correct(shifted, lag)
+            attention.correct(shifted, lag)
             if self._head is not None:
                 self._head.correct(shifted, lag)
-        return run_planned(shifted, self._attention), shifted
+        return run_planned(shifted, attention), shifted
 
     def _shift(self, layout: Layout, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The batch at the positions that it really has, and how much earlier sequences begin, [B]; None: none does."""

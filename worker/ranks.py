@@ -12,13 +12,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import structlog
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.batch import ForwardRow
+from engine.image_rows import Encoding
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import NO_SLOT
 from engine.out_of_memory import end_process
 from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
+from wire.images import ImageSpan
 from wire.sampling import SamplingParams
 from worker.rank_ring import RingFollower, RingLeader
 
@@ -31,15 +35,16 @@ Array = NDArray[np.int32]
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """InputBatch.open without tokens, which are sent as Tokens."""
-
     row: int
+    token_ids: Array
     sampling: SamplingParams
     answer_begin: int
     slot: int
+    images: Sequence[tuple[ImageSpan, Encoding | None]]
 
     def apply(self, rows: InputBatch) -> None:
-        rows.open(self.row, np.zeros(0, np.int32), self.sampling, self.answer_begin, self.slot)
+        images = [(span, own and own.to(rows.device)) for span, own in self.images]
+        rows.open(self.row, self.token_ids, self.sampling, self.answer_begin, self.slot, images)
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
@@ -101,17 +106,22 @@ class Choice(msgspec.Struct, tag=True, array_like=True):
     masks: dict[int, Array]
 
 
-def _pack_array(array: Array) -> tuple[tuple[int, ...], bytes]:
-    return array.shape, array.tobytes()
+def _pack(array: Array | Tensor) -> tuple[tuple[int, ...], bytes, str]:
+    if isinstance(array, Tensor):
+        name = str(array.dtype).removeprefix("torch.")
+        return tuple(array.shape), array.contiguous().view(torch.uint8).cpu().numpy().tobytes(), name
+    return array.shape, array.tobytes(), ""
 
 
-def _unpack_array(_type: type, packed: tuple[list[int], bytes]) -> Array:
-    shape, data = packed
+def _unpack(kind: type, packed: tuple[list[int], bytes, str]) -> Array | Tensor:
+    shape, data, name = packed
+    if kind is Tensor:
+        return torch.frombuffer(bytearray(data), dtype=getattr(torch, name)).view(shape)
     return np.frombuffer(data, np.int32).reshape(shape).copy()
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_pack_array)
-_decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack_array)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack)
 
 
 class Leader:
@@ -154,10 +164,11 @@ class LedInputBatch(InputBatch):
         self._leader = leader
 
     def open(
-        self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
-    ) -> None:
-        self._leader.note(Open(row, sampling, answer_begin, slot))
-        super().open(row, token_ids, sampling, answer_begin, slot)
+        self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
+        images: Sequence[tuple[ImageSpan, Encoding | None]] = (),
+    ) -> None:  # fmt: skip
+        super().open(row, token_ids, sampling, answer_begin, slot, images)
+        self._leader.note(Open(row, token_ids, sampling, answer_begin, slot, images))
 
     def close(self, row: int) -> None:
         self._leader.note(Close(row))

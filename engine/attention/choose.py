@@ -71,6 +71,12 @@ def choose_attention(
     return AttentionChoice(backend, f"CPU kernel, {describe_math()}", is_fallback=False)
 
 
+def reference_attention(shapes: Sequence[AttentionShape], page_tokens: int) -> AttentionBackend:
+    """torch_sdpa for layers of these shapes."""
+    backends = [TorchSdpaAttention(shape) for shape in dict.fromkeys(shapes)]
+    return backends[0] if len(backends) == 1 else LayeredAttention(shapes, backends, page_tokens)
+
+
 def _choose_for_gpu(
     shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype,
     kv_dtype: torch.dtype, has_sinks: bool,

@@ -45,6 +45,9 @@ class TorchSdpaAttention:
             pages, offsets = batch.slot_mapping // page_tokens, batch.slot_mapping % page_tokens
             all_keys[pages, :, offsets] = narrow(key, all_keys.dtype)
             all_values[pages, :, offsets] = narrow(value, all_values.dtype)
+        images, sees = batch.images, None
+        if images is not None and (window is not None or images.is_everywhere):
+            sees = images.sees
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
@@ -54,14 +57,17 @@ class TorchSdpaAttention:
                 rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len].to(query.dtype)
                 for rows_of_pages in (all_keys, all_values)
             )
-            output[rows] = self._attend_one(query[rows], keys, values, window, sinks)
+            output[rows] = self._attend_one(
+                query[rows], keys, values, window, sinks, None if sees is None else sees[rows]
+            )
             begin += query_len
         return output
 
     def _attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None
-    ) -> Tensor:
-        """[L, Hq, D], two of [Hkv, C, D] -> [L, Hq, D]; the queries are the last L of C positions.
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None,
+        sees: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """[L, Hq, D], two of [Hkv, C, D], [L] -> [L, Hq, D]; the queries are the last L of C positions.
 
         Heads that share a KV head become rows of one longer query: 13-20 % faster than `enable_gqa` on the CPU.
         """
@@ -69,7 +75,7 @@ class TorchSdpaAttention:
         num_kv_heads, context_len, _ = keys.shape
         group = num_heads // num_kv_heads
         folded = query.view(query_len, num_kv_heads, group, dim).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, group*L, D]
-        mask = visible_keys(query_len, context_len, window, query.device).repeat(group, 1)  # [group*L, C]
+        mask = visible_keys(query_len, context_len, window, query.device, sees).repeat(group, 1)  # [group*L, C]
         scale, softcap = self._shape.scale, self._shape.softcap
         if softcap or sinks is not None:
             of_rows = None if sinks is None else sinks.view(num_kv_heads, group, 1).repeat_interleave(query_len, 1)
@@ -101,9 +107,13 @@ def narrow(rows: Tensor, kv_dtype: torch.dtype) -> Tensor:
     return rows.to(kv_dtype)
 
 
-def visible_keys(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
-    """[query_len, context_len] bool: which keys each of the last `query_len` positions sees."""
+def visible_keys(
+    query_len: int, context_len: int, window: int | None, device: torch.device, sees: Tensor | None = None
+) -> Tensor:
+    """[query_len, context_len] bool: which keys each of the last `query_len` positions sees. sees: `BatchImages`."""
     key = torch.arange(context_len, device=device)
     position = key[context_len - query_len :, None]
     visible = key <= position
+    if sees is not None:
+        visible |= key < sees[:, None]
     return visible if window is None else visible & (key > position - window)

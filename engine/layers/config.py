@@ -8,6 +8,7 @@ from wire.kv_layout import StatePart
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]  # what joins gate and up, see ops/base.py
 Scoring = Literal["softmax", "sigmoid"]
+ImageAttention = Literal["causal", "windows", "all"]  # layers where the tokens of one image see each other
 # float32: scores and weights. rounded: float32, then weights rounded to the model's dtype. logits: the logits' dtype.
 Precision = Literal["float32", "rounded", "logits"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES
@@ -57,6 +58,9 @@ class RopeConfig:
     rotated_dims: int = 0  # of each head, the first ones; 0: all
     factors: tuple[float, ...] = ()  # of each wavelength; longrope
     turned_share: float = 1.0  # of the pairs, the first ones; the others stay as they are; proportional
+    axes: tuple[
+        int, ...
+    ] = ()  # what turns each pair at an image token, 0: its time, 1: row, 2: column; empty: one does
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

@@ -4,7 +4,7 @@ Formulas and the order of float32 operations are those of transformers' `modelin
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,10 +96,15 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
     return table
 
 
-def gather_rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions.
+def gather_rotation(table: Tensor, positions: Tensor, axes: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions, or
+    [3, T] with `RopeConfig.axes`.
 
     Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `engine.attention.qkv.rotate`.
     """
-    cos, sin = table[positions].unbind(1)  # [T, D / 2] each
+    found = table[positions]  # [T, 2, D / 2], or [3, T, 2, D / 2]
+    if positions.ndim == 2:
+        turned = torch.stack([found[axis, ..., pair] for pair, axis in enumerate(axes)], -1)
+        found = torch.cat((turned, found[0, ..., len(axes) :]), -1)
+    cos, sin = found.unbind(1)  # [T, D / 2] each
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)

@@ -36,7 +36,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config i
 IGNORED_PREFIX = "mtp."  # Qwen3.5's layers that predict several tokens ahead
 OTHER_PARTS = (
     "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.",
-    "visual.",
+    "visual.", "connector.", "image_newline",
 )  # fmt: skip
 UNUSED_PARTS = ("self_attn.k_", "self_attn.v_")  # of layers that read the keys and values of others
 OF_EITHER = ("embedding", "lm_head")  # what a draft head may take from its model
@@ -263,7 +263,7 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
         layer = config.layers[int(number)] if int(number) < config.num_layers else None
         if layer is None or (layer.kv_layer is not None and rest.startswith(UNUSED_PARTS)):
             return True
-    is_other = config.prefix != "model." and name.removeprefix("model.").startswith(OTHER_PARTS)
+    is_other = config.whole is not None and name.removeprefix("model.").startswith(OTHER_PARTS)
     return is_other or name.startswith(IGNORED_PREFIX) or name.endswith(IGNORED_SUFFIX)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
-from engine.layers.config import Activation, Recurrent, RopeConfig, Routing
+from engine.layers.config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
 from engine.weights.scheme import Scheme
 from wire.kv_layout import KvPart, StatePart
 
@@ -142,6 +142,20 @@ class ModelConfig:
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
     draft_head: DraftHead | None = None  # of a draft head
+    whole: str | None = None  # model_type of a model with other parts, whose language model this is
+    image_token: int | None = None  # its rows come from an encoding; None: the model takes no images
+    image_attention: ImageAttention = "causal"
+    pad_token: int = 0  # of which layers are given what they are given of tokens, in the place of an image's
+
+    @property
+    def sees_whole_images(self) -> bool:
+        """Whether no step may end between two tokens of an image."""
+        return self.image_attention != "causal"
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether an image's tokens have positions by row and column (M-RoPE)."""
+        return any(rope.axes for rope in self.ropes)
 
     @property
     def kv_layers(self) -> tuple[LayerConfig, ...]:

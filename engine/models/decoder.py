@@ -15,6 +15,7 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch, States
+from engine.image_rows import BatchImages
 from engine.layers.adapters import Adapters
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
@@ -154,7 +155,8 @@ class Decoder:
             return self._run_planned(batch, attention)
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        flow, parts = self.embed(batch.token_ids, batch.positions, batch.hidden), _divide(batch)
+        turns = batch.positions if batch.turns is None else batch.turns
+        flow, parts = self.embed(batch.token_ids, turns, batch.hidden, batch.images), _divide(batch)
         for index, layer in enumerate(self._layers):
             self.write_taps(index, flow.sums, batch)
             if layer.recurrent is None:
@@ -165,6 +167,8 @@ class Decoder:
                 return flow.normed[:0]
             if index < len(self._layers) - 1:
                 self.finish_layer(index, flow, mixed, None)
+                if batch.images is not None:
+                    self._add_deep(index, flow, batch.images)
         return self.finish(flow, mixed, batch)
 
     def finish(self, flow: Flow, attended: Tensor, batch: Batch) -> Tensor:
@@ -202,13 +206,18 @@ class Decoder:
         ]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def embed(self, token_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Flow:
-        """Both [T] |-> what the first layer gets. hidden: see `Batch`."""
+    def embed(
+        self, token_ids: Tensor, turns: Tensor, hidden: Tensor | None = None, images: BatchImages | None = None
+    ) -> Flow:
+        """[T], and [T] or [3, T] as in `Layout.turns` |-> what the first layer gets. hidden: see `Batch`."""
         embedded = self._embed_tokens(token_ids)
+        if images is not None:
+            embedded.index_copy_(0, images.at, images.rows)
+            token_ids = token_ids.index_fill(0, images.at, self.config.pad_token)
         return Flow(
             sums=embedded.float(),
             normed=self._norm(embedded, self._layers[0].before_attention),
-            rotations=self._rotations(positions),
+            rotations=self._rotations(turns),
             inputs=None if self._token_inputs is None else self._token_inputs(token_ids, embedded),
         )
 
@@ -217,8 +226,15 @@ class Decoder:
         embedded = self.embedding(token_ids)
         return embedded if self._embedding_multiplier == 1 else embedded * self._embedding_multiplier
 
-    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [gather_rotation(table, positions) for table in self._rope_tables]
+    def _rotations(self, turns: Tensor) -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(self._rope_tables, self.config.ropes, strict=True)
+        return [gather_rotation(table, turns, rope.axes) for table, rope in pairs]
+
+    def _add_deep(self, index: int, flow: Flow, images: BatchImages) -> None:
+        """What an image adds after the layer, which is not the last."""
+        if images.deep is not None and index < len(images.deep):
+            flow.sums.index_add_(0, images.at, images.deep[index].float())
+            flow.normed = self._norm(flow.sums.to(self.dtype), self._layers[index + 1].before_attention)
 
     def is_done(self, index: int, batch: Batch) -> bool:
         """Whether nothing after this layer's attention matters: all KV and states are written, no logits are wanted."""

@@ -14,10 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention.base import AttentionBackend
-from engine.attention.layered import LayeredAttention
-from engine.attention.shape import AttentionShape
-from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, build_batch, lay_out, take_turns
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
@@ -129,9 +126,3 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
             part.append(own)
         begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
     return torch.cat([own for part in parts for own in part])
-
-
-def reference_attention(shapes: Sequence[AttentionShape], page_tokens: int) -> AttentionBackend:
-    """torch_sdpa for layers of these shapes."""
-    backends = [TorchSdpaAttention(shape) for shape in dict.fromkeys(shapes)]
-    return backends[0] if len(backends) == 1 else LayeredAttention(shapes, backends, page_tokens)

@@ -49,8 +49,6 @@ class Family:
     rope_layers: bool = False  # no_rope_layers, no_rope_layer_interval
     has_varied_layers: bool = False  # see read_layers.py; the last layer is full
     experts: ExpertKeys | None = None
-    whole: tuple[str, str] | None = None  # (model_type, architecture) of a model whose text_config this is
-    whole_fields: Fields = field(default_factory=dict)  # of that model
 
 
 def of_flag(key: str) -> Callable[[Json], bool]:
@@ -162,10 +160,7 @@ GEMMA4_DEFAULTS = {
 }  # fmt: skip
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", fields=ALL_BIASES),
-    "mistral": Family(
-        "MistralForCausalLM", {"sliding_window": 4096}, windows="all",
-        whole=("mistral3", "Mistral3ForConditionalGeneration"),
-    ),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 4096}, windows="all"),
     "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, {"has_qkv_bias": True}, windows="by_layer"),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, {**BIASES, "qk_norm": "head"}, windows="by_layer"
@@ -201,7 +196,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA3_DEFAULTS, {**GEMMA, "qk_norm": "head"}, **GEMMA_LAYERS, full_every=6,
-        ropes_by_type=True, whole=("gemma3", "Gemma3ForConditionalGeneration"), whole_fields={"logits_softcap": 0.0},
+        ropes_by_type=True,
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM", GEMMA4_DEFAULTS,
@@ -216,7 +211,6 @@ FAMILIES: dict[str, Family] = {
                 "post_feedforward_layernorm_2",
             ),
         ),
-        whole=("gemma4", "Gemma4ForConditionalGeneration"),
     ),
     "phi3": Family(
         "Phi3ForCausalLM", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
@@ -245,7 +239,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM", QWEN3_5_DEFAULTS, QWEN3_5, mixer="delta_net", has_partial_rope=True,
-        whole=("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -258,7 +251,6 @@ FAMILIES: dict[str, Family] = {
             routing={"precision": "rounded", "renormalise": True}, shared="mlp.shared_expert",
             shared_size=partial(integer, key="shared_expert_intermediate_size"), shared_gate="mlp.shared_expert_gate",
         ),
-        whole=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     ),
     "lfm2": Family(
         "Lfm2ForCausalLM",

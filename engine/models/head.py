@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.image_rows import BatchImages
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.models.config import DraftHead, ModelConfig
@@ -56,15 +57,17 @@ class HeadDecoder(Decoder):
             taps = torch.cat([self.ops.norm(part.contiguous(), norm, eps) for part, norm in parts], 1)
         return inputs.fc(taps)
 
-    def embed(self, token_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Flow:
+    def embed(
+        self, token_ids: Tensor, turns: Tensor, hidden: Tensor | None = None, images: BatchImages | None = None
+    ) -> Flow:
         assert hidden is not None, "a draft head without hidden rows"
         before = self._layers[0].before_attention
         if self.head.kind == "mtp":
             joined = self._join(token_ids, hidden)
-            return Flow(joined.float(), self._norm(joined, before), self._rotations(positions), None)
+            return Flow(joined.float(), self._norm(joined, before), self._rotations(turns), None)
         embedded, normed = self._embed_tokens(token_ids), self._norm(hidden, self._inputs.hidden_norm)
         sums = (normed if self.head.norm_before_residual else hidden).float()
-        return Flow(sums, torch.cat((self._norm(embedded, before), normed), 1), self._rotations(positions), None)
+        return Flow(sums, torch.cat((self._norm(embedded, before), normed), 1), self._rotations(turns), None)
 
     def _join(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """[T], [T, H] |-> [T, H] the layer's rows (MTP)."""

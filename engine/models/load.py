@@ -52,7 +52,10 @@ DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
-LANGUAGE_MODEL = "model.language_model."
+HEADS = {  # prefix of a language model beside other parts |-> its head
+    "language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head",
+    "model.text_model.": "lm_head", "model.": "lm_head",
+}  # fmt: skip
 PACKED_VERSION = 4  # of the layout of packed weights, and of how they are chosen
 
 
@@ -75,8 +78,9 @@ def open_model(folder: Path) -> tuple[ModelConfig, Checkpoint]:
     config, shards = load_config(folder), list_shards(folder)
     if shards[0].suffix != ".gguf":
         plain = SafetensorsCheckpoint(folder)
-        if f"{LANGUAGE_MODEL}embed_tokens.weight" in plain.entries:  # of some copies of models with several parts
-            config = replace(config, prefix=LANGUAGE_MODEL, head="lm_head")
+        if config.whole is not None:
+            found = [prefix for prefix in HEADS if f"{prefix}embed_tokens.weight" in plain.entries]
+            config = replace(config, prefix=found[0], head=HEADS[found[0]]) if found else config
         if config.scheme is None:
             return config, plain
         wanted = {tensor.name for tensor in build_table(config).stored()}

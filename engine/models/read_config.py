@@ -1,6 +1,7 @@
 """config.json |-> ModelConfig, by the row of its family."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ from engine.json_values import Json, collection, flag, integer, number, read_jso
 from engine.layers.config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, ExpertKeys, Family
-from engine.models.read_layers import read_kv_heads, read_recurrent, read_ropes, read_windows
+from engine.models.read_layers import read_axes, read_kv_heads, read_recurrent, read_ropes, read_windows
+from engine.models.wholes import DEFAULTS, WHOLES, Whole
 from engine.weights.scheme import read_scheme
 
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see ops/base.py
-WHOLE = {family.whole[0]: (name, family.whole[1]) for name, family in FAMILIES.items() if family.whole}
+TIED = "tie_word_embeddings"
 
 
 def has_native_code(folder: Path) -> bool:
@@ -21,7 +23,7 @@ def has_native_code(folder: Path) -> bool:
     name = read_json(folder / "config.json").get("model_type")
     if not isinstance(name, str):
         raise ValueError(f"model_type {name!r} in config.json is not the name of a family of models")
-    return name in [*FAMILIES, *WHOLE]
+    return name in [*FAMILIES, *WHOLES]
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -34,14 +36,17 @@ def load_config(folder: Path) -> ModelConfig:
 
 def build_config(config: Json) -> ModelConfig:
     """Pure twin of `load_config`: the parsed file |-> ModelConfig. Raises the same ValueErrors."""
-    is_whole = config.get("model_type") in list(WHOLE)
-    if is_whole:
-        config = _text_part(config, *WHOLE[config["model_type"]])
-    prefix = "language_model." if is_whole else ""
+    whole_name = config.get("model_type")
+    whole = WHOLES[whole_name] if whole_name in list(WHOLES) else None
+    image_token = None
+    if whole is not None:
+        image_token = _read_image_token(config, whole)
+        config = _text_part(config, whole)
+    prefix = "" if whole is None else "language_model."
     name, family = _choose_family(config)
-    config = {**family.defaults, **config}
+    config = {**(DEFAULTS.get(name, {}) if whole else {}), **family.defaults, **config}
     config |= {name: config[own] for own, name in family.renamed.items() if own in config}
-    fields = _resolve({**family.fields, **(family.whole_fields if is_whole else {})}, config)
+    fields = _resolve({**family.fields, **(whole.fields if whole else {})}, config)
     _refuse_unsupported(config, family, fields.get("activation", "silu"))
     num_layers = integer(config, "num_hidden_layers")
     num_heads = integer(config, "num_attention_heads")
@@ -55,6 +60,8 @@ def build_config(config: Json) -> ModelConfig:
     trained_context = integer(config, "max_position_embeddings")
     windows = read_windows(config, family, num_layers)
     ropes, rope_of = read_ropes(config, family, windows, trained_context, head_dim)
+    if whole is not None:
+        ropes = tuple(replace(rope, axes=read_axes(config, whole, rope, head_dim)) for rope in ropes)
     moe = _read_moe(config, family.experts) if family.experts else None
     recurrent, has_attention = read_recurrent(config, family, num_layers)
     layers = tuple(
@@ -91,6 +98,8 @@ def build_config(config: Json) -> ModelConfig:
         scheme=read_scheme(config),
         prefix=f"{prefix}model.",
         head=f"{prefix}lm_head",
+        whole=whole_name if whole is not None else None,
+        image_token=image_token,
         **given,
     )
 
@@ -99,21 +108,33 @@ def _resolve(fields: Mapping[str, Any], config: Json) -> dict[str, Any]:
     return {name: value(config) if callable(value) else value for name, value in fields.items()}
 
 
-def _text_part(config: Json, name: str, architecture: str) -> Json:
-    """The language model of a model that has other parts, too."""
-    text = collection(config, "text_config", dict)
-    if text.get("model_type", name) != name:
-        raise ValueError(f"text_config.model_type {text['model_type']!r} is not supported; supported: {name}")
-    if config.get("architectures", [architecture]) != [architecture]:
-        raise ValueError(f"architectures {config['architectures']} is not supported; supported: {architecture}")
-    given = {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
-    return {**given, **text, "model_type": name, "architectures": [FAMILIES[name].architecture]}
+def _text_part(config: Json, whole: Whole) -> Json:
+    """The language model of a model that has other parts, too. Older files of some have its values beside theirs."""
+    text = collection(config, "text_config", dict) or {**config, "model_type": next(iter(whole.families))}
+    kind = text.get("model_type", next(iter(whole.families)))
+    if kind not in list(whole.families):
+        supported = ", ".join(whole.families)
+        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {supported}")
+    if config.get("architectures", [whole.architecture]) != [whole.architecture]:
+        raise ValueError(f"architectures {config['architectures']} is not supported; supported: {whole.architecture}")
+    given = {"quantization_config": config["quantization_config"]} if "quantization_config" in config else {}
+    if tied := [part[TIED] for part in (config, text) if TIED in part]:
+        text = {**text, TIED: next(filter(None, tied), tied[-1])}  # either says so
+    family = whole.families[kind]
+    return {**given, **text, "model_type": family, "architectures": [FAMILIES[family].architecture]}
+
+
+def _read_image_token(config: Json, whole: Whole) -> int | None:
+    if whole.image_token is None:
+        return None
+    named = [integer(config, key, least=0) for key in ("image_token_id", "image_token_index") if key in config]
+    return named[0] if named else whole.image_token
 
 
 def _choose_family(config: Json) -> tuple[str, Family]:
     name = config.get("model_type")
     if name not in list(FAMILIES):  # `in FAMILIES` would fail for an unhashable name
-        raise ValueError(f"model_type {name!r} is not supported; supported: {', '.join([*FAMILIES, *WHOLE])}")
+        raise ValueError(f"model_type {name!r} is not supported; supported: {', '.join([*FAMILIES, *WHOLES])}")
     family = FAMILIES[name]
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:

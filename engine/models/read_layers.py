@@ -19,6 +19,7 @@ from engine.layers.config import (
 )
 from engine.models.config import LayerConfig
 from engine.models.families import Family
+from engine.models.wholes import Whole, find_axes
 
 FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"  # in layer_types
 HEAD_KEYS = ("num_key_value_heads", "head_dim")
@@ -84,6 +85,13 @@ def read_ropes(
     return (full, sliding), [0 if window is None else 1 for window in windows]
 
 
+def read_axes(config: Json, whole: Whole, rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
+    """See `RopeConfig.axes`."""
+    given = collection(config, "rope_scaling", dict) or collection(config, "rope_parameters", dict)
+    sections = collection(given, "mrope_section", list) or whole.sections
+    return find_axes(whole.axes, sections, (rope.rotated_dims or head_dim) // 2)
+
+
 def _read_rope(
     config: Json, given: Mapping[str, Any], family: Family, trained_context: int, head_dim: int
 ) -> RopeConfig:
@@ -91,6 +99,8 @@ def _read_rope(
     kind = given.get("rope_type", given.get("type", "default"))
     if kind in family.longrope_names:
         kind = "longrope"
+    if kind == "mrope":  # Qwen2.5-VL's older files
+        kind = "default"
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if any(isinstance(value, Mapping) for value in given.values()):

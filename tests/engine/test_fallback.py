@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from engine.attention.choose import reference_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
@@ -22,7 +23,7 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models import fallback_probe
 from engine.models.decoder import Decoder
-from engine.models.fallback import check, reference_attention
+from engine.models.fallback import check
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config
 from engine.models.load import load_any_config, load_model

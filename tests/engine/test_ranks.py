@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},  # packed weights
     "qwen3_moe": {},
     "qwen3_5_moe": {"num_kv_heads": 1},  # states, gates beside queries, a shared expert with a gate
+    "qwen3_vl": {},  # rows of images
     "lfm2_moe": {},  # states, biases of convolutions
 }
 

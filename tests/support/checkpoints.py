@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +120,28 @@ def randomise(model: torch.nn.Module, seed: int, kind: Family) -> None:
         tensor.data.copy_(values)
 
 
-def write_tokenizer(folder: Path, vocab: int) -> Path:
-    """Write a byte-level tokenizer of exactly `vocab` ids (at least MIN_VOCAB) with a chat template; return folder."""
-    if vocab < MIN_VOCAB:
-        raise ValueError(f"vocab {vocab} is below {MIN_VOCAB}, the specials and 256 bytes")
-    pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+def write_tokenizer(
+    folder: Path, vocab: int, more_special: Sequence[str] = (), template: str = CHAT_TEMPLATE, **named: str
+) -> Path:
+    """Write a byte-level tokenizer of exactly `vocab` ids (at least MIN_VOCAB) with a chat template; return folder.
+
+    more_special: tokens from MIN_VOCAB on. named: the tokenizer's attributes |-> those that they are.
+    """
+    if vocab < MIN_VOCAB + len(more_special):
+        raise ValueError(f"vocab {vocab} is below {MIN_VOCAB + len(more_special)}, the specials and 256 bytes")
+    pieces = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *more_special]
     pieces += [f"~{index:06x}" for index in range(len(pieces), vocab)]
     tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *more_special])
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=SPECIAL_TOKENS[BOS_ID],
         eos_token=SPECIAL_TOKENS[EOS_ID],
         pad_token=SPECIAL_TOKENS[EOS_ID],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
+        **({"extra_special_tokens": named} if named else {}),
     )
     fast.save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VOCAB = 320
+IMAGE = 262  # the image token's id: the first after a tokenizer's bytes
 WINDOW = 8  # tokens
 SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
 
@@ -59,23 +60,32 @@ GEMMA4_E = dict(
 )  # fmt: skip  # layers 4 and 5 read the keys and values of layers 2 and 3
 GEMMA4_LARGE = dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
 QWEN3_5 = dict(
-    layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope("default", 1e4, partial_rotary_factor=0.25),
+    layer_types=[LINEAR, FULL, LINEAR],
+    rope_parameters=rope("default", 1e4, partial_rotary_factor=0.25, mrope_section=[2, 1, 1]),
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
 )  # fmt: skip
 QWEN3_5_MOE = dict(
     QWEN3_5, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96
 )
-QWEN3_5_VISION = dict(
-    depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=128, num_position_embeddings=4
+QWEN_VISION = dict(
+    depth=2, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=128, patch_size=4, spatial_merge_size=2
 )
+QWEN2_5_VISION = dict(QWEN_VISION, window_size=16, fullatt_block_indexes=[1])
+QWEN3_5_VISION = dict(QWEN_VISION, num_position_embeddings=16)
+QWEN3_VISION = dict(QWEN3_5_VISION, deepstack_visual_indexes=[0, 1])
+QWEN_TOKENS = dict(image_token_id=IMAGE, video_token_id=263, vision_start_token_id=264, vision_end_token_id=265)
 LFM2 = dict(layer_types=[CONV, FULL, CONV], conv_bias=True)
 VISION = dict(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=4
 )
+GEMMA_TOKENS = dict(image_token_id=IMAGE, boi_token_id=263, eoi_token_id=264)
 GEMMA4_VISION = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-    head_dim=8, position_embedding_size=16,
+    head_dim=8, position_embedding_size=256, patch_size=4,
 )  # fmt: skip
+LLAVA = dict(
+    image_token_id=IMAGE, vision_config=dict(VISION, model_type="clip_vision_model", image_size=24, patch_size=8)
+)
 
 LONGROPE_ORIGINAL = 32
 FAMILIES: dict[str, Family] = {
@@ -107,11 +117,17 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "Gemma3TextConfig", "Gemma3ForConditionalGeneration", GEMMA3, layers=3, **GEMMA,
         whole_config="Gemma3Config",
-        whole_extra=dict(vision_config=dict(VISION, model_type="siglip_vision_model"), mm_tokens_per_image=4),
+        whole_extra=dict(
+            GEMMA_TOKENS, vision_config=dict(VISION, model_type="siglip_vision_model"), mm_tokens_per_image=16
+        ),
     ),
     "gemma4_e2b": Family(
         "Gemma4TextConfig", "Gemma4ForConditionalGeneration", GEMMA4_E, layers=6, **GEMMA,
-        whole_config="Gemma4Config", whole_extra=dict(vision_config=GEMMA4_VISION),
+        whole_config="Gemma4Config", whole_extra=dict(GEMMA_TOKENS, vision_config=GEMMA4_VISION),
+    ),
+    "gemma4_12b": Family(
+        "Gemma4TextConfig", "Gemma4ForConditionalGeneration", dict(GEMMA4_LARGE, use_bidirectional_attention="vision"),
+        **GEMMA, whole_config="Gemma4Config", whole_extra=dict(GEMMA_TOKENS, vision_config=GEMMA4_VISION),
     ),
     "gemma4_31b": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_LARGE, **GEMMA),
     "gemma4_26b_a4b": Family(
@@ -148,12 +164,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN3_5, layers=3),
     "qwen3_5": Family(
         "Qwen3_5TextConfig", "Qwen3_5ForConditionalGeneration", QWEN3_5, layers=3,
-        whole_config="Qwen3_5Config", whole_extra=dict(vision_config=QWEN3_5_VISION),
+        whole_config="Qwen3_5Config", whole_extra=dict(QWEN_TOKENS, vision_config=QWEN3_5_VISION),
     ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN3_5_MOE, layers=3),
     "qwen3_5_moe": Family(
         "Qwen3_5MoeTextConfig", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, layers=3,
-        whole_config="Qwen3_5MoeConfig", whole_extra=dict(vision_config=QWEN3_5_VISION),
+        whole_config="Qwen3_5MoeConfig", whole_extra=dict(QWEN_TOKENS, vision_config=QWEN3_5_VISION),
     ),
     "lfm2": Family(
         "Lfm2Config", "Lfm2ForCausalLM", layers=3, is_tied=True,
@@ -168,6 +184,39 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral3": Family(
         "MistralConfig", "Mistral3ForConditionalGeneration", dict(sliding_window=None), head_dim=64,
-        whole_config="Mistral3Config", whole_extra=dict(vision_config=dict(VISION, model_type="pixtral")),
+        whole_config="Mistral3Config",
+        whole_extra=dict(image_token_id=IMAGE, vision_config=dict(VISION, model_type="pixtral")),
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLTextConfig", "Qwen2_5_VLForConditionalGeneration", whole_config="Qwen2_5_VLConfig",
+        extra=dict(max_window_layers=1, rope_parameters=rope("default", 1e4, mrope_section=[4, 6, 6])),
+        whole_extra=dict(QWEN_TOKENS, vision_config=QWEN2_5_VISION),
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLTextConfig", "Qwen3VLForConditionalGeneration", whole_config="Qwen3VLConfig", layers=3,
+        extra=dict(rope_parameters=rope("default", 1e4, mrope_section=[6, 5, 5])),
+        whole_extra=dict(QWEN_TOKENS, vision_config=QWEN3_VISION),
+    ),
+    "smolvlm": Family(
+        "LlamaConfig", "SmolVLMForConditionalGeneration", whole_config="SmolVLMConfig",
+        whole_extra=dict(image_token_id=IMAGE, vision_config=dict(VISION, patch_size=8), scale_factor=2),
+    ),
+    "idefics3": Family(
+        "LlamaConfig", "Idefics3ForConditionalGeneration", whole_config="Idefics3Config",
+        whole_extra=dict(image_token_id=IMAGE, vision_config=dict(VISION, patch_size=8), scale_factor=2),
+    ),
+    "llava": Family(
+        "LlamaConfig", "LlavaForConditionalGeneration", whole_config="LlavaConfig", whole_extra=LLAVA
+    ),
+    "llava_next": Family(
+        "Qwen2Config", "LlavaNextForConditionalGeneration", dict(max_window_layers=1), whole_config="LlavaNextConfig",
+        whole_extra=dict(LLAVA, image_grid_pinpoints=[[24, 48], [48, 24], [48, 48]]),
+    ),
+    "pixtral": Family(
+        "MistralConfig", "LlavaForConditionalGeneration", dict(sliding_window=None), whole_config="LlavaConfig",
+        whole_extra=dict(
+            image_token_id=IMAGE, vision_config=dict(VISION, model_type="pixtral"), vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
     ),
 }  # fmt: skip

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardRow
+from engine.image_rows import Encoding
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import NO_SLOT
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.runner import Begun, HeadRunner, Launched, Masks, ModelOutput, Runner
+from wire.images import ImageSpan
 from wire.sampling import SamplingParams
 
 POISON = -1
@@ -37,10 +39,11 @@ class LateRows(InputBatch):
         super().__init__(num_rows, context_tokens, page_tokens, vocab_size, device)
 
     def open(
-        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT
-    ) -> None:
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
+        images: Sequence[tuple[ImageSpan, Encoding | None]] = (),
+    ) -> None:  # fmt: skip
         self.num_opened[row] += 1
-        super().open(row, token_ids, sampling, answer_begin, slot)
+        super().open(row, token_ids, sampling, answer_begin, slot, images)
 
     def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
         put = super()._put

@@ -15,6 +15,7 @@ from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow, take_turns
 from engine.graph_shapes import choose_shapes
 from engine.graphs import Compute
+from engine.image_rows import Encoding, ImageRules
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.load import load_model
@@ -22,6 +23,7 @@ from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
 from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
+from wire.images import ImageSpan
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 4, 4
 CPU = torch.device("cpu")
@@ -50,10 +52,19 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
 
     if has_graphs:
         runner.capture_graphs(choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
+    if config.image_token is not None:
+        rows.image_rules = ImageRules(config.image_token, config.image_attention)
     lengths = [3 + 2 * row for row in range(count)]
     for row, length in enumerate(lengths):
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)
-        rows.open(row, prompt.numpy(), SAMPLINGS[row], length)
+        images = []
+        if config.image_token is not None and length > 10:  # an image of 2 x 3 tokens
+            prompt[3:9] = config.image_token
+            dice = torch.Generator().manual_seed(row)
+            sizes = (6, config.hidden_size), (2, 6, config.hidden_size)
+            encoding = Encoding(*(torch.randn(*size, generator=dice) for size in sizes))
+            images = [(ImageSpan(3, 9, b"", *((2, 3) if config.counts_rows else ())), encoding)]
+        rows.open(row, prompt.numpy(), SAMPLINGS[row], length, images=images)
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
     told = []
     for step in range(NUM_TOKENS):

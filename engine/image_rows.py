@@ -1,0 +1,197 @@
+"""Images in the prompts of rows: which tokens have rows of an encoding, and the positions of models that count rows
+and columns (M-RoPE). On the host; `gather` takes the rows on the device.
+
+An image of 2 rows and 3 columns at position 4, and the text after it, by M-RoPE:
+
+    time      0 1 2 3 | 4 4 4 4 4 4 | 7 8 ..
+    row       0 1 2 3 | 4 4 4 5 5 5 | 7 8 ..
+    column    0 1 2 3 | 4 5 6 4 5 6 | 7 8 ..        3 positions are skipped
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.layers.config import ImageAttention
+from engine.ranges import Ints
+from engine.staging import upload
+from wire.images import ImageSpan
+
+
+class Encoding(NamedTuple):
+    """An image as the language model takes it."""
+
+    rows: Tensor  # [n, H], one per image token, in order; in the model's dtype, on its device
+    deep: Tensor | None  # [L, n, H] to be added after each of the first L layers (Qwen3-VL); None: nothing is
+
+    def to(self, device: torch.device) -> "Encoding":
+        return Encoding(self.rows.to(device), self.deep if self.deep is None else self.deep.to(device))
+
+
+class ImageRules(NamedTuple):
+    """What a model says of images."""
+
+    token: int  # the image token
+    attention: ImageAttention
+
+
+@dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of one row, in order. N image tokens in all."""
+
+    places: Ints  # [N] their positions
+    run_ends: Ints  # [N] the position after the run of image tokens that each is in
+    starts: list[int]  # each image's first among the N, then N
+    encodings: Sequence[Encoding | None]  # of each image; None: its KV comes from elsewhere
+    turns: Ints  # [3, E] positions by time, row and column up to the end of the last image; [3, 0]: not counted so
+    num_skipped: int  # how many fewer the positions are after it
+
+    @property
+    def end(self) -> int:
+        """The position after the last image token."""
+        return int(self.places[-1]) + 1
+
+    def turns_of(self, positions: Ints) -> Ints:
+        """[T] |-> [3, T]"""
+        found = np.tile(positions - self.num_skipped, (3, 1))
+        is_before = positions < self.turns.shape[1]
+        found[:, is_before] = self.turns[:, positions[is_before]]
+        return found
+
+
+class StepImages(NamedTuple):
+    """The image tokens of a step, n of its T tokens."""
+
+    at: Ints  # [n] which of the T
+    parts: list[tuple[Encoding | None, slice]]  # whose rows they have, in order
+    sees: NDArray[np.int64] | None  # [T] besides what is before it, a token sees positions below this; None: nothing
+    is_everywhere: bool  # also in layers without a window
+
+
+class BatchImages(NamedTuple):
+    """`StepImages` on the device."""
+
+    at: Tensor  # [n] int64
+    rows: Tensor  # [n, H]
+    deep: Tensor | None  # [L, n, H]
+    sees: Tensor | None  # [T] int64
+    is_everywhere: bool
+
+
+def place_images(
+    token_ids: NDArray[np.int32], images: Sequence[tuple[ImageSpan, Encoding | None]], token: int
+) -> RowImages:
+    """token_ids: of the row, to the end of the last image at least. ValueError for an image without image tokens."""
+    own = [span.begin + np.flatnonzero(token_ids[span.begin : span.end] == token) for span, _ in images]
+    if not all(map(len, own)):
+        raise ValueError("an image without image tokens")
+    places = np.concatenate(own)
+    lasts = np.flatnonzero(np.diff(places, append=-1) != 1)  # of each run
+    run_ends = np.repeat(places[lasts] + 1, np.diff(lasts, prepend=-1))
+    starts = [0, *np.cumsum([len(one) for one in own]).tolist()]
+    turns, num_skipped = _find_turns([span for span, _ in images])
+    return RowImages(places, run_ends, starts, [encoding for _, encoding in images], turns, num_skipped)
+
+
+def _find_turns(spans: Sequence[ImageSpan]) -> tuple[Ints, int]:
+    """`turns` and `num_skipped` of `RowImages`."""
+    if not spans[0].rows:
+        return np.zeros((3, 0), np.int64), 0
+    turns = np.tile(np.arange(spans[-1].end), (3, 1))
+    num_skipped = 0
+    for span in spans:
+        count, first = span.end - span.begin, span.begin - num_skipped
+        if count != span.rows * span.columns:
+            raise ValueError(f"an image of {span.rows} x {span.columns} tokens at {count} positions")
+        turns[0, span.begin : span.end] = first
+        turns[1:, span.begin : span.end] = first + np.stack(np.divmod(np.arange(count), span.columns))
+        num_skipped += count - max(span.rows, span.columns)
+        turns[:, span.end :] = np.arange(span.end, turns.shape[1]) - num_skipped
+    return turns, num_skipped
+
+
+def find_images(
+    images: dict[int, RowImages], rules: ImageRules, rows: Sequence[int], begins: Ints, counts: Ints
+) -> StepImages | None:
+    """The image tokens of a step's requests: row, first position and number of tokens of each. None: there are none.
+
+    Forgets encodings that no later step needs: those of rows that are past their last image. ValueError for a request
+    that ends where it may not, or for an image whose encoding has another size.
+    """
+    at: list[Ints] = []
+    parts: list[tuple[Encoding | None, slice]] = []
+    sees = np.zeros(int(counts.sum()), np.int64)
+    first = 0  # of the request's among the T tokens
+    for row, begin, count in zip(rows, begins.tolist(), counts.tolist(), strict=True):
+        own = images.get(row)
+        if own is not None and begin < own.end:
+            low, high = np.searchsorted(own.places, (begin, begin + count)).tolist()
+            offsets = first + own.places[low:high] - begin
+            at.append(offsets)
+            parts += _take(own, low, high)
+            sees[offsets] = own.run_ends[low:high]
+            if rules.attention != "causal" and high > low and own.run_ends[high - 1] > begin + count:
+                raise ValueError(f"a step ends at {begin + count}, inside an image that the model sees as a whole")
+        elif own is not None and own.encodings:
+            images[row] = replace(own, encodings=())
+        first += count
+    if not parts:
+        return None
+    is_causal = rules.attention == "causal"
+    return StepImages(np.concatenate(at), parts, None if is_causal else sees, rules.attention == "all")
+
+
+def _take(own: RowImages, low: int, high: int) -> list[tuple[Encoding | None, slice]]:
+    """The rows of the image tokens [low, high) of a row."""
+    if not own.encodings:
+        raise ValueError("a step goes back into an image")
+    parts: list[tuple[Encoding | None, slice]] = []
+    for encoding, start, end in zip(own.encodings, own.starts, own.starts[1:], strict=False):
+        if max(low, start) < min(high, end):
+            if encoding is not None and len(encoding.rows) != end - start:
+                raise ValueError(f"an encoding of {len(encoding.rows)} rows for an image of {end - start} tokens")
+            parts.append((encoding, slice(max(low, start) - start, min(high, end) - start)))
+    return parts
+
+
+def find_turns(images: Mapping[int, RowImages], rows: Sequence[int], owners: Ints, positions: Ints) -> Ints | None:
+    """Positions [T] of a step's tokens, of requests of these rows |-> what turns their heads: [T], or [3, T] where some
+    are before the end of an image. None: they themselves."""
+    if not any(row in images and images[row].num_skipped for row in rows):
+        return None
+    turns = np.tile(positions, (3, 1))
+    for index, row in enumerate(rows):
+        if row in images:
+            own = owners == index
+            turns[:, own] = images[row].turns_of(positions[own])
+    return turns if (turns[0] != turns[1:]).any() else turns[0]
+
+
+def check_encoded(images: StepImages) -> None:
+    """ValueError for an image without an encoding."""
+    if any(encoding is None for encoding, _ in images.parts):
+        raise ValueError("an image is to be computed, and its encoding is not here")
+
+
+def gather(images: StepImages, device: torch.device) -> BatchImages:
+    """Launches only. images: with encodings, see `check_encoded`."""
+    encodings = [(encoding, part) for encoding, part in images.parts if encoding is not None]
+    if device.type == "cuda":
+        for encoding, _ in encodings:  # from another stream, whose allocator must not take it back before this step
+            for tensor in encoding:
+                if tensor is not None:
+                    tensor.record_stream(torch.cuda.current_stream(device))
+    at, *sees = upload([images.at, *([] if images.sees is None else [images.sees])], device)
+    deep = [encoding.deep[:, part] for encoding, part in encodings if encoding.deep is not None]
+    return BatchImages(
+        at,
+        torch.cat([encoding.rows[part] for encoding, part in encodings]),
+        torch.cat(deep, 1) if deep else None,
+        sees[0] if sees else None,
+        images.is_everywhere,
+    )
