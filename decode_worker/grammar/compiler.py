@@ -115,7 +115,8 @@ class GrammarCompiler:
             log.warning("grammar compiler fails", error=str(error))
             raise GrammarBusyError("the grammar compiler died and is started again") from error
         except asyncio.CancelledError:  # the next one should not wait for this
-            self._child.fail("was interrupted")
+            if self._child.child is not None:
+                self._child.child.fail("was interrupted")
             raise
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 
 import binascii
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wire.image_files import FORMATS, MAX_FILE_BYTES, TAKEN, find_type
@@ -21,14 +21,7 @@ class ImagePart:
     param: str  # its field, for errors
 
 
-Content = str | list[str | ImagePart]  # of a message: texts alone are one
-
-
-def join_parts(parts: Iterable[str | ImagePart]) -> Content:
-    """The content that the parts make up."""
-    listed = list(parts)
-    texts = [part for part in listed if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(listed) else listed
+Content = str | Sequence[str | ImagePart]  # of a message: texts alone are one
 
 
 def read_data_uri(url: str) -> bytes:

@@ -5,19 +5,22 @@ text that stands for the image in prompts. It has limits of CPU time and memory 
 """
 
 import asyncio
+import gc
 import hashlib
 import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from PIL import Image
 
 from gateway.images.families import PROCESSORS
 from runtime.child import Limits, serve_parent, work_in_fork
-from wire.image_files import read_image
+from wire.image_files import FORMATS, read_image
 
 CPU_S = 10  # for one image
 WALL_S = 60.0  # the same where the CPU is shared with others
@@ -81,6 +84,14 @@ class ImageReader:
             except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
                 return Refused(f"the model's image processor cannot be loaded: {error}")
             self._max_pixels = call.max_pixels
+            for name in FORMATS.values():  # loads what is loaded at first use: each fork would do it
+                file = BytesIO()
+                Image.new("RGB", (64, 64)).save(file, name)
+                tried = process(self._processor, file.getvalue(), call.max_pixels)
+                if isinstance(tried, Refused):
+                    return Refused(f"the model's image processor takes no {name}: {tried.message}")
+            gc.collect()
+            gc.freeze()
             return ReaderReady(fingerprint(self._processor), self._processor.image_token)
         limits = Limits(CPU_S, WALL_S, MEMORY_BYTES)
         match await work_in_fork(self._fd, limits, lambda: process(self._processor, call.file, self._max_pixels)):
@@ -99,8 +110,9 @@ def load_processor(folder: Path, family: str) -> Any:
     from transformers import AutoImageProcessor, AutoTokenizer
 
     name, its_class = PROCESSORS[family]
+    load_pixels: Any = AutoImageProcessor.from_pretrained
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True),
+        "image_processor": load_pixels(str(folder), backend="pil", local_files_only=True),
         "tokenizer": AutoTokenizer.from_pretrained(str(folder), local_files_only=True),
     }
     base = getattr(import_module(f"transformers.models.{name}.processing_{name}"), its_class)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gateway.router.attempt_record import AttemptRecord
+from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
 from wire.timing import Timing
@@ -34,6 +35,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt."""
+
+    span: ImageSpan
+    data: bytes  # the file
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """What to generate: one answer."""
 
@@ -51,6 +60,7 @@ class TokenizedRequest:
     priority: int = DEFAULT_PRIORITY
     deadline_s: float | None = None  # its first token must come within so many seconds of `generate`
     owner: str = ""  # short name of whoever's share of the service it counts for
+    images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
 
 
