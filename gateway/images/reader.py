@@ -61,7 +61,7 @@ class Images:
         self._child = StandingChild[Answer](
             lambda: ChildServer(module, start, Answer, environment=_SAFE_ENVIRONMENT), START_S
         )
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._offload = offload
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._num_waiting = 0
@@ -115,7 +115,7 @@ class Images:
         if isinstance(part.source, bytes) or part.source[:5].lower() == "data:":
             return part.source
         try:
-            return await self._fetcher.fetch(part.source)
+            return await self.fetcher.fetch(part.source)
         except ValueError as error:
             raise refused(part, str(error)) from error
 
@@ -124,11 +124,7 @@ class Images:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
                 return self._kept[digest]
-            try:
-                answer = await self._child.ask(ReadFile(file), WALL_S + _SLACK_S)
-            except ChildError as error:
-                log.warning("image reader fails", error=str(error))
-                raise not_ready("the process that reads images died and is started again; try again") from error
+            answer = await self._ask_process(ReadFile(file))
         match answer:
             case ReadImage():
                 self._keep(digest, answer)
@@ -138,6 +134,15 @@ class Images:
             case Refused():
                 raise refused(part, answer.message)
         raise AssertionError(answer)
+
+    async def _ask_process(self, call: ReadFile) -> Answer:
+        """Asks again if the process has ended: by another's hand, as images end their forks only."""
+        for _try in range(2):
+            try:
+                return await self._child.ask(call, WALL_S + _SLACK_S)
+            except ChildError as error:
+                log.warning("image reader fails", error=str(error))
+        raise not_ready("the process that reads images died and is started again; try again")
 
     def _keep(self, digest: bytes, read: ReadImage) -> None:
         if digest in self._kept:
@@ -150,7 +155,7 @@ class Images:
     async def close(self) -> None:
         """End the process. Calls under way end with 503."""
         await self._child.close()
-        await self._fetcher.close()
+        await self.fetcher.close()
 
 
 def refused(part: ImagePart, why: str) -> ApiError:

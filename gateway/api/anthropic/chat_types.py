@@ -21,7 +21,7 @@ from gateway.api.http.body import (
 )
 from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
-from gateway.tools.history import join_parts, template_call
+from gateway.tools.history import join_parts, parts_of, template_call
 from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
