@@ -5,6 +5,7 @@ import base64
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from io import BytesIO
@@ -17,9 +18,10 @@ import openai
 import pytest
 from PIL import Image
 
+from gateway.images import reader
 from gateway.images.families import find_family
 from gateway.images.fetch import ImageFetcher
-from gateway.images.parts import ImagePart
+from gateway.images.parts import ImagePart, read_data_uri
 from gateway.images.processor_process import load_processor
 from gateway.images.reader import Images
 from gateway.request.image_places import find_images, put_images
@@ -137,6 +139,21 @@ def test_equal_images_have_equal_digests(vision: Vision) -> None:
     first, second, third = ask(RED, picture("green"), RED)
     assert first == third != second and ask(picture("green")) == [second]
     assert len(vision.served.engine.generations[0].prompt_ids) > len(vision.served.engine.generations[1].prompt_ids)
+
+
+def test_long_files_are_unpacked_beside_the_event_loop(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noted(url: str) -> bytes:
+        threads.append(threading.current_thread().name)
+        return read_data_uri(url)
+
+    monkeypatch.setattr(reader, "read_data_uri", noted)
+    for size in (8, 900):
+        part = {"type": "image_url", "image_url": {"url": data_uri(picture("white", (size, size)))}}
+        body = {"model": SERVED, "messages": [{"role": "user", "content": [part]}]}
+        assert vision.served.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert [name.startswith("tokenise") for name in threads] == [False, True]
 
 
 SPELLED = {"role": "user", "content": "a <|image_pad|>"}
