@@ -1,7 +1,9 @@
 """`baton chat`: a chat in the terminal, over the service's OpenAI REST API."""
 
+import base64
 import io
 import json
+import mimetypes
 import re
 import shutil
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -18,6 +21,7 @@ from cli.service import URL, ApiKey, CommandError, Service, Url
 
 HELP = """/help                               this text
 /stats                              time to first token and rate of the last answer
+/image FILE                         send an image with the next message; repeat for several
 /metrics                            the service's metrics
 /reset                              forget the conversation
 /set temperature=0.5;max_tokens=100 fields of the next requests; /set alone shows them, NAME= drops one
@@ -53,13 +57,24 @@ class Conversation:
         """`model`: empty asks the service."""
         self.service = service
         self._model = model
-        self._start = [{"role": "system", "content": system}] if system else []
-        self.history: list[dict[str, str]] = list(self._start)
+        self._start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self.history = list(self._start)
+        self.images: list[str] = []  # of the next message, as data URIs
         self.options: dict[str, Any] = {}  # request fields set by the user, such as temperature
         self.stats = Stats(time.monotonic())
 
     def reset(self) -> None:
         self.history = list(self._start)
+        self.images = []
+
+    def add_image(self, path: str) -> None:
+        """To the next message. Raises CommandError."""
+        kind, _encoding = mimetypes.guess_type(path)
+        try:
+            data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CommandError(f"{path} cannot be read: {error}") from error
+        self.images.append(f"data:{kind or 'application/octet-stream'};base64,{data}")
 
     def model(self) -> str:
         """The model's name, asked from the service when none was given."""
@@ -81,7 +96,10 @@ class Conversation:
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Say `text`; yields the answer's text as it comes. Closing the generator stops the answer and keeps it."""
-        question = {"role": "user", "content": text}
+        parts = [{"type": "image_url", "image_url": {"url": image}} for image in self.images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        question: dict[str, Any] = {"role": "user", "content": content}
+        self.images = []
         answer = ""
         try:
             for part in self._stream([*self.history, question]):
@@ -91,7 +109,7 @@ class Conversation:
             if answer:
                 self.history += [question, {"role": "assistant", "content": answer}]
 
-    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def _stream(self, messages: list[dict[str, Any]]) -> Iterator[str]:
         asked = {"model": self.model(), "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         self.stats = Stats(time.monotonic())
         with self.service.call("POST", "/v1/chat/completions", asked | self.options) as response:
@@ -184,6 +202,9 @@ def run_command(conversation: Conversation, line: str) -> str:
             return HELP
         case "/stats":
             return conversation.stats.describe()
+        case "/image":
+            conversation.add_image(rest.strip())
+            return f"{len(conversation.images)} for the next message"
         case "/metrics":
             return "\n".join(conversation.metrics())
         case "/reset":

@@ -15,6 +15,9 @@ from gateway.api.http.middleware import OPEN_PATHS, AccessCheck, RequestScope
 from gateway.api.http.service_routes import PAGE_PATHS, build_page_router, build_status_router
 from gateway.api.openapi import add_document
 from gateway.api.routes import build_api_router
+from gateway.images.families import find_family
+from gateway.images.fetch import ImageFetcher
+from gateway.images.reader import Images
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
@@ -40,14 +43,16 @@ def build_served_model(
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
     others: Sequence[ServedModel] = (),
 ) -> ServedModel:
-    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`.
+    """Builds what REST and gRPC share. Registers metrics: call it once per registry. `ServedModels.close` ends it.
 
     `adapters`: by the names that requests may have now. `others`: models of the same service that were built before.
     """
+    offload = others[0].offload if others else Offload()
     return ServedModel(
         tokenizer=tokenizer,
         segments=SegmentEncoder(tokenizer),
-        offload=others[0].offload if others else Offload(),
+        offload=offload,
+        images=_build_images(tokenizer, options, offload),
         tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
@@ -58,6 +63,16 @@ def build_served_model(
         created_s=int(time.time()),
         tracing=tracing,
     )
+
+
+def _build_images(tokenizer: Tokenizer, options: ApiOptions, offload: Offload) -> Images | None:
+    """What reads images for the model; None if it takes none."""
+    config = tokenizer.config
+    family, token_id = find_family(config), config.get("image_token_id", config.get("image_token_index"))
+    if family is None or not isinstance(token_id, int):
+        return None
+    fetcher = ImageFetcher(options.image_hosts)
+    return Images(tokenizer.folder, family, token_id, options.max_image_pixels, fetcher, offload)
 
 
 def build_app(served: ServedModels) -> FastAPI:

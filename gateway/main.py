@@ -101,6 +101,7 @@ async def _serve(
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
+    reading = served.start_images()
     first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
     ops.follow(Probes(lambda: None, served.check_ready, registry))
     await _wait_until_ready(fleet, served.models)
@@ -120,11 +121,11 @@ async def _serve(
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
-    for task in (*first_loads, *following):
+    for task in (*first_loads, *following, *reading):
         task.cancel()
     await discovery.close()
     await fleet.close()
-    served.models[0].offload.close()
+    await served.close()
 
 
 def _build_models(
@@ -144,6 +145,8 @@ def _build_models(
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
         keep_billing_header=config.keep_billing_header,
+        max_image_pixels=config.image_limit_pixels,
+        image_hosts=config.allow_image_url,
         itl_goal_s=config.itl_goal_ms / 1e3,
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,

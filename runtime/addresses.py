@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from runtime.settings import MAX_PORT
 
 _DNS = "dns:"
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ def is_host_port(text: str) -> bool:
     return bool(host) and host == bracketed(host) and is_port(port)
 
 
+def is_host_pattern(text: str) -> bool:
+    """Whether it is a host's name or address, or *.SUFFIX for all names below one."""
+    return re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-f:]+", text, re.ASCII | re.IGNORECASE) is not None
+
+
 def find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address; None for a name."""
     try:
@@ -69,6 +75,17 @@ def is_loopback(host: str) -> bool:
     """Whether it is this machine only."""
     address = find_ip(host)
     return host == "localhost" if address is None else address.is_loopback
+
+
+def is_public(host: str) -> bool:
+    """Whether it is an address that the internet routes, not one that leads to another inside an IPv6 address."""
+    address = find_ip(host)
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped
+        if inner is None and (address.sixtofour or address.teredo or address in _NAT64):
+            return False
+        address = inner or address
+    return address is not None and address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def is_any(host: str) -> bool:

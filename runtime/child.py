@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -19,7 +20,9 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, NoReturn, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -179,6 +182,44 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
             await self.wait(END_S)
 
 
+class StandingChild(Generic[AnswerT]):
+    """A child that is started when it is needed, and replaced when it has failed. On the asyncio thread."""
+
+    def __init__(self, start: Callable[[], ChildServer[AnswerT]], start_s: float) -> None:
+        """`start_s`: the longest that it may take to be ready."""
+        self._start = start
+        self._start_s = start_s
+        self._starting = asyncio.Lock()
+        self.child: ChildServer[AnswerT] | None = None
+        self._ready: AnswerT | None = None
+        self._is_closed = False
+
+    async def ready(self) -> AnswerT:
+        """Its answer to the first call. Raises ChildError if it does not start."""
+        async with self._starting:
+            if self._is_closed:
+                raise ChildError("was stopped")
+            if self.child is not None:
+                if self._ready is not None and self.child.is_answering:
+                    return self._ready
+                await self.child.close()
+            self.child, self._ready = self._start(), None
+            self._ready = await self.child.wait_ready(self._start_s)
+            return self._ready
+
+    async def ask(self, call: msgspec.Struct, timeout_s: float) -> AnswerT:
+        """As `ChildServer.ask`."""
+        await self.ready()
+        assert self.child is not None
+        return await self.child.ask(call, timeout_s)
+
+    async def close(self) -> None:
+        """Kill it, for good. Running calls end with ChildError."""
+        self._is_closed = True
+        if self.child is not None:
+            await self.child.close(timeout_s=0.0)
+
+
 async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Awaitable[object]]) -> NoReturn:
     """In a child: answer calls, in parallel, until the parent hangs up, which ends this process at once.
 
@@ -200,6 +241,62 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Awaitable[ob
             except (EOFError, ConnectionError):
                 os._exit(0)
             running.create_task(answer(*decoder.decode(data)))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one piece of work."""
+
+    cpu_s: int
+    wall_s: float
+    memory_bytes: int  # of address space, beyond what the process has
+
+
+Trouble = Literal["busy", "slow", "crashed"]  # the wall time is over, the CPU time is, or it ended otherwise
+
+
+async def work_in_fork(fd: int, limits: Limits, work: Callable[[], object]) -> msgspec.Raw | Trouble:
+    """The packed result of `work`, done by a fork of this process: whatever a hostile input does to it ends there.
+
+    fd: of the calls that this process serves, which the fork closes. This process must have no other thread.
+    """
+    ours, theirs = socket.socketpair()
+    parent, fork = os.getpid(), os.fork()
+    if fork == 0:
+        try:
+            os.close(fd)
+            die_with_parent()
+            if os.getppid() == parent:
+                _limit_myself(limits)
+                theirs.sendall(pack(work()))
+        finally:
+            os._exit(0)
+    theirs.close()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    try:
+        async with asyncio.timeout(limits.wall_s):
+            return msgspec.Raw(await receive(reader))
+    except TimeoutError:
+        return "busy"
+    except (EOFError, ConnectionError, ValueError):
+        pass
+    finally:
+        writer.close()
+        os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
+        _pid, status = os.waitpid(fork, 0)  # noqa: ASYNC222  it is dead
+    return "slow" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "crashed"
+
+
+def _limit_myself(limits: Limits) -> None:
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # warnings of libraries quote the client's text
+    os.dup2(nowhere, 1)
 
 
 def pack(message: object) -> bytes:

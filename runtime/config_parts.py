@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from runtime.addresses import bracketed, is_any, is_loopback
+from runtime.addresses import bracketed, is_any, is_host_pattern, is_loopback
 from runtime.settings import (
     MAX_PORT,
     ConfigError,
@@ -49,6 +49,8 @@ MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_ITL_GOAL_MS = 2000  # no step with prompts is meant to take longer anyway
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
+MAX_IMAGE_PIXELS = 178_956_970  # Pillow refuses more
+HOSTS = "names such as images.example.com or *.example.com"
 MODEL = 'a folder, a hub id or "demo"'
 Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
@@ -242,6 +244,11 @@ class PublicConfig(GoalConfig):
     or request, so that prompts share no beginning."""
     body_limit_bytes: Annotated[int, count(1024, MAX_BODY_BYTES)] = 8 << 20
     """Largest request body."""
+    image_limit_pixels: Annotated[int, count(1, MAX_IMAGE_PIXELS)] = 1 << 26
+    """Most pixels of an image; larger ones are refused before they are decoded."""
+    allow_image_url: Annotated[tuple[str, ...], needs(lambda hosts: all(map(is_host_pattern, hosts)), HOSTS)] = ()
+    """Host from which the gateway fetches images that requests name by URL, *.SUFFIX for all below one; repeat. None:
+    images come in requests only."""
     batch_dir: str = ""
     """Folder of /v1/files and /v1/batches, of this gateway alone: prompts and answers stay there for 30 days. Empty:
     they are refused."""

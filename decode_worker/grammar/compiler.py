@@ -23,7 +23,7 @@ from decode_worker.grammar.compiler_process import (
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
-from runtime.child import ChildError, ChildServer
+from runtime.child import ChildError, ChildServer, StandingChild
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -46,7 +46,12 @@ class GrammarCompiler:
         self._wall_s = wall_limit_s(cpu_s)
         self._start = CompilerStart(str(folder), vocab_size, cpu_s, self._wall_s)
         self._turn = asyncio.Lock()  # held by the request that the process works on
-        self._child: ChildServer[Answer] | None = None
+        self._child = StandingChild[Answer](
+            lambda: ChildServer(
+                "decode_worker.grammar.compiler_process", self._start, Answer, environment=_SAFE_ENVIRONMENT
+            ),
+            START_S,
+        )
         self._vocabulary: Vocabulary | None = None  # once the first grammar needs it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._is_closed = False
@@ -54,7 +59,7 @@ class GrammarCompiler:
     @property
     def pid(self) -> int | None:
         """Of the process, while there is one."""
-        return None if self._child is None else self._child.pid
+        return self._child.child.pid if self._child.child else None
 
     async def start(self) -> None:
         """Returns when the process is ready, or has failed, which is logged: `compile` tries again."""
@@ -89,35 +94,29 @@ class GrammarCompiler:
     async def close(self) -> None:
         """End the process. A compilation under way ends as GrammarBusyError."""
         self._is_closed = True
-        if self._child is not None:
-            await self._child.close(timeout_s=0.0)
+        await self._child.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _ensure_started(self) -> None:
         """Until the process has read the vocabulary. Raises GrammarBrokenError."""
-        if self._child is not None:
-            if self._child.is_answering:
-                return
-            await self._child.close()
-        self._child = ChildServer(
-            "decode_worker.grammar.compiler_process", self._start, Answer, environment=_SAFE_ENVIRONMENT
-        )
+        before = self.pid
         try:
-            await self._child.wait_ready(START_S)
+            await self._child.ready()
         except ChildError as error:
             log.warning("grammar compiler fails", error=str(error))
             raise GrammarBrokenError("the grammar compiler does not start; the worker's log says why") from error
-        log.info("grammar compiler started", pid=self._child.pid)
+        if self.pid != before:
+            log.info("grammar compiler started", pid=self.pid)
 
     async def _ask(self, call: ReadVocabulary | Compile) -> Answer:
-        assert self._child is not None
         try:
             return await self._child.ask(call, self._wall_s + _SLACK_S)
         except ChildError as error:
             log.warning("grammar compiler fails", error=str(error))
             raise GrammarBusyError("the grammar compiler died and is started again") from error
         except asyncio.CancelledError:  # the next one should not wait for this
-            self._child.fail("was interrupted")
+            if self._child.child is not None:
+                self._child.child.fail("was interrupted")
             raise
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

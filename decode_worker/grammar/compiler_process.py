@@ -9,12 +9,8 @@ It ends with the worker, however that ends, and a compilation under way with it.
 """
 
 import asyncio
-import os
 import random
 import re
-import resource
-import signal
-import socket
 import sys
 import time
 from functools import partial
@@ -35,7 +31,7 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
-from runtime.child import die_with_parent, pack, receive, serve_parent
+from runtime.child import Limits, serve_parent, work_in_fork
 from runtime.peer_input import MAX_JSON_DEPTH
 
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
@@ -108,33 +104,17 @@ class Compiler:
 
     async def _compile_in_fork(self, call: Compile) -> msgspec.Raw | Refused | Busy:
         """What a fork with limits answers, or why there is no answer."""
-        ours, theirs = socket.socketpair()
-        limits, parent, fork = self._limits, os.getpid(), os.fork()
-        if fork == 0:
-            try:
-                os.close(self._fd)
-                die_with_parent()
-                if os.getppid() == parent:
-                    _limit_myself(limits.cpu_s)
-                    theirs.sendall(pack(answer_call(self._vocabulary, call, limits.cpu_s)))
-            finally:
-                os._exit(0)
-        theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        try:
-            async with asyncio.timeout(limits.wall_s):
-                return msgspec.Raw(await receive(reader))
-        except TimeoutError:
-            return Busy()
-        except (EOFError, ConnectionError, ValueError):
-            pass
-        finally:
-            writer.close()
-            os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
-            _pid, status = os.waitpid(fork, 0)  # noqa: ASYNC222  it is dead
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
-            return Refused(f"took longer than {limits.cpu_s} s to compile; simplify it")
-        return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
+        given = self._limits
+        limits = Limits(given.cpu_s, given.wall_s, MAX_MEMORY_BYTES)
+        match await work_in_fork(self._fd, limits, lambda: answer_call(self._vocabulary, call, given.cpu_s)):
+            case "busy":
+                return Busy()
+            case "slow":
+                return Refused(f"took longer than {given.cpu_s} s to compile; simplify it")
+            case "crashed":
+                return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
+            case msgspec.Raw() as answer:
+                return answer
 
 
 def answer_call(vocabulary: Vocabulary, call: Compile, cpu_s: int) -> Compiled | Refused:
@@ -196,18 +176,6 @@ def _try_out(grammar: LoadedGrammar, lead: str) -> None:
         raise GrammarRefusedError(
             f"one token of the answer takes over {MAX_TOKEN_CPU_S * 1000:.0f} ms to check; make it less ambiguous"
         ) from error
-
-
-def _limit_myself(cpu_s: int) -> None:
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # xgrammar's warnings quote the client's text
-    os.dup2(nowhere, 1)
 
 
 if __name__ == "__main__":

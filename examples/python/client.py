@@ -1,11 +1,12 @@
-"""Asks Baton over gRPC: the models, a text to continue, a conversation, and one that calls a tool.
+"""Asks Baton over gRPC: the models, a text to continue, a conversation, one that calls a tool, and what an image shows.
 
-Usage: python client.py [HOST:PORT]. README.md has the command that generates the code it imports.
+Usage: python client.py [HOST:PORT [IMAGE]]. README.md has the command that generates the code it imports.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 
 import grpc
 
@@ -77,6 +78,8 @@ def main() -> int:
             generate(stub, "Once upon a time")
             chat(stub, [pb.ChatMessage(role="user", content="What is 12 plus 30?")], [])
             chat_with_tool(stub, "What is the weather in Paris?")
+            for path in sys.argv[2:]:
+                chat(stub, [pb.ChatMessage(role="user", content="What is this?", images=[Path(path).read_bytes()])], [])
         except grpc.RpcError as error:
             print(f"\n{error.code().name}: {error.details()}", file=sys.stderr)
             return 1

@@ -1,7 +1,8 @@
-// Asks Baton over gRPC: the models, a text to continue, a conversation, and one that calls a tool.
-// Usage: npm start -- [HOST:PORT]. `npm run generate` makes the types that it imports.
+// Asks Baton over gRPC: the models, a text to continue, a conversation, one that calls a tool, and what an image shows.
+// Usage: npm start -- [HOST:PORT [IMAGE]]. `npm run generate` makes the types that it imports.
 import { credentials, loadPackageDefinition, Metadata, type ClientReadableStream, type ServiceError } from "@grpc/grpc-js";
 import { loadSync } from "@grpc/proto-loader";
+import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
 import type { ProtoGrpcType } from "./generated/inference.ts";
 import type { ChatMessage } from "./generated/baton/v1/ChatMessage.ts";
@@ -84,6 +85,9 @@ try {
   await generate("Once upon a time");
   await chat([{ role: "user", content: "What is 12 plus 30?" }], []);
   await chatWithTool("What is the weather in Paris?");
+  for (const path of process.argv.slice(3)) {
+    await chat([{ role: "user", content: "What is this?", images: [readFileSync(path)] }], []);
+  }
 } catch (error) {
   console.error(`\n${(error as ServiceError).message}`);
   process.exitCode = 1;

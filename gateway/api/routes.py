@@ -124,4 +124,6 @@ def _card(served: ServedModel, name: str) -> ModelCard:
     card = ModelCard(name, served.created_s, served.tokenizer.context_tokens, adapter.path if adapter else base)
     if adapter:
         card.parent = base
+    if served.images:
+        card.input_modalities = ("text", "image")
     return card

@@ -24,7 +24,9 @@ showExamples();
 async function findModel() {
   try {
     const answer = await call("v1/models");
-    model = (await answer.json()).data[0].id;
+    const card = (await answer.json()).data[0];
+    model = card.id;
+    at("attach").hidden = !card.input_modalities?.includes("image");
     at("model").textContent = model;
     showError("");
   } catch (error) { showError(error.message); }
@@ -45,13 +47,15 @@ async function send() {
   const text = at("prompt").value.trim();
   if (!text || running) return;
   running = new AbortController();
+  const images = await Promise.all([...at("images").files].map(readFile));
+  const content = images.length ? [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }] : text;
   at("send").hidden = true; at("stop").hidden = false;
   at("prompt").value = "";
   at("hint").hidden = true;
   showError("");
   const mine = messages; // "New chat" puts another in its place
-  const question = show("user", text), article = show("assistant");
-  mine.push({ role: "user", content: text });
+  const question = show("user", content), article = show("assistant");
+  mine.push({ role: "user", content });
   save();
   if (!model) await findModel();
   const answer = { text: "", reasoning: null, usage: null, timing: null, sent: performance.now(), first: null, last: null };
@@ -65,8 +69,10 @@ async function send() {
     at("send").hidden = false; at("stop").hidden = true;
   }
   if (mine !== messages) return;
-  if (answer.text) mine.push({ role: "assistant", content: answer.text });
-  else takeBack(question, article, answer);
+  if (answer.text) {
+    mine.push({ role: "assistant", content: answer.text });
+    at("images").value = "";
+  } else takeBack(question, article, answer);
   save();
   if (answer.first !== null) showTiming(answer);
   at("prompt").focus();
@@ -79,11 +85,25 @@ function takeBack(question, article, answer) {
   if (!answer.reasoning) { question.remove(); article.remove(); }
 }
 
-function save() { sessionStorage.setItem("messages", JSON.stringify(messages)); }
+function save() {
+  try { sessionStorage.setItem("messages", JSON.stringify(messages)); }
+  catch { sessionStorage.removeItem("messages"); } // more images than a browser keeps: a reload begins anew
+}
+
+function readFile(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result); // a data URI
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+function textOf(content) { return typeof content === "string" ? content : content.at(-1).text; }
 
 // After a reload. A question whose answer was cut off by it goes back to where it was typed.
 function restore() {
-  if (messages.at(-1)?.role === "user") at("prompt").value = messages.pop().content;
+  if (messages.at(-1)?.role === "user") at("prompt").value = textOf(messages.pop().content);
   for (const { role, content } of messages) show(role, content);
   at("hint").hidden = messages.length > 0;
 }
@@ -212,10 +232,15 @@ function spoken(seconds) { return seconds < 1 ? `${(seconds * 1000).toFixed(seco
 function toEnd() { at("chat").scrollTop = at("chat").scrollHeight; }
 function showError(message) { at("error").textContent = message; at("error").hidden = !message; }
 
-function show(role, text = "") {
+function show(role, content = "") {
   const article = document.createElement("article");
   article.className = role;
-  article.textContent = text;
+  for (const part of typeof content === "string" ? [] : content.slice(0, -1)) {
+    const image = document.createElement("img");
+    image.src = part.image_url.url;
+    article.append(image);
+  }
+  article.append(textOf(content));
   at("chat").append(article);
   toEnd();
   return article;
@@ -224,6 +249,7 @@ function show(role, text = "") {
 function startAnew() {
   running?.abort();
   messages = [];
+  at("images").value = "";
   save();
   showError("");
   for (const child of [...at("chat").children]) if (child.id !== "hint") child.remove();

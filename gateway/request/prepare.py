@@ -1,8 +1,8 @@
 """What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
+import asyncio
 import secrets
 import time
-from asyncio import sleep
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,8 @@ class ApiOptions:
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
+    max_image_pixels: int = 1 << 26
+    image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
 
 
@@ -82,7 +84,7 @@ class ServedModel(Prompts):
 
         `arrived_s`: by time.perf_counter; the deadline counts from then. `headers`: with its API key.
         """
-        await sleep(0)  # lets other requests run: reading a long one took milliseconds
+        await asyncio.sleep(0)  # lets other requests run: reading a long one took milliseconds
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
@@ -122,6 +124,7 @@ class ServedModel(Prompts):
             one = generation(
                 request_id=request_id if n * len(prompts) == 1 else f"{request_id}-{len(generations)}",
                 prompt_ids=prompt.ids,
+                images=prompt.images,
                 max_tokens=max(max_tokens, 1),
                 deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s,
                 min_tokens=min_tokens,
@@ -183,6 +186,17 @@ class ServedModels:
 
     models: Sequence[ServedModel]  # the first answers requests that name none
     registry: CollectorRegistry  # of all metrics
+
+    def start_images(self) -> list[asyncio.Task[None]]:
+        """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""
+        return [asyncio.create_task(one.images.start()) for one in self.models if one.images is not None]
+
+    async def close(self) -> None:
+        """End threads and processes."""
+        self.models[0].offload.close()
+        for one in self.models:
+            if one.images is not None:
+                await one.images.close()
 
     def find(self, model: str | None) -> ServedModel:
         """The model that has the name, or the first: it refuses a name that none has."""

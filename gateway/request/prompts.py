@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
+from gateway.images.reader import FoundImage, Images
+from gateway.request.image_places import find_images, put_images
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
+from gateway.router.engine_client import PromptImage
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
@@ -19,7 +22,9 @@ from gateway.tools.request import ToolUse
 
 TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
-_TEXTS = ("content", "name", "tool_call_id", "reasoning_content")  # fields of a message that a template may print
+# fields of a message that a template may print, besides its content
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+_IMAGE_ROLES = ("user", "tool")
 _MARKER_CHARS = 16  # a role and its markers
 DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
@@ -31,6 +36,7 @@ class Prompts:
     tokenizer: Tokenizer
     segments: SegmentEncoder  # of the same
     offload: Offload
+    images: Images | None  # None: the model takes none
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
     keeps_header: bool  # headers before the system's text are part of prompts
@@ -50,8 +56,14 @@ class Prompts:
         """
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
+        images = [await self._read_images(prompt) for prompt in prompts]
+        cost += sum([len(image.read.text) for _, found in images for image in found])
         encoded = await self.offload.run(
-            cost, lambda: [self._encode(prompt, inputs, add_special_tokens, salt) for prompt in prompts]
+            cost,
+            lambda: [
+                self._encode(prompt, inputs, add_special_tokens, salt, *found)
+                for prompt, found in zip(prompts, images, strict=True)
+            ],
         )
         for prompt, found in zip(prompts, encoded, strict=True):
             if must_fit:
@@ -80,6 +92,18 @@ class Prompts:
         check_vocabulary(content, prompt.param, self.tokenizer.vocab_size)
         return 0
 
+    async def _read_images(self, prompt: Prompt) -> tuple[str, list[FoundImage]]:
+        """What stands for an image in the rendered chat, and its images. Raises ApiError."""
+        parts = prompt.content.images if isinstance(prompt.content, Chat) else []
+        if not parts:
+            return "", []
+        if self.images is None:
+            path = parts[0].param
+            raise bad_request(f"{path}: this model takes no images; send text only", path, "unsupported_field")
+        placeholder, found = await self.images.read(parts, prompt.param)
+        check_text_bytes(sum([len(image.read.text) for image in found]), prompt.param, self.tokenizer.context_tokens)
+        return placeholder, found
+
     def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:
         if not chat.messages:
             raise bad_request("messages is empty; send at least one message", param)
@@ -100,26 +124,51 @@ class Prompts:
             path = chat.calls_param or f"{param}[{with_calls[0]}].tool_calls"
             raise bad_request(f"{path}: the model's chat template knows no calls of functions; leave them out", path)
         texts = [message[name] for message in chat.messages for name in _TEXTS if name in message]
+        for role, part in [(one["role"], part) for one in chat.messages for part in history.parts_of(one["content"])]:
+            if isinstance(part, str):
+                texts.append(part)
+            elif role not in _IMAGE_ROLES:
+                why = f"{part.param}: images are for messages of the role {' or '.join(_IMAGE_ROLES)}"
+                raise bad_request(why, part.param, "unsupported_field")
         values = [*(chat.messages[index]["tool_calls"] for index in with_calls), *tools]
         texts += [json.dumps(value, ensure_ascii=False) for value in values]
         check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
         return sum([len(text) + _MARKER_CHARS for text in texts])
 
     def _encode(
-        self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None, salt: str
+        self,
+        prompt: Prompt,
+        tools: Sequence[TemplateInput],
+        add_special_tokens: bool | None,
+        salt: str,
+        placeholder: str,
+        images: Sequence[FoundImage],
     ) -> EncodedPrompt:
+        """`placeholder`: what stands for each of the images in a rendered chat."""
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
+            if images:
+                text = put_images(text, placeholder, images, prompt.param)
             ids = tuple(
                 model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
             )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
-            return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)
+            before = model.last_with_text(ids) if content.is_open else ()
+            return EncodedPrompt(ids, before, start, images=self._find_images(ids, images, prompt.param))
         if isinstance(content, str):
             content = model.encode(content, add_special_tokens=add_special_tokens is not False)
-        return EncodedPrompt(tuple(content), model.last_with_text(content))
+        return EncodedPrompt(
+            tuple(content), model.last_with_text(content), images=self._find_images(content, (), prompt.param)
+        )
+
+    def _find_images(self, ids: Sequence[int], images: Sequence[FoundImage], param: str) -> tuple[PromptImage, ...]:
+        """Where they are in the prompt. Raises ApiError if the prompt has image tokens for which there is no image."""
+        if self.images is None:
+            return ()
+        (token,) = self.tokenizer.pieces([self.images.token_id])
+        return find_images(ids, self.images.token_id, token, images, param)
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
         given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages

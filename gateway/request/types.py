@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.router.engine_client import DEFAULT_PRIORITY, TokenizedRequest
+from gateway.images.parts import ImagePart
+from gateway.router.engine_client import DEFAULT_PRIORITY, PromptImage, TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import RawTools, ToolUse
 from gateway.tools.template_options import Option
@@ -15,7 +16,7 @@ from gateway.tools.template_options import Option
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation. Each message has the texts `role` and `content`.
+    """A conversation. Each message has the text `role`, and `content`: a text, or a list of texts and `ImagePart`s.
 
     Optional: `name`, `tool_call_id`, `reasoning_content` and, as chat templates take them, `tool_calls` (history.py).
     """
@@ -30,6 +31,12 @@ class Chat:
     header: str = ""  # what stood before the system's text and changes with each request
     add_generation_prompt: bool = True  # end with the start of the answer
     is_open: bool = False  # the answer continues the last message, an assistant's
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """In order."""
+        contents = [message["content"] for message in self.messages if not isinstance(message["content"], str)]
+        return [part for content in contents for part in content if isinstance(part, ImagePart)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,7 @@ class EncodedPrompt:
     before: tuple[int, ...] = ()  # its last tokens with text, if its answers continue that text
     reasoning: ReasoningStart = "off"
     echo: Echo | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

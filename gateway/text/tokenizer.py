@@ -32,6 +32,7 @@ _EXAMPLES = (
     "Give me three names for a small grey cat.",
 )
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
+_PROBE = "a text"
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
@@ -47,8 +48,9 @@ class Tokenizer:
 
         Raises ValueError saying what is wrong.
         """
-        config, generation = (_read_object(folder / name) for name in ("config.json", "generation_config.json"))
-        config = config.get("text_config") or config  # multimodal checkpoints nest the language model
+        self.folder = folder
+        self.config, generation = (_read_object(folder / name) for name in ("config.json", "generation_config.json"))
+        config = self.config.get("text_config") or self.config  # multimodal checkpoints nest the language model
         context_tokens = _context_tokens(config, folder)
         self.context_tokens = min(context_tokens, max_context_tokens or context_tokens)
         given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
@@ -58,6 +60,8 @@ class Tokenizer:
         if not all(isinstance(one, str) for one in self.examples):
             raise ValueError(f"{path} must hold a list of texts")
         self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        if template := _read_object(folder / "chat_template.json").get("chat_template"):
+            self._hf.chat_template = template  # where processors had theirs
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{folder} has no fast tokenizer: save it with a tokenizer.json first")
@@ -73,6 +77,8 @@ class Tokenizer:
         eos = generation.get("eos_token_id", config.get("eos_token_id"))
         listed: Sequence[int | None] = eos if isinstance(eos, list) else [eos]
         self.eos_token_ids = frozenset(one for one in (*listed, self._hf.eos_token_id) if one is not None)
+        self._wants_parts = False
+        self._wants_parts = "vision_config" in self.config and not self._prints_texts()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
@@ -100,6 +106,13 @@ class Tokenizer:
         """Sources of all chat templates; empty if there is none."""
         return str(self._hf.chat_template or "")
 
+    def _prints_texts(self) -> bool:
+        """Whether the chat template prints contents that are texts, not lists of parts as those of images are."""
+        try:
+            return _PROBE in self.render_chat([{"role": "user", "content": _PROBE}])
+        except TemplateRefusalError:
+            return False
+
     @property
     def tool_template(self) -> str:
         """Source of the chat template that is used with tools; empty if there is none."""
@@ -119,6 +132,8 @@ class Tokenizer:
     ) -> str:
         """Text of a conversation up to the start of the answer. Runs the template in a sandbox.
 
+        A content is a text, or a list of texts and images; anything but a text is one.
+
         `options`: variables from tools/template_options.py; the template gets those that it names. Without
         `add_generation_prompt` the text ends with the last message. `is_open`: it ends inside the last message, an
         assistant's, without trailing space if the template trims messages. Raises TemplateRefusalError.
@@ -129,6 +144,8 @@ class Tokenizer:
         for message in known:
             if message["role"] == "developer" and "developer" not in self.chat_templates:
                 message["role"] = "system"
+            if self._wants_parts or not isinstance(message["content"], str):
+                message["content"] = _template_parts(message["content"])
         try:
             rendered = self._hf.apply_chat_template(
                 known,
@@ -255,6 +272,11 @@ def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
     if kinds == ["ByteLevel"]:
         return byte_level
     return byte_fallback if "ByteFallback" in kinds else lambda token_id: None
+
+
+def _template_parts(content: str | Sequence[object]) -> list[dict[str, str]]:
+    parts = [content] if isinstance(content, str) else content
+    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
 
 
 def _context_tokens(config: Mapping[str, Any], folder: Path) -> int:

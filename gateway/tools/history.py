@@ -1,7 +1,7 @@
 """Calls and reasoning of earlier messages as chat templates take them, and an open last message. Pure."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway.errors import bad_request
@@ -10,6 +10,17 @@ from gateway.tools.json_text import read_object
 
 _SYSTEM = ("system", "developer")
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content
+
+
+def parts_of(content: Any) -> Sequence[Any]:
+    """The texts and images of a content."""
+    return [content] if isinstance(content, str) else content
+
+
+def join_parts(parts: Iterable[Any]) -> Any:
+    """The content of texts and images: a text if all are."""
+    listed = list(parts)
+    return "".join(listed) if all(isinstance(part, str) for part in listed) else listed
 
 
 def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -104,7 +115,10 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
         role = message["role"]
         if found and found[-1]["role"] == role and (is_system or is_joined) and role in ("system", "user"):
-            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+            found[-1] = {
+                **found[-1],
+                "content": join_parts([*parts_of(found[-1]["content"]), "\n\n", *parts_of(message["content"])]),
+            }
         else:
             found.append(message)
         is_joined = is_system

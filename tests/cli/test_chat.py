@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.chat import Conversation, chat, iterate_events, iterate_lines, printable, run_line, set_options, wrap
+from cli.chat import (
+    Conversation,
+    chat,
+    iterate_events,
+    iterate_lines,
+    printable,
+    run_command,
+    run_line,
+    set_options,
+    wrap,
+)
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
@@ -78,7 +88,8 @@ class FakeHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
-        text = body["messages"][-1]["content"]
+        content = body["messages"][-1]["content"]
+        text = content if isinstance(content, str) else content[-1]["text"]
         if body.get("temperature", 0) > 2:
             message = {"message": "temperature is 9; at most 2", "param": "temperature"}
             self._answer(400, json.dumps({"error": message}))
@@ -147,6 +158,19 @@ def test_what_was_said_is_kept_and_what_was_refused_is_not(service: FakeService,
     assert conversation.history == kept
     conversation.reset()
     assert conversation.history == [{"role": "system", "content": "be brief"}]
+
+
+def test_images_go_with_the_next_message(service: FakeService, conversation: Conversation, tmp_path: Path) -> None:
+    file = tmp_path / "a picture.png"
+    file.write_bytes(b"abc")
+    assert run_command(conversation, f"/image {file}") == "1 for the next message"
+    with pytest.raises(CommandError, match="cannot be read"):
+        run_command(conversation, "/image nowhere.png")
+    list(conversation.ask("see"))
+    list(conversation.ask("again"))
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    said = [message["content"] for message in service.bodies[1]["messages"] if message["role"] == "user"]
+    assert said == [[image, {"type": "text", "text": "see"}], "again"]
 
 
 def test_settings_are_parsed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from cli.certs import certs
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
-from runtime.addresses import is_any, is_loopback
+from runtime.addresses import is_any, is_host_pattern, is_loopback, is_public
 from runtime.config_parts import ProcessConfig
 from runtime.ops import OpsServer
 from runtime.trust import Trust, load_trust
@@ -57,3 +57,25 @@ def test_grpc_takes_every_spelling_with_certificates_too(host: str, tmp_path: Pa
 
     for trust in (Trust(), load_trust(ProcessConfig(tls_dir=str(tmp_path)))):
         asyncio.run(scenario(trust))
+
+
+@pytest.mark.parametrize("host", ["img.example", "*.img.example", "localhost", "93.184.216.34", "2606:4700::1111"])
+def test_a_host_that_images_may_come_from(host: str) -> None:
+    assert is_host_pattern(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "*", "*.", "a.*", "https://a.example", "a.example/x", "a.example:80", "a b", "a@b"]
+)
+def test_what_is_no_such_host(host: str) -> None:
+    assert not is_host_pattern(host)
+
+
+@pytest.mark.parametrize("host", ["93.184.216.34", "2606:4700::1111", "::ffff:93.184.216.34"])
+def test_an_address_of_the_internet(host: str) -> None:
+    assert is_public(host)
+
+
+@pytest.mark.parametrize("host", ["img.example", "127.0.0.1", "198.18.0.1", "240.0.0.1", "ff02::1", "2001:db8::1"])
+def test_an_address_of_a_closed_network_or_none(host: str) -> None:
+    assert not is_public(host)

@@ -108,7 +108,7 @@ def run_api(
         ready.set()
         await http.serve([listener])
         await grpc_server.stop(0)
-        model.offload.close()
+        await served.close()
 
     model = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
     served = ServedModels([model], registry)

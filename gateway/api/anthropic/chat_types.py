@@ -7,9 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from gateway.api.http.body import Body, Ignored, LeftOutTool, Many, TextOr, any_value, by_type, joined, only_null
+from gateway.api.http.body import (
+    Body,
+    Ignored,
+    ImageBody,
+    LeftOutTool,
+    Many,
+    TextOr,
+    any_value,
+    by_type,
+    joined,
+    only_null,
+)
 from gateway.errors import bad_request
-from gateway.tools.history import template_call
+from gateway.images.parts import ImagePart
+from gateway.tools.history import join_parts, parts_of, template_call
 from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
@@ -24,10 +36,45 @@ class TextBlock(Body):
     """Text."""
 
     ignored = _BLOCK
-    types, types_rule = ("text",), "this service takes text only"
+    types, types_rule = ("text",), "this service takes text and images only"
 
     type: Literal["text"]
     text: str
+
+
+class ImageSource(Body):
+    """Where an image is."""
+
+    ignored = {}
+    types, types_rule = ("base64", "url"), "it must be base64 or url"
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = Field(None, description="The file in base64.")
+    url: str | None = Field(None, description="Of a host that is allowed, or a data URI.")
+
+
+class ImageBlock(ImageBody):
+    """An image."""
+
+    ignored = _BLOCK
+
+    type: Literal["image"]
+    source: ImageSource
+
+    def image(self, path: str) -> ImagePart:
+        source, param = self.source, f"{path}.source"
+        if source.type == "url" and source.url is not None and source.data is None:
+            return ImagePart(source.url, f"{param}.url")
+        if source.type == "url" or source.data is None or source.media_type is None or source.url is not None:
+            needed = "url" if source.type == "url" else "media_type and data"
+            raise bad_request(f"{param} of the type {source.type} needs {needed}, and nothing else", param)
+        return ImagePart(f"data:{source.media_type};base64,{source.data}", f"{param}.data")
+
+
+_TextOrImage = Annotated[
+    Annotated[TextBlock, Tag("~text")] | Annotated[ImageBlock, Tag("~image")], by_type("text", "image")
+]
 
 
 class ToolUseBlock(Body):
@@ -48,7 +95,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOr[Many[TextBlock]] | None = None
+    content: TextOr[Many[_TextOrImage]] | None = None
     is_error: bool | None = Field(None, description='Begins the text with "Error: ".')
 
 
@@ -70,6 +117,7 @@ class RedactedThinkingBlock(Body):
 
 _Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
+    | Annotated[ImageBlock, Tag("~image")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
     | Annotated[ToolResultBlock, Tag("~tool_result")]
     | Annotated[ThinkingBlock, Tag("~thinking")]
@@ -77,6 +125,7 @@ _Block = Annotated[
     by_type(),
 ]
 _ROLES: Mapping[type[Body], str] = {  # block |-> the only role that can have it; text has every role
+    ImageBlock: "user",
     ThinkingBlock: "assistant",
     RedactedThinkingBlock: "assistant",
     ToolUseBlock: "assistant",
@@ -96,7 +145,7 @@ class MessageParam(Body):
         """As chat templates take it: each result of a call becomes its own message. Raises ApiError."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        texts: list[str] = []
+        said: list[str | ImagePart] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
@@ -107,7 +156,9 @@ class MessageParam(Body):
                 raise bad_request(message, f"{block_path}.type")
             match block:
                 case TextBlock():
-                    texts.append(block.text)
+                    said.append(block.text)
+                case ImageBlock():
+                    said.append(block.image(block_path))
                 case ThinkingBlock():
                     reasoning.append(block.thinking)
                 case ToolUseBlock():
@@ -118,15 +169,16 @@ class MessageParam(Body):
                         path = f"{block_path}.input"
                         raise bad_request(f"{path}: {str(error)[:200]}", path) from error
                 case ToolResultBlock():
-                    if texts:
+                    if said:
                         raise bad_request(f"{block_path}: results of calls come before text", block_path)
-                    text = f"{'Error: ' if block.is_error else ''}{joined(block.content or '')}"
-                    results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        if results and not texts:
+                    found = parts_of(joined(block.content or "", f"{block_path}.content"))
+                    result = join_parts(["Error: ", *found] if block.is_error else found)
+                    results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
+        if results and not said:
             return results
-        said: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
-        said |= {"tool_calls": calls} if calls else {}
-        return [*results, said | ({"reasoning_content": "".join(reasoning)} if reasoning else {})]
+        plain: dict[str, Any] = {"role": self.role, "content": join_parts(said)}
+        plain |= {"tool_calls": calls} if calls else {}
+        return [*results, plain | ({"reasoning_content": "".join(reasoning)} if reasoning else {})]
 
 
 class MessagesTool(Body):

@@ -9,9 +9,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.errors import bad_request, check_count
+from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES
 from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
-from gateway.tools.history import template_call
+from gateway.tools.history import join_parts, template_call
 from gateway.tools.json_text import read_object
 from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options
@@ -153,7 +154,9 @@ def _chat(messages: Sequence[pb.ChatMessage]) -> Chat:
             "reasoning_content": given.reasoning,
         }
         fields = {name: value for name, value in optional.items() if value}
-        plain.append({"role": given.role, "content": given.content, **fields})
+        images = [ImagePart(file, f"{path}.images[{rank}]") for rank, file in enumerate(given.images)]
+        content = join_parts([*images, given.content] if given.content else images)
+        plain.append({"role": given.role, "content": content, **fields})
     return Chat(plain)
 
 

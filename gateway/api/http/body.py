@@ -22,7 +22,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, bad_request
+from gateway.images.parts import Content, ImagePart
 from gateway.request.rules import LAST_PRIORITY, MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
+from gateway.tools.history import join_parts
 from wire.sampling import SCALARS
 
 ANY: Final[object] = object()  # every value
@@ -163,9 +165,26 @@ def by_type(*own: str, default: str | None = None, left_out: re.Pattern[str] | N
     return Discriminator(tag)
 
 
-def joined(content: str | list[Any]) -> str:
-    """The text of a content: a string, or bodies with a field `text`."""
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+class ImageBody(Body):
+    """A part of a content that is an image."""
+
+    ignored: ClassVar[Ignored] = {}
+
+    def image(self, path: str) -> ImagePart:
+        """`path`: its own, for errors. Raises ApiError."""
+        raise NotImplementedError
+
+
+DETAIL_FIELD: Any = Field(None, description="Not used: the model's own processor decides how large an image is read.")
+
+
+def joined(content: str | Sequence[Any], path: str) -> Content:
+    """What a content has: a string, or bodies that are images or have a field `text`. `path`: its field."""
+    if isinstance(content, str):
+        return content
+    parts = [one.image(f"{path}[{at}]") if isinstance(one, ImageBody) else one.text for at, one in enumerate(content)]
+    found: Content = join_parts(parts)
+    return found
 
 
 CACHE_SALT_FIELD: Any = Field(

@@ -214,6 +214,7 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     owned_by: str = "baton"
     parent: str | UnsetType = UNSET  # the base model of an adapter
+    input_modalities: Sequence[str] | UnsetType = UNSET  # if it takes more than text
 
 
 class ModelList(msgspec.Struct):

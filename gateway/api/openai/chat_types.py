@@ -3,10 +3,23 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 
-from gateway.api.http.body import Body, Many, TextOr, Texts, WordOr, any_value, joined, only_null
+from gateway.api.http.body import (
+    DETAIL_FIELD,
+    Body,
+    ImageBody,
+    Many,
+    TextOr,
+    Texts,
+    WordOr,
+    any_value,
+    by_type,
+    joined,
+    only_null,
+)
 from gateway.errors import bad_request
+from gateway.images.parts import ImagePart
 from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
@@ -87,13 +100,37 @@ class MessageToolCall(Body):
 
 
 class TextPart(Body):
-    """A part of a message."""
+    """Text of a message."""
 
     ignored = {}
-    types, types_rule = ("text",), "this service takes text only"
+    types, types_rule = ("text",), "this service takes text and images (image_url) only"
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Body):
+    """Where an image is."""
+
+    ignored = {}
+
+    url: str = Field(description="data:image/png;base64, and the file, or an https URL of a host that is allowed.")
+    detail: Literal["auto", "low", "high", "original"] | None = DETAIL_FIELD
+
+
+class ImageUrlPart(ImageBody):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    def image(self, path: str) -> ImagePart:
+        return ImagePart(self.image_url.url, f"{path}.image_url.url")
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[ImageUrlPart, Tag("~image_url")], by_type("text", "image_url")
+]
 
 
 class Message(Body):
@@ -106,7 +143,7 @@ class Message(Body):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOr[Many[TextPart]]
+    content: TextOr[Many[_Part]]
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Many[MessageToolCall] | None = None
@@ -118,8 +155,8 @@ class Message(Body):
         has_calls_only = isinstance(given, dict) and given.get("content") is None and given.get("tool_calls")
         return {**given, "content": ""} if has_calls_only else given
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+    def plain(self, path: str) -> dict[str, Any]:
+        """As chat templates take it. `path`: its field, for errors."""
         calls = [template_call(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or ()]
         given: dict[str, Any] = {
             "name": self.name,
@@ -128,7 +165,7 @@ class Message(Body):
             "reasoning_content": self.reasoning_content,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        return {"role": self.role, "content": joined(self.content), **given}
+        return {"role": self.role, "content": joined(self.content, f"{path}.content"), **given}
 
 
 class TemplateFields(Body):
@@ -144,7 +181,7 @@ class TemplateFields(Body):
         given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
         effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
         chat = Chat(
-            [message.plain() for message in messages],
+            [message.plain(f"messages[{index}]") for index, message in enumerate(messages)],
             options={**effort, **given},  # the client's own override those of the effort
             wishes={"reasoning_effort": ""} if self.reasoning_effort not in (None, "none") else {},
             add_generation_prompt=self.add_generation_prompt is not False,

@@ -13,8 +13,10 @@ from pydantic import Field, Tag
 
 from gateway.api.http.body import (
     ANY,
+    DETAIL_FIELD,
     Body,
     Ignored,
+    ImageBody,
     LeftOutTool,
     Many,
     TextOr,
@@ -23,6 +25,7 @@ from gateway.api.http.body import (
     only_null,
 )
 from gateway.api.openai.chat_types import ArgumentsText
+from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.request import Tool
 
@@ -38,13 +41,30 @@ class ResponsesTextPart(Body):
     """Text of a message or an answer."""
 
     ignored = {"annotations": ([],), "logprobs": (ANY,), "prompt_cache_breakpoint": (ANY,)}
-    types, types_rule = ("input_text", "output_text"), "it must be input_text or output_text"
+    types, types_rule = ("input_text", "output_text"), "it must be input_text, input_image or output_text"
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-_TextOrParts = TextOr[Many[ResponsesTextPart]]
+class InputImagePart(ImageBody):
+    """An image of a message or a call's result."""
+
+    ignored = {"prompt_cache_breakpoint": (ANY,), "file_id": ()}
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="As in chats: a data URI with the file, or a URL of a host that is allowed.")
+    detail: Literal["auto", "low", "high", "original"] | None = DETAIL_FIELD
+
+    def image(self, path: str) -> ImagePart:
+        return ImagePart(self.image_url, f"{path}.image_url")
+
+
+_Part = Annotated[
+    Annotated[ResponsesTextPart, Tag("~input_text")] | Annotated[InputImagePart, Tag("~input_image")],
+    by_type("input_text", "input_image"),
+]
+_TextOrParts = TextOr[Many[_Part]]
 
 
 class InputMessage(Body):

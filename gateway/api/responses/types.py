@@ -129,12 +129,13 @@ class CountInputRequest(Body):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         reasoning: dict[str, str] = {}  # for the assistant's next message
-        for item in self.input:
+        for index, item in enumerate(self.input):
             if isinstance(item, InputMessage):
-                said = {"role": item.role, "content": joined(item.content)}
+                said = {"role": item.role, "content": joined(item.content, f"input[{index}].content")}
                 messages.append(said | reasoning if item.role == "assistant" else said)
             elif isinstance(item, CallOutput):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+                result = joined(item.output, f"input[{index}].output")
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": result})
             elif isinstance(item, ReasoningItem):
                 reasoning = {"reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
                 continue

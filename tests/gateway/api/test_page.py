@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, sync_playwright
@@ -15,6 +16,7 @@ from gateway.request.prepare import ApiOptions
 from tests.support.api_server import Served, run_api
 from tests.support.fake_engine_client import TIMING, Script
 from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.vision import data_uri, picture, write_vision
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
@@ -223,3 +225,22 @@ def test_reasoning_folds_when_the_answer_begins(served: Served) -> None:
         page.unroute("**/v1/chat/completions")
         served.engine.reset(served.script("Hello."))
         assert send_and_read(page, "More")[1] == {"role": "assistant", "content": "Four."}
+
+
+@needs_chromium
+def test_images_go_with_a_message_of_a_model_that_takes_them(served: Served, tmp_path: Path) -> None:
+    with opened(served.url) as page:
+        page.wait_for_selector("#model >> text=tiny")
+        assert page.is_hidden("#attach")
+    with run_api(tmp_path / "vision", ApiOptions(), write_vision) as seeing, opened(seeing.url) as page:
+        seeing.engine.reset(seeing.script("Red."))
+        page.wait_for_selector("#attach")
+        (tmp_path / "red.png").write_bytes(picture())
+        page.set_input_files("#images", str(tmp_path / "red.png"))
+        content: Any = send_and_read(page, "What is this?")[0]["content"]
+        assert content[0]["image_url"]["url"] == data_uri(picture()) and content[1]["text"] == "What is this?"
+        page.wait_for_selector("article.assistant >> text=Red.")
+        page.reload()
+        page.wait_for_selector("article.user img")
+        assert page.inner_text("article.user") == "What is this?"
+        assert [image.data for image in seeing.engine.generations[0].images] == [picture()]

@@ -1,0 +1,159 @@
+"""The process that reads clients' images: `python -m gateway.images.processor_process FD`.
+
+It loads the model's processor once, then forks for each image. The fork decodes the file and asks the processor for the
+text that stands for the image in prompts. It has limits of CPU time and memory and ends with its image.
+"""
+
+import asyncio
+import gc
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from gateway.images.families import PROCESSORS
+from runtime.child import Limits, serve_parent, work_in_fork
+from wire.image_files import FORMATS, read_image
+
+CPU_S = 10  # for one image
+WALL_S = 60.0  # the same where the CPU is shared with others
+MEMORY_BYTES = 2 << 30
+
+
+class ReaderStart(msgspec.Struct, tag=True):
+    """The first call; answered by ReaderReady or Refused."""
+
+    folder: str  # of the model
+    family: str  # of PROCESSORS
+    max_pixels: int
+
+
+class ReadFile(msgspec.Struct, tag=True):
+    """Answered by ReadImage, Refused or Busy."""
+
+    file: bytes
+
+
+class ReaderReady(msgspec.Struct, tag=True):
+    """The processor is loaded."""
+
+    fingerprint: str  # of its settings
+    placeholder: str  # what stands for an image in a rendered chat
+
+
+class ReadImage(msgspec.Struct, tag=True):
+    """What the processor makes of an image."""
+
+    text: str  # in the placeholder's place
+    rows: int  # of image tokens, where the processor counts them so; else 0
+    columns: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Why there is none, in words for the client: "it is damaged"."""
+
+    message: str
+
+
+class Busy(msgspec.Struct, tag=True):
+    """It took longer than WALL_S."""
+
+
+Call = ReaderStart | ReadFile
+Answer = ReaderReady | ReadImage | Refused | Busy
+
+
+class ImageReader:
+    """Answers the gateway's calls."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: of the gateway's calls."""
+        self._fd = fd
+
+    async def answer(self, call: Call) -> Answer | msgspec.Raw:
+        if isinstance(call, ReaderStart):
+            try:
+                self._processor = load_processor(Path(call.folder), call.family)
+            except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+                return Refused(f"the model's image processor cannot be loaded: {error}")
+            self._max_pixels = call.max_pixels
+            for name in FORMATS.values():  # loads what is loaded at first use: each fork would do it
+                file = BytesIO()
+                Image.new("RGB", (64, 64)).save(file, name)
+                tried = process(self._processor, file.getvalue(), call.max_pixels)
+                if isinstance(tried, Refused):
+                    return Refused(f"the model's image processor takes no {name}: {tried.message}")
+            gc.collect()
+            gc.freeze()
+            return ReaderReady(fingerprint(self._processor), self._processor.image_token)
+        limits = Limits(CPU_S, WALL_S, MEMORY_BYTES)
+        match await work_in_fork(self._fd, limits, lambda: process(self._processor, call.file, self._max_pixels)):
+            case "busy":
+                return Busy()
+            case "slow":
+                return Refused(f"it takes longer than {CPU_S} s to decode")
+            case "crashed":
+                return Refused("the decoder crashed on it")
+            case msgspec.Raw() as answer:
+                return answer
+
+
+def load_processor(folder: Path, family: str) -> Any:
+    """transformers' own processor of a model, without what it has for videos and sound. Raises as transformers does."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    name, its_class = PROCESSORS[family]
+    load_pixels: Any = AutoImageProcessor.from_pretrained
+    parts = {
+        "image_processor": load_pixels(str(folder), backend="pil", local_files_only=True),
+        "tokenizer": AutoTokenizer.from_pretrained(str(folder), local_files_only=True),
+    }
+    base = getattr(import_module(f"transformers.models.{name}.processing_{name}"), its_class)
+    # the check refuses processors with parts that are None
+    lenient = type(its_class, (base,), {"check_argument_for_proper_class": lambda self, *arguments: None})
+    settings, _ = base.get_processor_dict(str(folder), local_files_only=True)
+    return lenient.from_args_and_dict([parts.get(part) for part in base.get_attributes()], settings)  # type: ignore[attr-defined]
+
+
+def fingerprint(processor: Any) -> str:
+    """Equal for processors that make the same of each image."""
+    settings: Mapping[str, Any] = {name: value for name, value in vars(processor).items() if name.startswith("image_")}
+    told = [f"{name}={settings[name]!s}" for name in sorted(settings)]
+    return hashlib.sha256("\n".join([type(processor).__name__, *told]).encode()).hexdigest()
+
+
+def process(processor: Any, file: bytes, max_pixels: int) -> ReadImage | Refused:
+    """Runs in a process of its own, within limits."""
+    try:
+        image = read_image(file, max_pixels)
+        settings = {**processor._merge_kwargs()["images_kwargs"], "return_tensors": "np"}
+        inputs, (text,) = processor._process_images([image], **settings)
+    except MemoryError:
+        return Refused("it needs too much memory")
+    except ValueError as error:  # of the processor: a shape that the model cannot take
+        return Refused(str(error)[:200])
+    rows = columns = 0
+    if "image_grid_thw" in inputs:  # of patches, of which each token stands for a square
+        rows, columns = (int(size) // processor.image_processor.merge_size for size in inputs["image_grid_thw"][0][1:])
+    return ReadImage(text, rows, columns)
+
+
+def _leave_out_torch() -> None:
+    """Processors compute with numpy here: without torch this process starts in a second and takes 70 MiB."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would warn of that
+    # Pixtral's processor takes a function from a module that needs torchvision, of which this is the twin
+    twin = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+    sys.modules["transformers.models.pixtral.image_processing_pixtral"] = twin
+
+
+if __name__ == "__main__":
+    _leave_out_torch()
+    asyncio.run(serve_parent(int(sys.argv[1]), Call, ImageReader(int(sys.argv[1])).answer))

@@ -1,0 +1,176 @@
+"""Reads the images of one model's requests: their bytes, and what the model's processor makes of them.
+
+Runs on the asyncio thread. Long work happens in the process (processor_process.py) or on a thread.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from gateway.errors import ApiError, bad_request, check_count, not_ready, overloaded
+from gateway.images.fetch import ImageFetcher
+from gateway.images.parts import ImagePart, read_data_uri, too_large
+from gateway.images.processor_process import (
+    WALL_S,
+    Answer,
+    Busy,
+    ReaderReady,
+    ReaderStart,
+    ReadFile,
+    ReadImage,
+    Refused,
+)
+from gateway.text.offload import Offload
+from runtime.child import ChildError, ChildServer, StandingChild
+from wire.image_files import MAX_FILE_BYTES
+
+MAX_IMAGES = 64  # of one prompt
+MAX_WAITING = 256  # images of all requests; more are refused with 429
+AT_ONCE = 2  # in the process: each may take the memory and CPU time of one
+KEPT_BYTES = 32 << 20  # of answers about images that came before
+ENTRY_BYTES = 256  # of an answer without its text
+START_S = 120.0  # for the process to load the processor: a second, unless the machine is busy
+_SLACK_S = 5.0  # for the process to answer that time is over
+_SAFE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it forks
+log = structlog.get_logger()
+
+
+class FoundImage(NamedTuple):
+    """An image of a request."""
+
+    file: bytes
+    digest: bytes  # SHA-256 of the processor's fingerprint and the file
+    read: ReadImage
+
+
+class Images:
+    """The images of one model."""
+
+    def __init__(
+        self, folder: Path, family: str, token_id: int, max_pixels: int, fetcher: ImageFetcher, offload: Offload
+    ) -> None:
+        """Starts nothing. `token_id`: of the token that stands for a part of an image."""
+        self.token_id = token_id
+        start = ReaderStart(str(folder), family, max_pixels)
+        module = "gateway.images.processor_process"
+        self._child = StandingChild[Answer](
+            lambda: ChildServer(module, start, Answer, environment=_SAFE_ENVIRONMENT), START_S
+        )
+        self.fetcher = fetcher
+        self._offload = offload
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._num_waiting = 0
+        self._kept: OrderedDict[bytes, ReadImage] = OrderedDict()  # by digest; the next one to forget first
+        self._num_bytes = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return self._child.child.pid if self._child.child else None
+
+    async def start(self) -> None:
+        """Returns when the process is ready, or has failed, which is logged: `read` tries again."""
+        try:
+            await self._ready()
+        except ApiError as error:
+            log.error("no image can be read", reason=str(error))
+
+    async def read(self, parts: Sequence[ImagePart], param: str) -> tuple[str, list[FoundImage]]:
+        """What stands for an image in a rendered chat, and the images. Raises ApiError. `param`: of all of them."""
+        check_count(param, len(parts), MAX_IMAGES, "images")
+        if self._num_waiting + len(parts) > MAX_WAITING:
+            raise overloaded(f"{self._num_waiting} images are waiting to be read; try again in a moment")
+        self._num_waiting += len(parts)
+        try:
+            ready = await self._ready()
+            fetched = await asyncio.gather(*map(self._fetch, parts))
+            cost = sum([len(source) for source in fetched])
+            files = await self._offload.run(
+                cost, lambda: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)]
+            )
+            asked = [self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)]
+            answers = await asyncio.gather(*asked)
+            return ready.placeholder, [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
+        finally:
+            self._num_waiting -= len(parts)
+
+    async def _ready(self) -> ReaderReady:
+        try:
+            answer = await self._child.ready()
+        except ChildError as error:
+            log.warning("image reader fails", error=str(error))
+            raise not_ready("the process that reads images does not start; the gateway's log says why") from error
+        if isinstance(answer, ReaderReady):
+            return answer
+        assert isinstance(answer, Refused)
+        raise not_ready(f"images cannot be read: {answer.message}")
+
+    async def _fetch(self, part: ImagePart) -> str | bytes:
+        """A file, or a data URI."""
+        if isinstance(part.source, bytes) or part.source[:5].lower() == "data:":
+            return part.source
+        try:
+            return await self.fetcher.fetch(part.source)
+        except ValueError as error:
+            raise refused(part, str(error)) from error
+
+    async def _ask(self, part: ImagePart, file: bytes, digest: bytes) -> ReadImage:
+        async with self._turns:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                return self._kept[digest]
+            answer = await self._ask_process(ReadFile(file))
+        match answer:
+            case ReadImage():
+                self._keep(digest, answer)
+                return answer
+            case Busy():
+                raise overloaded(f"{part.param}: no time to read it within {WALL_S:g} s: the machine is busy")
+            case Refused():
+                raise refused(part, answer.message)
+        raise AssertionError(answer)
+
+    async def _ask_process(self, call: ReadFile) -> Answer:
+        """Asks again if the process has ended: by another's hand, as images end their forks only."""
+        for _try in range(2):
+            try:
+                return await self._child.ask(call, WALL_S + _SLACK_S)
+            except ChildError as error:
+                log.warning("image reader fails", error=str(error))
+        raise not_ready("the process that reads images died and is started again; try again")
+
+    def _keep(self, digest: bytes, read: ReadImage) -> None:
+        if digest in self._kept:
+            return
+        self._kept[digest] = read
+        self._num_bytes += ENTRY_BYTES + len(read.text)
+        while self._num_bytes > KEPT_BYTES:
+            self._num_bytes -= ENTRY_BYTES + len(self._kept.popitem(last=False)[1].text)
+
+    async def close(self) -> None:
+        """End the process. Calls under way end with 503."""
+        await self._child.close()
+        await self.fetcher.close()
+
+
+def refused(part: ImagePart, why: str) -> ApiError:
+    """400: the image is not taken."""
+    return bad_request(f"{part.param}: {why}", part.param, "invalid_image")
+
+
+def _open(part: ImagePart, source: str | bytes, fingerprint: str) -> tuple[bytes, bytes]:
+    """A file and its digest. On a thread."""
+    try:
+        file = source if isinstance(source, bytes) else read_data_uri(source)
+    except ValueError as error:
+        raise refused(part, str(error)) from error
+    if len(file) > MAX_FILE_BYTES:
+        raise refused(part, too_large(len(file)))
+    digest = hashlib.sha256(fingerprint.encode())
+    digest.update(file)
+    return file, digest.digest()

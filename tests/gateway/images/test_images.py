@@ -1,0 +1,308 @@
+"""Images of all APIs on their way into prompts: what stands for them, where they are, and what they cost."""
+
+import asyncio
+import base64
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from PIL import Image
+
+from gateway.images import reader
+from gateway.images.families import find_family
+from gateway.images.fetch import ImageFetcher
+from gateway.images.parts import ImagePart, read_data_uri
+from gateway.images.processor_process import load_processor
+from gateway.images.reader import Images
+from gateway.request.image_places import find_images, put_images
+from gateway.text.offload import Offload
+from gateway.text.segments import SegmentEncoder
+from gateway.text.tokenizer import Tokenizer
+from protos import inference_pb2, inference_pb2_grpc
+from tests.gateway.images.conftest import Vision
+from tests.support.api_server import SERVED, WAIT_S
+from tests.support.vision import FAMILIES, data_uri, picture, write_vision
+from wire.image_files import read_image
+
+RED, BLUE = picture("red"), picture("blue", (100, 60), "JPEG")
+TOKENS = {RED: (2, 3), BLUE: (2, 4)}  # rows and columns of each
+CHAT = [{"role": "user", "content": [
+    {"type": "text", "text": "First "}, {"type": "image_url", "image_url": {"url": data_uri(RED), "detail": "low"}},
+    {"type": "text", "text": "then "},
+    {"type": "image_url", "image_url": {"url": data_uri(BLUE, "image/jpeg")}}, {"type": "text", "text": "?"},
+]}]  # fmt: skip
+
+
+def sources() -> list[dict[str, Any]]:
+    """Of both, as Anthropic has them."""
+    kinds = {RED: "image/png", BLUE: "image/jpeg"}
+    return [
+        {"type": "base64", "media_type": kind, "data": base64.b64encode(file).decode()} for file, kind in kinds.items()
+    ]
+
+
+def chat(vision: Vision) -> Any:
+    client: Any = openai.OpenAI(base_url=f"{vision.served.url}/v1", api_key="x", max_retries=0, timeout=WAIT_S)
+    return client.chat.completions.create(model=SERVED, messages=CHAT).usage.prompt_tokens
+
+
+def responses(vision: Vision) -> Any:
+    client: Any = openai.OpenAI(base_url=f"{vision.served.url}/v1", api_key="x", max_retries=0, timeout=WAIT_S)
+    names = {"text": "input_text", "image_url": "input_image"}
+    content = [{"type": names[part["type"]], "text": part.get("text")} for part in CHAT[0]["content"]]  # type: ignore[index, attr-defined]
+    for part, url in zip((content[1], content[3]), (data_uri(RED), data_uri(BLUE, "image/jpeg")), strict=True):
+        part |= {"image_url": url, "detail": "auto"}
+        del part["text"]
+    asked = {"model": SERVED, "input": [{"role": "user", "content": content}]}
+    counted = vision.served.http.post("/v1/responses/input_tokens", json=asked).json()["input_tokens"]
+    usage = client.responses.create(**asked).usage.input_tokens
+    assert counted == usage
+    return usage
+
+
+def messages(vision: Vision) -> Any:
+    client: Any = anthropic.Anthropic(base_url=vision.served.url, api_key="x", max_retries=0, timeout=WAIT_S)
+    red, blue = ({"type": "image", "source": source} for source in sources())
+    texts = [{"type": "text", "text": text} for text in ("First ", "then ", "?")]
+    asked = {"model": SERVED, "messages": [{"role": "user", "content": [texts[0], red, texts[1], blue, texts[2]]}]}
+    counted = client.messages.count_tokens(**asked).input_tokens
+    usage = client.messages.create(**asked, max_tokens=9).usage
+    assert counted == usage.input_tokens + usage.cache_read_input_tokens
+    return counted
+
+
+@pytest.mark.parametrize("ask", [chat, responses, messages])
+def test_official_clients_send_images(vision: Vision, ask: Callable[[Vision], int]) -> None:
+    usage = ask(vision)
+    (sent,) = vision.served.engine.generations
+    assert usage == len(sent.prompt_ids)
+    assert [image.data for image in sent.images] == [RED, BLUE]
+    token_id = vision.images.token_id
+    for image in sent.images:
+        span, (rows, columns) = image.span, TOKENS[image.data]
+        assert (span.rows, span.columns, span.end - span.begin) == (rows, columns, rows * columns)
+        assert set(sent.prompt_ids[span.begin : span.end]) == {token_id}
+    assert sent.prompt_ids.count(token_id) == 14
+    texts = vision.served.tokenizer.decode(sent.prompt_ids, with_control_tokens=True)
+    marks = {
+        file: "<|vision_start|>" + "<|image_pad|>" * (rows * columns) + "<|vision_end|>"
+        for file, (rows, columns) in TOKENS.items()
+    }
+    assert texts == f"<|user|>First {marks[RED]}then {marks[BLUE]}?<|end|><|assistant|>"
+
+
+def test_files_over_grpc(vision: Vision) -> None:
+    message = inference_pb2.ChatMessage(role="user", content="What?", images=[RED, BLUE])
+    stub = inference_pb2_grpc.InferenceStub(vision.served.channel)
+    request = inference_pb2.ChatRequest(messages=[message], max_tokens=2)
+    usage = [part.usage.prompt_tokens for part in stub.Chat(request, timeout=WAIT_S)][-1]
+    (sent,) = vision.served.engine.generations
+    assert [image.data for image in sent.images] == [RED, BLUE] and usage == len(sent.prompt_ids)
+    told = stub.Tokenize(inference_pb2.TokenizeRequest(messages=[message]), timeout=WAIT_S)
+    assert tuple(told.token_ids) == sent.prompt_ids
+
+
+def test_images_in_results_of_tools(vision: Vision) -> None:
+    look = {"role": "user", "content": "Look"}
+    use = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    seen = [{"type": "text", "text": "seen: "}, {"type": "image", "source": sources()[0]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": seen}
+    asked = [look, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    body = {"model": SERVED, "max_tokens": 5, "messages": asked}
+    assert vision.served.http.post("/v1/messages", json=body).status_code == 200
+    seen = [{"type": "input_text", "text": "Error: seen: "}, {"type": "input_image", "image_url": data_uri(RED)}]
+    output = {"type": "function_call_output", "call_id": "a", "output": seen}
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    body = {"model": SERVED, "input": [look, call, output]}
+    assert vision.served.http.post("/v1/responses", json=body).status_code == 200
+    first, second = vision.served.engine.generations
+    assert first.prompt_ids == second.prompt_ids and first.images == second.images and len(first.images) == 1
+
+
+def test_equal_images_have_equal_digests(vision: Vision) -> None:
+    def ask(*files: bytes) -> list[bytes]:
+        parts = [{"type": "image_url", "image_url": {"url": data_uri(file)}} for file in files]
+        body = {"model": SERVED, "messages": [{"role": "user", "content": parts}]}
+        assert vision.served.http.post("/v1/chat/completions", json=body).status_code == 200
+        return [image.span.digest for image in vision.served.engine.generations[-1].images]
+
+    first, second, third = ask(RED, picture("green"), RED)
+    assert first == third != second and ask(picture("green")) == [second]
+    assert len(vision.served.engine.generations[0].prompt_ids) > len(vision.served.engine.generations[1].prompt_ids)
+
+
+def test_long_files_are_unpacked_beside_the_event_loop(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noted(url: str) -> bytes:
+        threads.append(threading.current_thread().name)
+        return read_data_uri(url)
+
+    monkeypatch.setattr(reader, "read_data_uri", noted)
+    for size in (8, 900):
+        part = {"type": "image_url", "image_url": {"url": data_uri(picture("white", (size, size)))}}
+        body = {"model": SERVED, "messages": [{"role": "user", "content": [part]}]}
+        assert vision.served.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert [name.startswith("tokenise") for name in threads] == [False, True]
+
+
+SPELLED = {"role": "user", "content": "a <|image_pad|>"}
+PLACE = "messages[0].content[1].image_url.url"
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("chat/completions", {"messages": [SPELLED]}, "messages", "stands for"),
+    ("chat/completions", {"messages": [*CHAT, SPELLED]}, "messages", "stands for"),
+    ("chat/completions", {"messages": [{**CHAT[0], "role": "system"}]}, PLACE, "role"),
+    ("chat/completions", {"messages": [{**CHAT[0], "role": "assistant"}]}, PLACE, "role"),
+    ("chat/completions", {"messages": CHAT * 33}, "messages", "at most 64"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+     "messages[0].content[0].image_url", "object"),
+    ("completions", {"prompt": "a <|image_pad|>"}, "prompt", "stands for"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+     "input[0].content[0].file_id", "not supported"),
+    ("responses", {"input": [{"role": "developer", "content": [{"type": "input_image", "image_url": data_uri(RED)}]}]},
+     "input[0].content[0].image_url", "role"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "why"), REFUSED)
+def test_what_no_image_can_be_is_refused(
+    vision: Vision, path: str, fields: dict[str, Any], param: str, why: str
+) -> None:
+    answer = vision.served.http.post(f"/v1/{path}", json={"model": SERVED, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert why in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("source", [
+    {"type": "file", "file_id": "x"}, {"type": "base64", "data": "QUFB"}, {"type": "url"},
+    {"type": "base64", "url": "x"}, {"type": "url", "url": "https://x.example/", "data": "QUFB"},
+    {"type": "base64", "media_type": "text/html", "data": "QUFB"},
+])  # fmt: skip
+def test_sources_of_another_form_are_refused(vision: Vision, source: dict[str, str]) -> None:
+    content = [{"type": "image", "source": source}]
+    body = {"model": SERVED, "max_tokens": 5, "messages": [{"role": "user", "content": content}]}
+    answer = vision.served.http.post("/v1/messages", json=body)
+    assert answer.status_code == 400 and "messages[0].content[0].source" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_of_too_many_image_tokens_is_too_long(vision: Vision) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_uri(picture(size=(1000, 1000)))}}
+    body = {"model": SERVED, "messages": [{"role": "user", "content": [part] * 4}]}
+    error = vision.served.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_a_process_that_dies_is_replaced(vision: Vision) -> None:
+    def ask(color: str) -> int:
+        part = {"type": "image_url", "image_url": {"url": data_uri(picture(color))}}
+        body = {"model": SERVED, "messages": [{"role": "user", "content": [part]}]}
+        return vision.served.http.post("/v1/chat/completions", json=body).status_code
+
+    assert ask("yellow") == 200
+    pid = vision.images.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert ask("orange") == 200 and vision.images.pid != pid
+
+
+@pytest.mark.parametrize(("kind", "mode"), [
+    ("PNG", "1"), ("PNG", "L"), ("PNG", "LA"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "I;16"), ("JPEG", "L"),
+    ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGBA"),
+])  # fmt: skip
+def test_all_kinds_of_pixels_are_read(kind: str, mode: str) -> None:
+    image = read_image(picture("white", kind=kind, mode="L" if mode == "I;16" else mode))
+    assert (image.mode, image.size) == ("RGB", (60, 40)) and min(map(min, image.getdata())) > 250
+
+
+def test_photos_are_turned_as_cameras_say_and_may_have_previews() -> None:
+    photo, exif = Image.new("RGB", (60, 40), "red"), Image.Exif()
+    exif[0x0112] = 6
+    file = BytesIO()
+    photo.save(file, "JPEG", exif=exif)
+    assert read_image(file.getvalue()).size == (40, 60)
+    file = BytesIO()
+    photo.save(file, "MPO", save_all=True, append_images=[photo.resize((6, 4))])
+    assert read_image(file.getvalue()).size == (60, 40)
+
+
+@pytest.fixture(scope="module")
+def offload() -> Iterator[Offload]:
+    offload = Offload()
+    yield offload
+    offload.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_as_transformers_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: Offload, name: str
+) -> None:
+    tokenizer = Tokenizer(write_vision(tmp_path, name))
+    family, token_id = find_family(tokenizer.config), tokenizer.config["image_token_id"]
+    assert family is not None
+    images = Images(tmp_path, family, token_id, 1 << 20, ImageFetcher(()), offload)
+    files = [picture("red", (90, 60)), picture("blue", (60, 120), "WEBP")]
+    parts = [ImagePart(data_uri(files[0]), "first"), ImagePart(files[1], "second")]
+    content = ["Compare ", parts[0], " and ", parts[1], ", please."]
+    rendered = tokenizer.render_chat([{"role": "system", "content": "Be short."}, {"role": "user", "content": content}])
+    assert "Be short." in rendered, "texts are parts where the template wants that"
+
+    async def read() -> Any:
+        try:
+            return await images.read(parts, "messages")
+        finally:
+            await images.close()
+
+    placeholder, found = asyncio.run(read())
+    ids = SegmentEncoder(tokenizer).encode(put_images(rendered, placeholder, found, "messages"))
+    twin = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+    monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", twin)
+    processor = load_processor(tmp_path, family)
+    nested = [[read_image(file) for file in files]]
+    theirs = processor(images=nested, text=[rendered], add_special_tokens=False)
+    assert ids == list(theirs["input_ids"][0])
+    placed = find_images(ids, token_id, FAMILIES[name].image_token, found, "messages")
+    assert [image.data for image in placed] == files
+    assert sum(ids[image.span.begin : image.span.end].count(token_id) for image in placed) == ids.count(token_id)
+    for image in placed:
+        assert ids[image.span.begin] == ids[image.span.end - 1] == token_id
+        if "qwen" in name:
+            assert image.span.rows * image.span.columns == image.span.end - image.span.begin
+
+
+def test_memory_stays_flat(vision: Vision, tmp_path: Path, offload: Offload) -> None:
+    """Over 1,000 images, in the process that reads them and here."""
+    tokenizer = Tokenizer(write_vision(tmp_path))
+    images = Images(tmp_path, "qwen2_5_vl", tokenizer.config["image_token_id"], 1 << 20, ImageFetcher(()), offload)
+    numbers = count()
+
+    async def read(num: int) -> list[int]:
+        for _ in range(num // 50):
+            files = [picture(f"#{next(numbers):06x}") for _ in range(50)]
+            await images.read([ImagePart(data_uri(file), "x") for file in files], "x")
+        assert images.pid is not None
+        return [_resident_bytes(pid) for pid in (images.pid, os.getpid())]
+
+    async def test() -> None:
+        try:
+            before = await read(200)
+            after = await read(800)
+        finally:
+            await images.close()
+        for grown in (now - then for now, then in zip(after, before, strict=True)):
+            assert grown < 4 << 20  # the pixels of 800 of these images are 5.5 MiB
+
+    asyncio.run(test())
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,66 @@
+"""Image files that clients send: which are taken, and what is in them. The same in every process.
+
+A file is one of four formats and nothing else besides. Its header is read before its pixels, by the decoder of its own
+format alone.
+"""
+
+from io import BytesIO
+
+from PIL import Image, ImageOps
+
+MAX_FILE_BYTES = 20 << 20
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow itself refuses more
+FORMATS = {
+    "image/png": "PNG",
+    "image/jpeg": "JPEG",
+    "image/gif": "GIF",
+    "image/webp": "WEBP",
+}  # media type |-> Pillow's
+TAKEN = "PNG, JPEG, WebP or GIF"
+
+# What the files of other formats have in them: of those that are read from their end, or wherever they begin.
+_OTHERS = {
+    b"%PDF-1.": "PDF",
+    b"PK\x05\x06\0\0\0\0": "ZIP",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "RAR",
+    b"\x7fELF\x02\x01\x01": "ELF",
+    b"<?php": "PHP",
+    b"<html": "HTML",
+    b"<script": "HTML",
+    b"<svg": "SVG",
+}
+
+
+def find_type(file: bytes) -> str | None:
+    """Its media type, by its first bytes; None if it is none of FORMATS."""
+    if file.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if file.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if file.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif"
+    return "image/webp" if file[:4] == b"RIFF" and file[8:12] == b"WEBP" else None
+
+
+def read_image(file: bytes, max_pixels: int = MOST_PIXELS) -> Image.Image:
+    """RGB and upright, as transformers loads files. Raises ValueError saying what is wrong with it."""
+    kind = find_type(file)
+    if kind is None:
+        raise ValueError(f"it is no {TAKEN} file")
+    for mark, other in _OTHERS.items():
+        if mark in file:
+            raise ValueError(f"it is a {other} file as well")
+    try:
+        image = Image.open(BytesIO(file), formats=[FORMATS[kind]])
+        is_small = image.width * image.height <= max_pixels
+        is_single = image.format == "MPO" or not getattr(image, "is_animated", False)  # MPO: a photo and its previews
+        if is_small and is_single:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (MemoryError, Image.DecompressionBombError) as error:
+        raise ValueError("it has too many pixels") from error
+    except Exception as error:  # decoders raise whatever a damaged file makes them
+        raise ValueError(f"it is damaged: {str(error)[:100] or type(error).__name__}") from error
+    if is_small:
+        raise ValueError("it is animated; send one frame")
+    raise ValueError(f"it has {image.width} x {image.height} pixels; at most {max_pixels} are read")
