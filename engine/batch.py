@@ -73,9 +73,7 @@ class Layout(NamedTuple):
     split: int | None  # see `States`
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
     adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
-    turns: Ints | None = (
-        None  # [T], or [3, T] with tokens of images, what turns heads in place of the positions (M-RoPE)
-    )
+    turns: Ints | None = None  # [T], or [3, T] with tokens of images: turns heads in place of the positions (M-RoPE)
     images: StepImages | None = None
 
     @property

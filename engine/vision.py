@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from engine.image_rows import Encoding
@@ -18,6 +18,7 @@ from engine.json_values import Json, read_json
 from engine.models.assemble import OTHER_PARTS
 from engine.models.wholes import WHOLES
 from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint
+from wire.image_files import read_image
 
 PixelInputs = Mapping[str, Tensor]  # arguments of get_image_features, of one image
 LARGEST = (4096, 4096)  # pixels; processors make larger ones smaller
@@ -43,9 +44,7 @@ class VisionTower:
     def read(self, file: bytes) -> PixelInputs:
         """A file as pixels on the host. ValueError if it is no image that the model's processor takes."""
         try:
-            with Image.open(BytesIO(file)) as opened:
-                image = ImageOps.exif_transpose(opened).convert("RGB")
-            found = self._processor(images=[image], return_tensors="pt", **self._options)
+            found = self._processor(images=[read_image(file)], return_tensors="pt", **self._options)
         except Exception as error:  # decoders and processors raise anything
             raise ValueError(f"not an image that the model can read: {type(error).__name__}: {error}") from error
         return {name: torch.as_tensor(value) for name, value in found.items() if name in self._takes}

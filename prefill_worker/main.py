@@ -44,7 +44,10 @@ class PrefillRole(Role):
         runner: Launcher = engine.runner  # which leads its head, if it has one
         if engine.draft_runner is not None and not engine.has_head:
             runner = BothRunners(engine.runner, engine.draft_runner)
-        budget = build_budget(config.chunk_tokens, "--chunk-tokens", engine.device.type)
+        budget = build_budget(
+            config.chunk_tokens, "--chunk-tokens", engine.device.type,
+            sees_whole_images=engine.config.sees_whole_images,
+        )  # fmt: skip
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 import torch
-from engine.vision import Encoding, VisionTower
 
+from engine.image_rows import Encoding
+from engine.vision import VisionTower
 from worker.metrics import WorkerMetrics
 
 Encodings = Mapping[bytes, Encoding]  # digest |->
@@ -52,8 +53,8 @@ class ImageEncoder:
         found: dict[bytes, Encoding] = {}
         deadline = time.monotonic() + wait_s
         for digest in files:
-            if (task := self._coming.get(digest)) is not None:
-                done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0))
+            if digest in self._coming:
+                done, _ = await asyncio.wait([self._coming[digest]], timeout=max(deadline - time.monotonic(), 0))
                 if not done:
                     return None
             if digest in self._failed:

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
+from wire.images import ImageSpan
 from worker.chunks import FEWEST, FEWEST_ON_GPU
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Sequence
@@ -22,6 +23,7 @@ class TokenBudget:
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
     itl_goal_s: float = 0.0  # longest step with answers; 0: no goal
     by_goal: Callable[[int], int | None] = lambda num_answers: None  # prompt tokens beside them; None: no goal
+    sees_whole_images: bool = False  # the model does: no step ends inside one
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
         """Prompt tokens of a step: proportionally more with more than two prompts, or more than one per two answers.
@@ -36,10 +38,12 @@ class TokenBudget:
         return min(self.prompt_tokens, int(self.beside_answers * growth))
 
 
-def build_budget(prompt_tokens: int, setting: str, device: str, itl_goal_s: float = 0.0) -> TokenBudget:
+def build_budget(
+    prompt_tokens: int, setting: str, device: str, itl_goal_s: float = 0.0, *, sees_whole_images: bool = False
+) -> TokenBudget:
     """`device`: torch's name of its type."""
     fewest = FEWEST_ON_GPU if device == "cuda" else FEWEST
-    return TokenBudget(prompt_tokens, setting, fewest, itl_goal_s=itl_goal_s)
+    return TokenBudget(prompt_tokens, setting, fewest, itl_goal_s=itl_goal_s, sees_whole_images=sees_whole_images)
 
 
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
@@ -61,13 +65,16 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         elif scheduler.make_room(sequence, sequence.launched + 1):
             planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
     if prompts:
-        planned += _plan_prompts(scheduler, prompts, budget.beside(len(prompts), len(planned)))
+        planned += _plan_prompts(scheduler, prompts, budget, len(planned))
     for step in planned:
         scheduler.begin_step(step)
     return planned
 
 
-def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> list[ScheduledSequence]:
+def _plan_prompts(
+    scheduler: Scheduler, prompts: Seq[Sequence], budget: TokenBudget, num_answers: int
+) -> list[ScheduledSequence]:
+    num_tokens = budget.beside(len(prompts), num_answers)
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
     for sequence in active:  # upper limit of each; scores go to the oldest first
@@ -75,8 +82,10 @@ def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> 
         score_budget -= sequence.num_to_score(count)
         counts.append(count)
     planned, later = [], []
-    for sequence, count in zip(active, share_prompt_tokens(counts, budget), strict=True):
+    for sequence, count in zip(active, share_prompt_tokens(counts, num_tokens), strict=True):
         if count > 0:
+            if budget.sees_whole_images:
+                count = fit_images(sequence.params.images, sequence.launched, count)
             first, *second = _divide(scheduler, sequence, count)
             planned.append(first)
             later += second
@@ -92,6 +101,17 @@ def _divide(scheduler: Scheduler, sequence: Sequence, count: int) -> list[Schedu
         ScheduledSequence(sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last)
         for start, end in pairwise([begin, *ends])
     ]
+
+
+def fit_images(images: Seq[ImageSpan], begin: int, count: int) -> int:
+    """How many positions from `begin` on are computed, about `count`, so that the last one is not inside an image.
+
+    Fewer, up to the image; or more, to its end, if nothing is before it.
+    """
+    for image in images:
+        if image.begin < begin + count < image.end:
+            return (image.begin if image.begin > begin else image.end) - begin
+    return count
 
 
 def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:

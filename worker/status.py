@@ -98,9 +98,7 @@ class WorkerService:
         if not files:
             return params
         if self.images is None:
-            detail = (
-                f"worker {self._me.address} takes no images: its model has no use for them"
-            )
+            detail = f"worker {self._me.address} takes no images: its model has no use for them"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
         try:
             found = await self.images.encode(files, wait_s)

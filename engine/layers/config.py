@@ -58,9 +58,7 @@ class RopeConfig:
     rotated_dims: int = 0  # of each head, the first ones; 0: all
     factors: tuple[float, ...] = ()  # of each wavelength; longrope
     turned_share: float = 1.0  # of the pairs, the first ones; the others stay as they are; proportional
-    axes: tuple[
-        int, ...
-    ] = ()  # what turns each pair at an image token, 0: its time, 1: row, 2: column; empty: one does
+    axes: tuple[int, ...] = ()  # what turns each pair at an image token, 0: its time, 1: row, 2: column; empty: one
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
