@@ -41,7 +41,7 @@ class DecodeRole(Role):
         speculator = build_speculator(engine, config)
         budget = build_budget(
             config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", engine.device.type,
-            config.itl_goal_ms / 1e3, sees_whole_images=engine.config.sees_whole_images,
+            config.itl_goal_ms / 1e3, sees_whole_images=engine.sees_whole_images,
         )  # fmt: skip
         self.loop = WorkerLoop(
             DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool, budget, publish,

@@ -66,6 +66,11 @@ class Engine:
     trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
+    def sees_whole_images(self) -> bool:
+        """See `ImageRules.sees_whole`."""
+        return self.rows.image_rules is not None and self.rows.image_rules.sees_whole
+
+    @property
     def has_head(self) -> bool:
         """Whether what drafts is a head, which each step of the model leads."""
         return isinstance(self.draft_runner, HeadRunner)

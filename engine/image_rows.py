@@ -39,6 +39,11 @@ class ImageRules(NamedTuple):
     token: int  # the image token
     attention: ImageAttention
 
+    @property
+    def sees_whole(self) -> bool:
+        """Whether no step may end between two tokens of an image."""
+        return self.attention != "causal"
+
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
@@ -135,15 +140,14 @@ def find_images(
             at.append(offsets)
             parts += _take(own, low, high)
             sees[offsets] = own.run_ends[low:high]
-            if rules.attention != "causal" and high > low and own.run_ends[high - 1] > begin + count:
+            if rules.sees_whole and high > low and own.run_ends[high - 1] > begin + count:
                 raise ValueError(f"a step ends at {begin + count}, inside an image that the model sees as a whole")
         elif own is not None and own.encodings:
             images[row] = replace(own, encodings=())
         first += count
     if not parts:
         return None
-    is_causal = rules.attention == "causal"
-    return StepImages(np.concatenate(at), parts, None if is_causal else sees, rules.attention == "all")
+    return StepImages(np.concatenate(at), parts, sees if rules.sees_whole else None, rules.attention == "all")
 
 
 def _take(own: RowImages, low: int, high: int) -> list[tuple[Encoding | None, slice]]:

@@ -46,7 +46,7 @@ class PrefillRole(Role):
             runner = BothRunners(engine.runner, engine.draft_runner)
         budget = build_budget(
             config.chunk_tokens, "--chunk-tokens", engine.device.type,
-            sees_whole_images=engine.config.sees_whole_images,
+            sees_whole_images=engine.sees_whole_images,
         )  # fmt: skip
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead

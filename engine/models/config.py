@@ -148,11 +148,6 @@ class ModelConfig:
     pad_token: int = 0  # of which layers are given what they are given of tokens, in the place of an image's
 
     @property
-    def sees_whole_images(self) -> bool:
-        """Whether no step may end between two tokens of an image."""
-        return self.image_attention != "causal"
-
-    @property
     def counts_rows(self) -> bool:
         """Whether an image's tokens have positions by row and column (M-RoPE)."""
         return any(rope.axes for rope in self.ropes)

@@ -118,7 +118,8 @@ class Ours:
         self.config, self.case = config, case
         self.rows = InputBatch(2, PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
         assert config.image_token is not None
-        self.rows.image_rules = ImageRules(config.image_token, config.image_attention)
+        self.rows.image_rules = rules = ImageRules(config.image_token, config.image_attention)
+        self.sees_whole = rules.sees_whole
         shape = PoolShape(2 * NUM_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
         shapes = config.attention_shapes
         fast = choose_for_layers(shapes, config.windows, PAGE_TOKENS, CPU, torch.float32).backend
@@ -173,7 +174,7 @@ def cut(case: Case, sees_whole_images: bool) -> list[int]:
 def test_tokens_are_those_of_transformers(case: Case) -> None:
     ours = Ours(case)
     num_prompt = len(case.token_ids)
-    found = [ours.prefill(cut(case, ours.config.sees_whole_images))]
+    found = [ours.prefill(cut(case, ours.sees_whole))]
     found += [ours.decode(position) for position in range(num_prompt, num_prompt + NUM_NEW - 1)]
     tokens, logprobs = zip(*found, strict=True)
     assert list(tokens) == case.tokens
@@ -227,7 +228,7 @@ def test_without_encodings_only_what_needs_none_is_computed(case: Case) -> None:
     ours, num_prompt = Ours(case), len(case.token_ids)
     if ours.config.state_parts:
         pytest.skip("its prompt's last state is not kept")
-    ours.prefill(cut(case, ours.config.sees_whole_images))
+    ours.prefill(cut(case, ours.sees_whole))
     ours.decode(num_prompt)
     assert not ours.rows.images[1].encodings  # no step needs them any more
     ours.rows.close(1)

@@ -20,8 +20,9 @@ from tests.support.sequence_params import (
     run,
     step,
 )
+from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
-from worker.plan import MAX_SCORED, share_prompt_tokens
+from worker.plan import MAX_SCORED, fit_images, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
 from worker.scheduler import OverGoalError
@@ -218,6 +219,25 @@ def test_shares_waste_nothing_and_behind_the_oldest_those_that_lack_least_go_fir
     behind = sorted(range(1, len(missing)), key=lambda index: (missing[index], index))
     for one, next_one in pairwise(behind):
         assert shares[one] == missing[one] or not shares[next_one]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=4), st.integers(1, 20), st.integers(0, 30))
+def test_no_step_ends_inside_an_image_that_is_seen_as_a_whole(
+    parts: list[tuple[int, int]], tokens: int, begin: int
+) -> None:
+    images, end = list[ImageSpan](), 0
+    for text, length in parts:
+        images.append(ImageSpan(end + text, end + text + length, bytes(32)))
+        end = images[-1].end
+    end += 1
+    inside = {at for image in images for at in range(image.begin + 1, image.end)}
+    while begin < end:
+        limit = min(tokens, end - begin)
+        count = fit_images(images, begin, limit)
+        assert count > 0 and begin + count <= end and begin + count not in inside
+        beyond = [image for image in images if image.begin <= begin < image.end]
+        assert count <= limit or count == beyond[0].end - begin
+        begin += count
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=8), st.integers(1, 20))

@@ -1,0 +1,131 @@
+"""Images through the whole service: greedy float32 tokens equal transformers', whoever computes and whoever dies."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from gateway.images.families import find_family
+from gateway.images.processor_process import load_processor
+from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
+from tests.support.live import WAIT_S, Live, serve_calmly
+from tests.support.vision import data_uri, picture
+
+COUNT = 10  # tokens of an answer
+# M-RoPE with deepstack, images seen as wholes, tiles with text between; TEST_FAMILIES=1: all (`make families`)
+WAYS: dict[str, tuple[str, ...]] = {"qwen3_vl": ("--decode-tp=2",), "gemma3": (), "smolvlm": ()}
+if os.environ.get("TEST_FAMILIES") == "1":
+    WAYS = dict.fromkeys(VISIONS, ())
+elif os.environ.get("TEST_FAMILIES") == "tp":
+    WAYS = dict.fromkeys(VISIONS, ("--prefill-tp=2", "--decode-tp=2"))
+
+
+def noise(seed: int, width: int, height: int) -> bytes:
+    """A PNG."""
+    file = BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+class Answer(NamedTuple):
+    """Of a chat."""
+
+    tokens: list[int]
+    cached: int
+
+
+class Oracle:
+    """transformers, from messages on."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (architecture,) = config["architectures"]
+        self._model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+        self._processor = load_processor(folder, find_family(config) or "")
+
+    def answer(self, parts: Sequence[str | bytes], count: int = COUNT) -> list[int]:
+        content = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts]
+        text = self._processor.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        images = [Image.open(BytesIO(part)).convert("RGB") for part in parts if isinstance(part, bytes)]
+        given = self._processor(images=[images], text=[text], return_tensors="pt", add_special_tokens=False)
+        found = self._model.generate(**given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        tokens: list[int] = found[0, given["input_ids"].shape[1] :].tolist()
+        return tokens
+
+
+class Service(NamedTuple):
+    """One model, and what transformers answers."""
+
+    live: Live
+    oracle: Oracle
+
+    def ask(self, *parts: str | bytes, count: int = COUNT) -> Answer:
+        """Whose tokens are the right ones."""
+        content = [
+            {"type": "image_url", "image_url": {"url": data_uri(part)}} if isinstance(part, bytes)
+            else {"type": "text", "text": part}
+            for part in parts
+        ]  # fmt: skip
+        body = {
+            "model": "x", "messages": [{"role": "user", "content": content}], "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        answered = httpx.post(f"{self.live.url}/v1/chat/completions", json=body, timeout=WAIT_S)
+        assert answered.status_code == 200, answered.text
+        told = answered.json()
+        tokens = told["choices"][0]["token_ids"]
+        assert tokens == self.oracle.answer(parts, count)
+        return Answer(tokens, told["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def num_encoded(self) -> float:
+        return sum(self.live.metric(role, "images_encoded_total") for role in ("prefill-0", "decode-0"))
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = write_vlm_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    flags = (
+        "--dtype=float32", "--page-tokens=8", "--chunk-tokens=16", "--draft-model=none", "--served-name=x",
+        "--max-context-tokens=600", *WAYS[request.param],
+    )  # fmt: skip
+    with serve_calmly(model, *flags) as live:
+        yield Service(live, Oracle(model))
+        live.wait_until_unused()
+
+
+def test_answers_about_several_images_are_those_of_transformers(service: Service) -> None:
+    first, second = noise(1, 56, 40), noise(2, 40, 56)
+    parts = ("What is ", first, "this, and ", second, " that?")
+    asked = service.ask(*parts)
+    num_encoded = service.num_encoded()
+    assert num_encoded == 2
+    again = service.ask(*parts)
+    assert again.tokens == asked.tokens and again.cached > asked.cached
+    service.ask("Once more: ", second, first, "?")  # their encodings are still there
+    assert service.num_encoded() == num_encoded
+    others = [(noise(seed, 56, 40), f"and {seed}", noise(seed + 10, 40, 40), "?") for seed in range(3, 8)]
+    with ThreadPoolExecutor(len(others)) as pool:
+        list(pool.map(lambda parts: service.ask(*parts), others))
+
+
+def test_equal_texts_with_other_images_share_no_kv(service: Service) -> None:
+    """On warm caches of both roles."""
+    red, blue = picture("red", (56, 40)), picture("blue", (56, 40))
+    lead = "This text comes before all images, and is shared by all of them. "
+    answers = {name: service.ask(lead, file, " Which colour?") for name, file in (("red", red), ("blue", blue))}
+    assert answers["red"].tokens != answers["blue"].tokens
+    for name, file in (("red", red), ("blue", blue)):
+        again = service.ask(lead, file, " Which colour?")
+        assert again.tokens == answers[name].tokens and again.cached > len(lead) > answers["blue"].cached - 16
