@@ -13,6 +13,8 @@ PROCESSORS: Mapping[str, tuple[str, str]] = {
     "mistral3": ("pixtral", "PixtralProcessor"),
     "pixtral": ("pixtral", "PixtralProcessor"),
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+    "qwen3_5": ("qwen3_vl", "Qwen3VLProcessor"),
+    "qwen3_5_moe": ("qwen3_vl", "Qwen3VLProcessor"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLProcessor"),
     "smolvlm": ("idefics3", "Idefics3Processor"),  # writes the same; SmolVLM's own needs a package for videos
 }

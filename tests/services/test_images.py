@@ -17,7 +17,7 @@ from PIL import Image
 
 from gateway.images.families import find_family
 from gateway.images.processor_process import load_processor
-from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
+from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
 from tests.support.live import WAIT_S, Live, serve_calmly
 from tests.support.vision import data_uri, picture
 
@@ -49,6 +49,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
+        leave_out_torchvision()
         (architecture,) = config["architectures"]
         self._model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
         self._processor = load_processor(folder, find_family(config) or "")

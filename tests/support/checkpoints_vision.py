@@ -1,8 +1,10 @@
 """Tiny checkpoints that take images, as transformers and Baton both load them: weights, tokenizer, image processor."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ IDEFICS_TOKENS = (
     "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
 )  # fmt: skip
+PARTS_TEMPLATE = TEMPLATE.replace(  # as of LLaVA 1.5: contents that are texts leave nothing behind
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}", "{% if true %}"
+)
 PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
@@ -35,6 +40,7 @@ class Vision:
     tokens: tuple[str, ...]  # the image token, then others
     named: Mapping[str, str] = field(default_factory=dict)  # attributes of the tokenizer
     placeholder: str = ""  # in a chat, if it is not the image token
+    template: str = TEMPLATE
     processor_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -48,7 +54,7 @@ def _idefics(kind: str, **named: str) -> Vision:
     settings = dict(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
     return Vision(
         f"{kind}ImageProcessorPil", settings, f"{kind}Processor", IDEFICS_TOKENS, named,
-        processor_settings={"image_seq_len": 4},
+        processor_settings={"image_seq_len": 4}, template=PARTS_TEMPLATE,
     )  # fmt: skip
 
 
@@ -56,13 +62,18 @@ def _llava(kind: str, **settings: Any) -> Vision:
     size = dict(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24})
     chosen = dict(patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1)
     image_processor = "LlavaNextImageProcessorPil" if settings else "CLIPImageProcessorPil"
-    return Vision(image_processor, size | settings, f"{kind}Processor", ("<image>",), processor_settings=chosen)
+    return Vision(image_processor, size | settings, f"{kind}Processor", ("<image>",), processor_settings=chosen,
+        template=TEMPLATE if settings else PARTS_TEMPLATE,
+    )  # fmt: skip
 
 
 GEMMA4 = Vision(
     "Gemma4ImageProcessorPil", dict(patch_size=4, max_soft_tokens=70), "Gemma4Processor",
-    ("<|image|>", "<|image>", "<image|>", "<|video|>"),
-    dict(image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>"),
+    ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),
+    dict(
+        image_token="<|image|>", boi_token="<|image>", eoi_token="<image|>", video_token="<|video|>",
+        audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
+    ),
 )  # fmt: skip
 VISIONS: dict[str, Vision] = {
     "qwen2_5_vl": _qwen("Qwen2_5_VLProcessor", 1280),
@@ -72,7 +83,7 @@ VISIONS: dict[str, Vision] = {
         "Gemma3ImageProcessorPil", dict(size={"height": 32, "width": 32}), "Gemma3Processor",
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         dict(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>"),
-        "<start_of_image>", {"image_seq_length": 16},
+        "<start_of_image>", processor_settings={"image_seq_length": 16},
     ),
     "gemma4_e2b": GEMMA4,
     "gemma4_12b": GEMMA4,
@@ -96,8 +107,14 @@ def write_vlm_checkpoint(folder: Path, family: str, **shape: Any) -> Path:
     kind = VISIONS[family]
     write_checkpoint(folder, family, **shape)
     placeholder = kind.placeholder or kind.tokens[0]
-    write_tokenizer(folder, VOCAB, kind.tokens, TEMPLATE.replace("PLACEHOLDER", placeholder), **kind.named)
+    write_tokenizer(folder, VOCAB, kind.tokens, kind.template.replace("PLACEHOLDER", placeholder), **kind.named)
     getattr(transformers, kind.image_processor)(**kind.settings).save_pretrained(folder)
     described = {"processor_class": kind.processor, **kind.processor_settings}
     (folder / "processor_config.json").write_text(json.dumps(described))
     return folder
+
+
+def leave_out_torchvision() -> None:
+    """Pixtral's processor takes a function from a module that needs it, of which this is the twin."""
+    twin = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
+    sys.modules["transformers.models.pixtral.image_processing_pixtral"] = twin

@@ -4,10 +4,8 @@ import asyncio
 import base64
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -31,7 +29,8 @@ from gateway.text.tokenizer import Tokenizer
 from protos import inference_pb2, inference_pb2_grpc
 from tests.gateway.images.conftest import Vision
 from tests.support.api_server import SERVED, WAIT_S
-from tests.support.vision import FAMILIES, data_uri, picture, write_vision
+from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
+from tests.support.vision import data_uri, picture, write_vision
 from wire.image_files import read_image
 
 RED, BLUE = picture("red"), picture("blue", (100, 60), "JPEG")
@@ -242,13 +241,12 @@ def offload() -> Iterator[Offload]:
     offload.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_are_as_transformers_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: Offload, name: str
-) -> None:
-    tokenizer = Tokenizer(write_vision(tmp_path, name))
-    family, token_id = find_family(tokenizer.config), tokenizer.config["image_token_id"]
-    assert family is not None
+@pytest.mark.parametrize("name", VISIONS)
+def test_prompts_are_as_transformers_has_them(tmp_path: Path, offload: Offload, name: str) -> None:
+    tokenizer = Tokenizer(write_vlm_checkpoint(tmp_path, name))
+    family, config = find_family(tokenizer.config), tokenizer.config
+    token_id = config.get("image_token_id", config.get("image_token_index"))
+    assert family is not None and token_id is not None
     images = Images(tmp_path, family, token_id, 1 << 20, ImageFetcher(()), offload)
     files = [picture("red", (90, 60)), picture("blue", (60, 120), "WEBP")]
     parts = [ImagePart(data_uri(files[0]), "first"), ImagePart(files[1], "second")]
@@ -264,13 +262,12 @@ def test_prompts_are_as_transformers_has_them(
 
     placeholder, found = asyncio.run(read())
     ids = SegmentEncoder(tokenizer).encode(put_images(rendered, placeholder, found, "messages"))
-    twin = import_module("transformers.models.pixtral.image_processing_pil_pixtral")
-    monkeypatch.setitem(sys.modules, "transformers.models.pixtral.image_processing_pixtral", twin)
+    leave_out_torchvision()
     processor = load_processor(tmp_path, family)
     nested = [[read_image(file) for file in files]]
     theirs = processor(images=nested, text=[rendered], add_special_tokens=False)
     assert ids == list(theirs["input_ids"][0])
-    placed = find_images(ids, token_id, FAMILIES[name].image_token, found, "messages")
+    placed = find_images(ids, token_id, VISIONS[name].tokens[0], found, "messages")
     assert [image.data for image in placed] == files
     assert sum(ids[image.span.begin : image.span.end].count(token_id) for image in placed) == ids.count(token_id)
     for image in placed:
