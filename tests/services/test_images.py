@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -18,12 +20,14 @@ from PIL import Image
 from gateway.images.families import find_family
 from gateway.images.processor_process import load_processor
 from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
-from tests.support.live import WAIT_S, Live, serve_calmly
+from tests.support.families import IMAGE
+from tests.support.live import WAIT_S, Live, serve_calmly, wait_until
 from tests.support.vision import data_uri, picture
 
 COUNT = 10  # tokens of an answer
 # M-RoPE with deepstack, images seen as wholes, tiles with text between; TEST_FAMILIES=1: all (`make families`)
-WAYS: dict[str, tuple[str, ...]] = {"qwen3_vl": ("--decode-tp=2",), "gemma3": (), "smolvlm": ()}
+SMALL = "--kv-memory-mib=1"  # one context fits
+WAYS: dict[str, tuple[str, ...]] = {"qwen3_vl": ("--decode-tp=2", SMALL), "gemma3": (), "smolvlm": ()}
 if os.environ.get("TEST_FAMILIES") == "1":
     WAYS = dict.fromkeys(VISIONS, ())
 elif os.environ.get("TEST_FAMILIES") == "tp":
@@ -61,7 +65,9 @@ class Oracle:
         )
         images = [Image.open(BytesIO(part)).convert("RGB") for part in parts if isinstance(part, bytes)]
         given = self._processor(images=[images], text=[text], return_tensors="pt", add_special_tokens=False)
-        found = self._model.generate(**given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found = self._model.generate(
+            **given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, suppress_tokens=[IMAGE]
+        )
         tokens: list[int] = found[0, given["input_ids"].shape[1] :].tolist()
         return tokens
 
@@ -71,9 +77,10 @@ class Service(NamedTuple):
 
     live: Live
     oracle: Oracle
+    is_small: bool
 
-    def ask(self, *parts: str | bytes, count: int = COUNT) -> Answer:
-        """Whose tokens are the right ones."""
+    def ask(self, *parts: str | bytes, count: int = COUNT, begun: threading.Event | None = None) -> Answer:
+        """Whose tokens are the right ones. begun: set after the first ones."""
         content = [
             {"type": "image_url", "image_url": {"url": data_uri(part)}} if isinstance(part, bytes)
             else {"type": "text", "text": part}
@@ -81,14 +88,27 @@ class Service(NamedTuple):
         ]  # fmt: skip
         body = {
             "model": "x", "messages": [{"role": "user", "content": content}], "max_tokens": count, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True,
+            "ignore_eos": True, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True},
+            "logit_bias": {IMAGE: -100},
         }  # fmt: skip
-        answered = httpx.post(f"{self.live.url}/v1/chat/completions", json=body, timeout=WAIT_S)
-        assert answered.status_code == 200, answered.text
-        told = answered.json()
-        tokens = told["choices"][0]["token_ids"]
+        tokens, cached = list[int](), -1
+        url = f"{self.live.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answered:
+            for line in answered.iter_lines():
+                assert answered.status_code == 200 and "error" not in line, line
+                event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
+                for choice in event.get("choices", ()):
+                    tokens += choice.get("token_ids") or ()
+                if tokens and begun is not None:
+                    begun.set()
+                if (usage := event.get("usage")) is not None:
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert tokens == self.oracle.answer(parts, count)
-        return Answer(tokens, told["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return Answer(tokens, cached)
+
+    def ask_all(self, prompts: Sequence[Sequence[str | bytes]], count: int = COUNT) -> None:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(lambda parts: self.ask(*parts, count=count), prompts))
 
     def num_encoded(self) -> float:
         return sum(self.live.metric(role, "images_encoded_total") for role in ("prefill-0", "decode-0"))
@@ -102,7 +122,7 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "--max-context-tokens=600", *WAYS[request.param],
     )  # fmt: skip
     with serve_calmly(model, *flags) as live:
-        yield Service(live, Oracle(model))
+        yield Service(live, Oracle(model), SMALL in WAYS[request.param])
         live.wait_until_unused()
 
 
@@ -116,9 +136,7 @@ def test_answers_about_several_images_are_those_of_transformers(service: Service
     assert again.tokens == asked.tokens and again.cached > asked.cached
     service.ask("Once more: ", second, first, "?")  # their encodings are still there
     assert service.num_encoded() == num_encoded
-    others = [(noise(seed, 56, 40), f"and {seed}", noise(seed + 10, 40, 40), "?") for seed in range(3, 8)]
-    with ThreadPoolExecutor(len(others)) as pool:
-        list(pool.map(lambda parts: service.ask(*parts), others))
+    service.ask_all([(noise(seed, 56, 40), f"and {seed}", noise(seed + 10, 40, 40), "?") for seed in range(3, 8)])
 
 
 def test_equal_texts_with_other_images_share_no_kv(service: Service) -> None:
@@ -130,3 +148,27 @@ def test_equal_texts_with_other_images_share_no_kv(service: Service) -> None:
     for name, file in (("red", red), ("blue", blue)):
         again = service.ask(lead, file, " Which colour?")
         assert again.tokens == answers[name].tokens and again.cached > len(lead) > answers["blue"].cached - 16
+
+
+def test_answers_that_have_to_make_room(service: Service) -> None:
+    """A decode worker has neither the images nor their encodings: others compute the prompt again."""
+    service.ask_all([(f"{seed} is ", noise(seed, 56, 40), "?") for seed in range(20, 25)], count=150)
+    assert service.live.metric("decode-0", "num_preemptions_total") or not service.is_small
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_worker_dies_in_mid_answer(service: Service, name: str) -> None:
+    seed, begun = 30 + len(name), threading.Event()
+    pid = service.live.find(name)["pid"]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(service.ask, "First ", noise(seed, 56, 40), "?", count=300, begun=begun)
+        assert begun.wait(WAIT_S)
+        second = pool.submit(service.ask, "Second ", noise(seed + 1, 56, 40), noise(seed + 2, 40, 56), "?")
+        service.live.send(name, signal.SIGKILL)
+        first.result()
+        second.result()
+    if name == "prefill-0":  # until it is back, decode workers compute prompts by themselves
+        wait_until(lambda: not service.live.is_alive(name) or service.live.find(name)["pid"] != pid)
+        service.ask("Third ", noise(seed + 3, 40, 56), "?")
+    service.live.wait_until_whole()
+    service.ask("Fourth ", noise(seed + 4, 56, 40), "?")
