@@ -126,6 +126,8 @@ class EngineConfig(Settings):
     """Most tokens in prompt and answer together; 0 is the model's limit."""
     cuda_graphs: bool = True
     """Decode on GPUs by captured graphs; without, each kernel is launched by itself."""
+    vision: bool = True
+    """Load the part of the model that encodes images, where it has one; without, others compute prompts with images."""
     steps_ahead: Annotated[int | None, needs(lambda steps: steps in (None, 0, 1), "0 or 1")] = None
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
     max_loras: Annotated[int, count(0, MAX_LORAS)] = 0

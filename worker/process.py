@@ -159,6 +159,7 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         place,
         largest_step_of(config),
         AdapterLimits(config.max_loras, config.max_lora_rank),
+        config.vision,
     )
     limits = limits_of(config, engine.config.vocab_size)
     report = partial(on_progress, what="graphs")

@@ -120,7 +120,7 @@ def choose_placement(
     on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
     `has_images`: only workers that take images compute it.
     """
-    unready = find_unready(workers)
+    unready = find_unready(workers) or (find_blind(workers) if has_images else None)
     if unready is not None:
         return unready
 
@@ -177,6 +177,14 @@ def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallbac
     if not any(view.is_alive for view in workers if view.role == "decode"):
         return Unready(_describe_none(workers, "decode"))
     return None if no_prefill == "fallback" else find_no_prefill(workers)
+
+
+def find_blind(workers: Sequence[WorkerView]) -> Unready | None:
+    """Why no prompt with images can be computed; None when one can."""
+    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
+    if any(view.is_alive and view.takes_images and view.layout in layouts for view in workers):
+        return None
+    return Unready("no worker that is alive computes prompts with images; the weaknesses in GET /status say why")
 
 
 def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:

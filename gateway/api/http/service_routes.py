@@ -94,6 +94,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     restored_tokens: int  # of prompts, whose KV it read from files
     prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
+    takes_images: bool  # it computes prompts with images
     alive: bool
     trouble: str
     weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
@@ -102,9 +103,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     model: str | UnsetType = UNSET  # that it serves, where the gateway has several
 
 
-_COUNTS = (
+_COPIED = (  # fields of the worker's own answer
     "free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots", "saved_bytes",
-    "restored_tokens",
+    "restored_tokens", "takes_images",
 )  # fmt: skip
 
 
@@ -153,5 +154,5 @@ def _describe(worker: WorkerClient, with_model: bool) -> WorkerStatus:
         adapters=worker.adapters.describe(),
         source=worker.source,
         model=status.peer.model if with_model else UNSET,
-        **{name: getattr(status, name) for name in _COUNTS},
+        **{name: getattr(status, name) for name in _COPIED},
     )

@@ -69,6 +69,25 @@ def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -
     assert names(choose_placement(workers, 100, 0)) == expected, case
 
 
+SEES: dict[str, Any] = {"takes_images": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "expected"),
+    [
+        ("nobody sees", [PREFILL, DECODE], Unready),
+        ("who sees is dead", [replace(PREFILL, **SEES, **DEAD), DECODE], Unready),
+        ("a prefill worker sees", [replace(PREFILL, num_mine=2, **SEES), PREFILL_2, DECODE], ("D1", "P1")),
+        ("one that sees is waited for", [replace(PREFILL, **SEES, **FULL), PREFILL_2, DECODE], Wait),
+        ("only a decode worker sees", [PREFILL, replace(DECODE, num_mine=2, **SEES), DECODE_2], ("D1", None)),
+        ("one that sees does not match", [replace(PREFILL, **SEES, **OTHER), DECODE], Unready),
+    ],
+)
+def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerView], expected: object) -> None:
+    assert names(choose_placement(workers, 100, 0, has_images=True)) == expected, case
+    assert isinstance(choose_placement(workers, 100, 0), Placement), case
+
+
 @pytest.mark.parametrize(
     ("case", "workers", "cached", "expected"),
     [
