@@ -19,7 +19,8 @@ from engine.vision import VisionTower
 from worker.metrics import WorkerMetrics
 
 Encodings = Mapping[bytes, Encoding]  # digest |->
-KEPT_BYTES = 256 << 20  # of encodings, beside those that sequences have
+KEPT_BYTES = 256 << 20  # of encodings, beside those that sequences have or wait for
+ASK_AGAIN_S = 10.0  # after a call that took too long
 AT_ONCE = 4  # images that are encoded together
 NICE = 5  # of the thread: steps go first
 log = structlog.get_logger()
@@ -34,6 +35,7 @@ class ImageEncoder:
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()  # digest |-> encoding, next to go first
         self._num_bytes = 0
         self._coming: dict[bytes, asyncio.Task[None]] = {}  # digest |-> what encodes it
+        self._wanted: dict[bytes, float] = {}  # digest |-> until when it is kept, however many there are
         self._failed: OrderedDict[bytes, str] = OrderedDict()  # digest |-> why it cannot be encoded
         self._thread: ThreadPoolExecutor | None = None
         self._num_encoded = metrics.counter("images_encoded", "Images encoded")
@@ -45,13 +47,15 @@ class ImageEncoder:
 
         None: it takes longer than `wait_s`, and goes on; ask again.
         """
+        deadline = time.monotonic() + wait_s
+        self._wanted = {digest: until for digest, until in self._wanted.items() if until > time.monotonic()}
+        self._wanted |= dict.fromkeys(files, deadline + ASK_AGAIN_S)
         missing = [digest for digest in files if digest not in self._kept and digest not in self._coming]
         for begin in range(0, len(missing), AT_ONCE):
             chosen = {digest: files[digest] for digest in missing[begin : begin + AT_ONCE]}
             task = asyncio.create_task(self._encode(chosen))
             self._coming |= dict.fromkeys(chosen, task)
         found: dict[bytes, Encoding] = {}
-        deadline = time.monotonic() + wait_s
         for digest in files:
             if digest in self._coming:
                 done, _ = await asyncio.wait([self._coming[digest]], timeout=max(deadline - time.monotonic(), 0))
@@ -60,9 +64,11 @@ class ImageEncoder:
             if digest in self._failed:
                 raise ValueError(self._failed.pop(digest))
             if digest not in self._kept:
-                return None  # many others came meanwhile
+                return None  # whoever else wanted it has it, and many others came meanwhile
             self._kept.move_to_end(digest)
             found[digest] = self._kept[digest]
+        for digest in files:
+            self._wanted.pop(digest, None)
         return found
 
     async def _encode(self, files: Mapping[bytes, bytes]) -> None:
@@ -102,8 +108,11 @@ class ImageEncoder:
     def _keep(self, digest: bytes, encoding: Encoding) -> None:
         self._kept[digest] = encoding
         self._num_bytes += _count_bytes(encoding)
-        while self._num_bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._num_bytes -= _count_bytes(self._kept.popitem(last=False)[1])
+        for oldest in list(self._kept):
+            if self._num_bytes <= KEPT_BYTES:
+                break
+            if self._wanted.get(oldest, 0.0) < time.monotonic():
+                self._num_bytes -= _count_bytes(self._kept.pop(oldest))
 
     def close(self) -> None:
         if self._thread is not None:

@@ -1,0 +1,172 @@
+"""Images in workers: encodings that are kept, keys of pages with images, and prompts whose encodings are elsewhere."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.image_rows import Encoding
+from engine.vision import PixelInputs
+from tests.support.sequence_params import answer, build_scheduler, finish, pack, plan, prompt, step
+from wire.images import ImageSpan
+from wire.page_keys import PageKey, page_keys, root_key
+from worker import images as images_module
+from worker.images import ImageEncoder
+from worker.metrics import WorkerMetrics
+from worker.prefix_cache import NoRoomError
+from worker.receiving import expire
+from worker.sequences import Phase
+
+WAIT_S = 30.0
+ROW_BYTES = 4 * 8
+
+
+class Tower:
+    """One row of numbers for each byte of a file; files that begin with "!" are none."""
+
+    joins = False
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []  # bytes of each file
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def read(self, file: bytes) -> PixelInputs:
+        if file.startswith(b"!"):
+            raise ValueError("is none")
+        return {"bytes": torch.tensor(list(file))}
+
+    def encode(self, images: Sequence[PixelInputs]) -> list[Encoding]:
+        assert self.may_run.wait(WAIT_S)
+        self.encoded += [len(image["bytes"]) for image in images]
+        return [Encoding(image["bytes"].float()[:, None].expand(-1, 8).contiguous(), None) for image in images]
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower()
+
+
+@pytest.fixture
+def encoder(tower: Tower) -> Iterator[ImageEncoder]:
+    made = ImageEncoder(tower, True, WorkerMetrics(build_scheduler(4, 4)))  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def files(*texts: bytes) -> Mapping[bytes, bytes]:
+    return {sha256(text).digest(): text for text in texts}
+
+
+def test_each_image_is_encoded_once_however_many_wait_for_it(tower: Tower, encoder: ImageEncoder) -> None:
+    async def ask() -> None:
+        tower.may_run.clear()
+        both = files(b"first", b"second!")
+        assert await encoder.encode(both, 0.0) is None
+        waiting = [asyncio.create_task(encoder.encode(some, WAIT_S)) for some in (both, files(b"first"), both)]
+        await asyncio.sleep(0)
+        tower.may_run.set()
+        found = await asyncio.gather(*waiting)
+        assert found[0] is not None and found[0].keys() == both.keys() and found[0] == found[2]
+        assert await encoder.encode(both, 0.0) == found[0], "they are kept"
+
+    asyncio.run(ask())
+    assert tower.encoded == [5, 7]
+
+
+def test_a_file_that_is_no_image_fails_what_has_it_and_nothing_else(tower: Tower, encoder: ImageEncoder) -> None:
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="is none"):
+            await encoder.encode(files(b"good", b"!bad"), WAIT_S)
+        assert await encoder.encode(files(b"good"), 0.0) is not None
+        with pytest.raises(ValueError, match="is none"):
+            await encoder.encode(files(b"!bad"), WAIT_S)
+
+    asyncio.run(ask())
+    assert tower.encoded == [4]
+
+
+def test_encodings_are_kept_up_to_a_number_of_bytes(
+    tower: Tower, encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images_module, "KEPT_BYTES", 10 * ROW_BYTES)
+
+    async def ask() -> None:
+        for text in (b"aaaa", b"bbbb", b"aaaa", b"cccc", b"aaaa", b"bbbb"):  # c displaces b
+            assert await encoder.encode(files(text), WAIT_S) is not None
+        assert len(tower.encoded) == 4
+        many = files(*(bytes([byte]) * 4 for byte in range(12)))  # of one prompt: more than are kept
+        tower.may_run.clear()
+        assert await encoder.encode(many, 0.0) is None
+        tower.may_run.set()
+        assert await encoder.encode(files(b"dddd"), WAIT_S) is not None
+        assert await encoder.encode(many, WAIT_S) is not None
+        assert len(tower.encoded) == 4 + 12 + 1
+        assert await encoder.encode(files(b"eeee"), WAIT_S) is not None
+        assert await encoder.encode(files(*list(many.values())[-1:]), 0.0) is not None, "the last two are left"
+
+    asyncio.run(asyncio.wait_for(ask(), WAIT_S))
+
+
+IMAGE = ImageSpan(6, 13, bytes(32))
+TOKENS = list(range(1, 26))
+
+
+def keys(images: Sequence[ImageSpan], num_after: int = 0) -> list[PageKey]:
+    return list(page_keys(root_key("m", ""), pack(TOKENS), 4, num_after, images))
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 1))
+def test_keys_differ_from_the_page_with_another_image_on(begin: int, length: int, num_after: int) -> None:
+    image = ImageSpan(begin, begin + length, bytes(32))
+    first = keys([image], num_after)
+    for other in (image._replace(digest=bytes(31) + b"x"), image._replace(end=image.end + 1)):
+        second = keys([other], num_after)
+        place = max(begin - num_after, 0) // 4  # the first page whose key stands for one of its tokens
+        assert first[:place] == second[:place]
+        assert all(one != two for one, two in zip(first[place:], second[place:], strict=True))
+    assert keys([image], num_after) == first
+
+
+def test_pages_get_the_keys_by_which_prompts_find_them() -> None:
+    scheduler = build_scheduler(20, 4)
+    params = prompt(1, 25, images=[IMAGE], encodings={IMAGE.digest: "encoded"})
+    computed = scheduler.admit(params, 0.0)
+    while computed.num_missing:
+        step(scheduler, 5)
+    assert computed.keys == scheduler.kv.keys_of(params) != scheduler.kv.keys_of(prompt(1, 25))
+    assert scheduler.admit(prompt(1, 25, images=[IMAGE]), 0.0).num_cached == 24
+
+
+def test_a_decode_worker_waits_for_kv_that_it_cannot_compute() -> None:
+    scheduler = build_scheduler(20, 4)
+    assert scheduler.admit(answer(1, 25, 3, images=[IMAGE]), 0.0).phase is Phase.RECEIVING
+    encoded = {IMAGE.digest: "encoded"}
+    assert scheduler.admit(answer(2, 25, 3, images=[IMAGE], encodings=encoded), 0.0).phase is Phase.ACTIVE
+    with pytest.raises(NoRoomError, match="images was evicted"):  # a prefill worker has nobody to wait for
+        scheduler.admit(prompt(3, 25, images=[IMAGE]), 0.0)
+
+
+def test_an_answer_that_made_room_ends_if_its_images_are_elsewhere() -> None:
+    scheduler = build_scheduler(9, 4)
+    older = scheduler.admit(answer(1, 13, 20), 0.0)
+    newer = scheduler.admit(answer(2, 13, 19, images=[IMAGE], encodings={IMAGE.digest: "encoded"}), 0.0)
+    newer.params.encodings.clear()  # type: ignore[attr-defined]  # as if its KV had come from elsewhere
+    while not newer.num_preemptions:
+        finish(scheduler, plan(scheduler, 99))
+    ended = expire(scheduler, 0.0)
+    assert [(update.sequence, update.finish_reason) for update in ended] == [(newer, "expired")]
+    while older in list(scheduler):
+        step(scheduler)
+    assert len(older.tokens) == 13 + 20
+
+
+@pytest.mark.parametrize("images", [[IMAGE, IMAGE], [IMAGE._replace(end=26)], [IMAGE._replace(begin=13)]])
+def test_images_that_cannot_be_in_a_prompt_are_refused(images: Sequence[ImageSpan]) -> None:
+    with pytest.raises(ValueError, match="must be apart, in 25 tokens"):
+        prompt(1, 25, images=images)
