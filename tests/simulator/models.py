@@ -199,6 +199,8 @@ class ModelsGateway(SimGateway):
         for name, router in self.routers.items():
             if (num_inside := len(router._queue._waiting) + router._queue.num_placed) and states[name] != "awake":
                 raise ViolationError(f"{num_inside} requests are let into {name}, which is {states[name]}")
+            if self.gates[name].is_open and not all(opened.done() for opened in self.gates[name]._waiting):
+                raise ViolationError(f"requests wait for {name}, which is open")
 
     def check_end(self) -> None:
         """No request is left anywhere, and no model stays closed or between two states."""

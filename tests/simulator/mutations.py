@@ -3,18 +3,23 @@
 Each entry of MUTATIONS is a context manager that disables one rule.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
+from gateway.router import sleep, sleep_policy
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
+from gateway.router.sleep import ModelGate, Sleepers
+from gateway.router.sleep_policy import Decision, ModelView, State
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
@@ -70,6 +75,9 @@ root_key = page_keys.root_key
 states_of = KVCacheManager.states_of
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
+change = ModelGate.change
+decide = sleep_policy.decide
+inside = ModelGate.inside
 
 
 # -- pages and their generations -----------------------------------------------------------------------------------
@@ -362,6 +370,38 @@ def _due_whatever_began(self: Request) -> float:
     return self.deadline if self.first_by is None else min(self.first_by, self.deadline)
 
 
+# -- models that sleep ---------------------------------------------------------------------------------------------
+
+
+def _decide_ignoring_falls(models: Sequence[ModelView], *args: Any) -> Decision:
+    return decide([replace(one, state="asleep") if one.state == "falling asleep" else one for one in models], *args)
+
+
+def _open_silently(self: ModelGate, state: State, reason: str = "") -> None:
+    """Only a change of state lets in those that wait."""
+    if state != self.state:
+        change(self, state, reason)
+
+
+def _fail_silently(self: ModelGate, state: State, reason: str = "") -> None:
+    waiting = self._waiting
+    if state == "failed":
+        self._waiting = {}
+    change(self, state, reason)
+    self._waiting = waiting
+
+
+@contextmanager
+def _inside_for_good(self: ModelGate) -> Iterator[None]:
+    """A request whose client leaves stays inside."""
+    with inside(self):
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_inside += 1
+            raise
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -458,4 +498,16 @@ MUTATIONS: dict[str, Mutation] = {
     "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
+}
+
+MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
+    "a model with requests falls asleep": _patched(
+        (ModelView, "is_idle", property(lambda self: self.state == "awake" and self.waiting_since is None))
+    ),
+    "a model that falls asleep counts as asleep": _patched((sleep, "decide", _decide_ignoring_falls)),
+    "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
+    "requests wait on when a closed model opens": _patched((ModelGate, "change", _open_silently)),
+    "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
+    "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
+    "a model is awake although no worker is linked": _patched((sleep, "find_unready", _nothing)),
 }
