@@ -18,7 +18,7 @@ from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
-from gateway.router.sleep import ModelGate, Sleepers
+from gateway.router.sleep import ModelGate
 from gateway.router.sleep_policy import Decision, ModelView, State
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
