@@ -52,6 +52,13 @@ class Restore(NamedTuple):
     slots: list[int]
 
 
+class Loan(NamedTuple):
+    """Cached pages, and perhaps the slot behind the last one, that another worker is about to read."""
+
+    pages: list[int]
+    slots: list[int]
+
+
 @dataclass(slots=True)
 class KVCacheManager:
     """Owns the pages and slots, and what a sequence has of them. The caller serialises calls."""
@@ -66,6 +73,7 @@ class KVCacheManager:
     num_queried: int = 0  # prompt tokens looked up
     num_hit: int = 0  # of those, the cached ones
     restores: list[Restore] = field(default_factory=list)
+    loans: list[Loan] = field(default_factory=list)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that so many positions fill, the last one perhaps in part."""
@@ -175,6 +183,30 @@ class KVCacheManager:
         self.cache.release(restore.pages)
         self.states.cache.release(restore.slots)
 
+    # -- what is lent --------------------------------------------------------------------------------------------
+
+    def begin_loan(self, keys: Seq[PageKey], begin: int, most: int) -> Loan:
+        """Of the cached pages of these keys, those from `begin` on: at most so many, which a step can continue behind.
+
+        Held until `end_loan`, so that the generations named are theirs. All pages of the keys count as used now.
+        """
+        hit = self.find(keys)
+        usable, end = hit.pages[: hit.num_usable], min(hit.num_usable, begin + most)
+        self.cache.hold(usable)
+        self.cache.release(usable)
+        has_slot = begin < end == hit.num_usable and hit.checkpoint >= 0
+        loan = Loan(usable[begin:end], [hit.checkpoint] if has_slot else [])
+        self.cache.hold(loan.pages)
+        self.states.cache.hold(loan.slots)
+        self.loans.append(loan)
+        return loan
+
+    def end_loan(self, loan: Loan) -> None:
+        """Its pages and their generations were named."""
+        self.loans.remove(loan)
+        self.cache.release(loan.pages)
+        self.states.cache.release(loan.slots)
+
     # -- offers --------------------------------------------------------------------------------------------------
 
     def next_offer(self, sequence: Sequence, begin: int) -> range | None:
@@ -198,9 +230,11 @@ class KVCacheManager:
 
     def check(self, sequences: Seq[Sequence]) -> None:
         """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
-        holders = [*(sequence.pages for sequence in sequences), *(restore.pages for restore in self.restores)]
+        passing = [*self.restores, *self.loans]
+        holders = [*(sequence.pages for sequence in sequences), *(one.pages for one in passing)]
         self.cache.check(chain.from_iterable(holders))
-        self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots])
+        lent = [slot for loan in self.loans for slot in loan.slots]
+        self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots], lent)
         writers: set[int] = set()
         for sequence in sequences:
             end = max(sequence.computed, sequence.launched, sequence.draft_computed)
