@@ -51,16 +51,25 @@ class SimGateway(Process):
         self.fleet = Fleet(
             list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time
         )
+        self.build_routers()
+        self.tasks: dict[Client, asyncio.Task[str]] = {}
+        self._arriving: list[Client] = []  # connected, not yet read
+        self._seen: tuple[int, ...] = ()
+        self._num_names = 0
+        self.loop.run(self.start)
+
+    def build_routers(self) -> None:
         self.placer = Placer(*self._routing)
         self.router = Router(
             self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer, self.loop.time
         )
         self.queue = self.router._queue
-        self.tasks: dict[Client, asyncio.Task[str]] = {}
-        self._arriving: list[Client] = []  # connected, not yet read
-        self._seen: tuple[int, ...] = ()
-        self._num_names = 0
-        self.loop.run(self.fleet.start)
+
+    def find_router(self, wanted: TokenizedRequest) -> Router:
+        return self.router
+
+    def start(self) -> None:
+        self.fleet.start()
 
     def _open_channel(self, address: str, server_name: str = "") -> Any:
         if address in self._decodes:
@@ -106,10 +115,10 @@ class SimGateway(Process):
     async def _serve(self, client: Client, wanted: TokenizedRequest) -> str:
         """How it ended."""
         limit = self.loop.time() + (float("inf") if wanted.deadline_s is None else wanted.deadline_s + SLACK_S)
-        began = 0.0
+        began, router = 0.0, self.find_router(wanted)
         try:
-            with self.router.admit(1) as admitted:
-                async with aclosing(self.router.generate(wanted, admitted)) as stream:
+            with router.admit(1) as admitted:
+                async with aclosing(router.generate(wanted, admitted)) as stream:
                     async for tokens in stream:
                         self.world.note("tokens", client.name, tokens)
                         began = began if client.got else self.loop.time()

@@ -1,8 +1,9 @@
 """One seed, one schedule: a small fleet, a few requests, a few faults, and the final checks."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from gateway.router.engine_client import Speculation, TokenizedRequest
 from tests.simulator.clock import virtual
@@ -41,12 +42,21 @@ class _Asked:
     gateway: SimGateway
 
 
+class Planned(Protocol):
+    """A schedule before it runs."""
+
+    clients: list[tuple[Client, float]]  # with its start time
+    gateways: list[Any]
+
+    def check_end(self) -> None:
+        """Raise if an invariant is violated when nothing happens any more."""
+
+
 class Schedule:
     """Everything depends on the seed alone."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = World(seed)
-        rng = self.world.rng
+    def __init__(self, world: World) -> None:
+        self.world, seed, rng = world, world.seed, world.rng
         self.outside = _Outside(self.world, "world")
         self.is_calm = rng.random() < 0.1
         if not self.is_calm:
@@ -266,20 +276,7 @@ class Schedule:
             if peer is not process:
                 peer.later(self.world.delay(), lambda peer=peer: peer.lose_peer(name, epoch))  # type: ignore[misc]
 
-    def run(self) -> Outcome:
-        error = ""
-        with virtual(self.world):
-            try:
-                self.world.run()
-                self._check_end()
-            except Exception as violation:  # including the tables' own checks and KeyErrors
-                error = f"{type(violation).__name__}: {violation}"
-            ends = tuple(client.end for client, _ in self.clients)
-            for gateway in self.gateways:
-                gateway.crash()
-        return Outcome(self.world.seed, error, ends, self.world.num_events, tuple(self.world.trace))
-
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         """All requests ended in time, and nothing is left anywhere."""
         for client, asked in self.clients:
             if not client.end:
@@ -292,14 +289,7 @@ class Schedule:
             if self.is_calm and client.end != "answer" and not is_refused:
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         for worker in self.workers:
-            if worker.scheduler.kv.cache.num_held or len(worker.scheduler):
-                raise ViolationError(f"{worker.name} still holds {worker.scheduler.kv.cache.num_held} pages")
-            if worker.scheduler.kv.restores:
-                raise ViolationError(f"{worker.name} still restores")
-            if num_slots := worker.scheduler.kv.states.cache.num_held:
-                raise ViolationError(f"{worker.name} still holds {num_slots} slots")
-            if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
-                raise ViolationError(f"{worker.name} still has a row")
+            check_empty(worker)
         for gateway in self.gateways:
             if gateway.tasks or gateway.queue.num_waiting or any(one.num_mine for one in gateway.fleet.workers()):
                 raise ViolationError(f"{gateway.name} still holds places")
@@ -316,5 +306,33 @@ class _Outside(Process):
         pass
 
 
+def run_world(seed: int, build: Callable[[World], Planned]) -> Outcome:
+    """Until nothing happens any more; then `check_end`."""
+    error, world = "", World(seed)
+    with virtual(world):
+        schedule = build(world)
+        try:
+            world.run()
+            schedule.check_end()
+        except Exception as violation:  # including the tables' own checks and KeyErrors
+            error = f"{type(violation).__name__}: {violation}"
+        ends = tuple(client.end for client, _ in schedule.clients)
+        for gateway in schedule.gateways:
+            gateway.crash()
+    return Outcome(seed, error, ends, world.num_events, tuple(world.trace))
+
+
+def check_empty(worker: SimPrefill | SimDecode) -> None:
+    """No request is left in it."""
+    if worker.scheduler.kv.cache.num_held or len(worker.scheduler):
+        raise ViolationError(f"{worker.name} still holds {worker.scheduler.kv.cache.num_held} pages")
+    if worker.scheduler.kv.restores:
+        raise ViolationError(f"{worker.name} still restores")
+    if num_slots := worker.scheduler.kv.states.cache.num_held:
+        raise ViolationError(f"{worker.name} still holds {num_slots} slots")
+    if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
+        raise ViolationError(f"{worker.name} still has a row")
+
+
 def run_schedule(seed: int) -> Outcome:
-    return Schedule(seed).run()
+    return run_world(seed, Schedule)

@@ -131,6 +131,7 @@ class SimWorker(Process):
     """A pool, a scheduler and a loop."""
 
     loop: SteppedLoop
+    model = ""  # its name, where the fleet has several
     is_changed = False  # changed since the last check
 
     def __init__(
@@ -169,7 +170,7 @@ class SimWorker(Process):
     def status(self) -> decode_pb2.WorkerStatus:
         """The answer to a poll."""
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
-        peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages)
+        peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages, model=self.model)
         return decode_pb2.WorkerStatus(
             peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
