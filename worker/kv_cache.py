@@ -43,6 +43,12 @@ def plan_restore(
     return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else ())
 
 
+def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
+    """What another worker lends of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
+    end = begin + num_pages
+    return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else ())
+
+
 class Restore(NamedTuple):
     """Pages, and perhaps a slot, that are filled from elsewhere before a prompt needs them. Held until it ends."""
 
@@ -57,6 +63,7 @@ class Loan(NamedTuple):
 
     pages: list[int]
     slots: list[int]
+    held: list[int]  # those pages, and all before them
 
 
 @dataclass(slots=True)
@@ -73,7 +80,6 @@ class KVCacheManager:
     num_queried: int = 0  # prompt tokens looked up
     num_hit: int = 0  # of those, the cached ones
     restores: list[Restore] = field(default_factory=list)
-    loans: list[Loan] = field(default_factory=list)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that so many positions fill, the last one perhaps in part."""
@@ -186,25 +192,21 @@ class KVCacheManager:
     # -- what is lent --------------------------------------------------------------------------------------------
 
     def begin_loan(self, keys: Seq[PageKey], begin: int, most: int) -> Loan:
-        """Of the cached pages of these keys, those from `begin` on: at most so many, which a step can continue behind.
+        """Of the cached pages of these keys that a step can continue behind, those from `begin` on, at most so many.
 
-        Held until `end_loan`, so that the generations named are theirs. All pages of the keys count as used now.
+        The slot comes with the last of them. Held until `end_loan`, while their generations are named.
         """
         hit = self.find(keys)
-        usable, end = hit.pages[: hit.num_usable], min(hit.num_usable, begin + most)
-        self.cache.hold(usable)
-        self.cache.release(usable)
-        has_slot = begin < end == hit.num_usable and hit.checkpoint >= 0
-        loan = Loan(usable[begin:end], [hit.checkpoint] if has_slot else [])
-        self.cache.hold(loan.pages)
+        pages = hit.pages[begin : min(hit.num_usable, begin + most)]
+        has_slot = bool(pages) and begin + len(pages) == hit.num_usable and hit.checkpoint >= 0
+        loan = Loan(pages, [hit.checkpoint] if has_slot else [], hit.pages[: begin + len(pages)])
+        self.cache.hold(loan.held)
         self.states.cache.hold(loan.slots)
-        self.loans.append(loan)
         return loan
 
     def end_loan(self, loan: Loan) -> None:
-        """Its pages and their generations were named."""
-        self.loans.remove(loan)
-        self.cache.release(loan.pages)
+        """What was lent counts as used now."""
+        self.cache.release(loan.held)
         self.states.cache.release(loan.slots)
 
     # -- offers --------------------------------------------------------------------------------------------------
@@ -230,11 +232,9 @@ class KVCacheManager:
 
     def check(self, sequences: Seq[Sequence]) -> None:
         """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
-        passing = [*self.restores, *self.loans]
-        holders = [*(sequence.pages for sequence in sequences), *(one.pages for one in passing)]
+        holders = [*(sequence.pages for sequence in sequences), *(restore.pages for restore in self.restores)]
         self.cache.check(chain.from_iterable(holders))
-        lent = [slot for loan in self.loans for slot in loan.slots]
-        self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots], lent)
+        self.states.check(sequences, [slot for restore in self.restores for slot in restore.slots])
         writers: set[int] = set()
         for sequence in sequences:
             end = max(sequence.computed, sequence.launched, sequence.draft_computed)

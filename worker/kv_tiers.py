@@ -6,7 +6,6 @@ prompt finds there comes into the pool before the prompt is admitted, which then
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -18,51 +17,17 @@ import structlog
 
 from protos import decode_pb2
 from wire.page_keys import NamedPage, PageKey
-from worker.kv_cache import RestorePlan, plan_restore
-from worker.metrics import PromptSpeed, WorkerMetrics
+from worker.kv_cache import Restore, RestorePlan, plan_restore
+from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.process import Worker
-from worker.scheduler import Scheduler
+from worker.reading import Reading
 from worker.thread import EngineThread
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
-RECHECK_S = 60.0  # a speed measured longer ago is not known any more
-SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
 NICE = 10  # of the thread that writes: steps go first
+Borrow = Callable[[], Coroutine[Any, Any, None]]  # reads from another worker what files did not have
 log = structlog.get_logger()
-
-
-def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, computed_per_s: float) -> bool:
-    """Whether to read these tokens' KV, and not to compute it behind `num_waiting` others. A speed of 0: not known."""
-    if not read_per_s or not computed_per_s:
-        return True
-    return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
-
-
-class Reading:
-    """How fast KV comes from one kind of place, and how much came."""
-
-    def __init__(self, scheduler: Scheduler, computing: PromptSpeed) -> None:
-        self.num_tokens = 0
-        self._scheduler = scheduler
-        self._computing = computing
-        self._speed = PromptSpeed()
-        self._read_at = 0.0  # time.monotonic() when `_speed` was measured
-
-    def is_preferred(self, num_tokens: int) -> bool:
-        """Whether to read the KV of so many tokens now, by what was measured."""
-        is_known = time.monotonic() - self._read_at < RECHECK_S
-        read_per_s = self._speed.tokens_per_s if is_known else 0.0
-        return prefers_reading(
-            num_tokens, self._scheduler.num_tokens_waiting, read_per_s, self._computing.tokens_per_s
-        )
-
-    def count(self, num_pages: int, started: float, place: str) -> None:
-        """So many pages came, since `started`."""
-        num_tokens, self._read_at = num_pages * self._scheduler.kv.page_tokens, time.monotonic()
-        self._speed.count(num_tokens, self._read_at - started)
-        self.num_tokens += num_tokens
-        log.info("KV was read", source=place, tokens=num_tokens, seconds=round(self._read_at - started, 3))
 
 
 class KVTiers:
@@ -72,7 +37,7 @@ class KVTiers:
         """`thread`: its lock guards the scheduler."""
         self._scheduler = worker.scheduler
         self._thread = thread
-        self._reading = Reading(worker.scheduler, metrics.prompt_speed)
+        self._reading = Reading("files", worker.scheduler, thread, metrics.prompt_speed)
         kv = worker.scheduler.kv
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
@@ -87,7 +52,8 @@ class KVTiers:
         self._keep(asyncio.create_task(self._save()))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
-        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: self._reading.num_tokens)
+        reading = self._reading
+        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: reading.num_tokens)
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
@@ -127,9 +93,7 @@ class KVTiers:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def restore(
-        self, keys: Seq[PageKey], wait_s: float, borrow: Callable[[], Coroutine[Any, Any, None]] | None = None
-    ) -> bool:
+    async def restore(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
         """Read what the pools lack of these pages, if that is faster than to compute it: files, then what is borrowed.
 
         False: it takes longer than `wait_s`, and goes on; ask again.
@@ -143,7 +107,7 @@ class KVTiers:
         done, _ = await asyncio.wait([task], timeout=wait_s)
         return bool(done)
 
-    async def _restore(self, keys: Seq[PageKey], borrow: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+    async def _restore(self, keys: Seq[PageKey], borrow: Borrow | None) -> None:
         try:
             if self._pools:
                 await self._restore_files(keys)
@@ -158,7 +122,7 @@ class KVTiers:
         plan = await asyncio.to_thread(self._plan, keys)
         num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
         if (plan.keys or plan.slot_keys) and self._reading.is_preferred(num_tokens):
-            await self._read(plan)
+            await self._reading.fill(plan, self._load)
 
     def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
         """What to read. On a thread: it may ask the file system for each key."""
@@ -172,20 +136,11 @@ class KVTiers:
         has_slot = tiers[1].has if len(tiers) > 1 else None
         return plan_restore(keys, num_there, num_usable, num_found, has_slot)
 
-    async def _read(self, plan: RestorePlan) -> None:
-        started, drafts, num_slots = time.monotonic(), [], 0
-        with self._thread.lock:
-            restore = self._scheduler.begin_restore(plan.keys, plan.slot_keys)
-        try:
-            drafts = await self._pools[0].restore(restore.keys, restore.pages)
-            if restore.slots and len(drafts) == len(restore.pages):
-                num_slots = len(await self._pools[1].restore(restore.slot_keys, restore.slots))
-        finally:
-            with self._thread.lock:
-                self._scheduler.kv.end_restore(restore, drafts, num_slots)
-                self._thread.wake()
-        if drafts:
-            self._reading.count(len(drafts), started, "files")
+    async def _load(self, restore: Restore) -> tuple[Seq[bool], int]:
+        drafts = await self._pools[0].restore(restore.keys, restore.pages)
+        if not restore.slots or len(drafts) < len(restore.pages):
+            return drafts, 0
+        return drafts, len(await self._pools[1].restore(restore.slot_keys, restore.slots))
 
     async def close(self) -> None:
         for task in list(self._tasks):

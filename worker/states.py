@@ -158,14 +158,14 @@ class StateSlots:
         self.cache.release(state.held)
         sequence.state = SequenceState()
 
-    def check(self, sequences: Seq[Sequence], restored: Seq[int] = (), lent: Seq[int] = ()) -> None:
-        """Check holder counts, and that steps write only to slots that nothing else reads. The others: held, too."""
+    def check(self, sequences: Seq[Sequence], restored: Seq[int] = ()) -> None:
+        """Check holder counts, and that steps write only to slots that nothing else reads. `restored`: held, too."""
         if not self.exist:
             return
         states = [sequence.state for sequence in sequences if sequence.state.held]
-        self.cache.check([*restored, *lent, *(slot for state in states for slot in state.held)])
+        self.cache.check([*restored, *(slot for state in states for slot in state.held)])
         written = [*restored, *(slot for state in states for slot in state.targets)]
-        read = {*lent, *(slot for state in states for slot in state.sources)}
+        read = {slot for state in states for slot in state.sources}
         if len(set(written)) != len(written) or not read.isdisjoint(written):
             raise AssertionError("a step may write to a slot that is read elsewhere")
         for state in states:
