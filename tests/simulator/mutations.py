@@ -20,6 +20,7 @@ from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files, SavedPage
 from tests.simulator.prefill import HandOver, SimPrefill
+from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, rank_reads, receiving
@@ -417,7 +418,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a state is offered that was right at an earlier offer": _patched(
         (KVCacheManager, "states_of", _offer_states_early)
     ),
-    "a state's generation is not compared after a read": _patched((SimDecode, "_check_slots", _nothing)),
+    "a state's generation is not compared after a read": _patched((SimWorker, "_check_slots", _nothing)),
     "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
     "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
     "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
