@@ -126,7 +126,7 @@ class Schedule:
             for worker in self.workers:
                 worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
                 worker.files.begin_on(worker)
-        peers_rng = random.Random(f"peers {seed}")  # like states_rng
+        peers_rng = random.Random(f"lenders {seed}")  # like states_rng
         if peers_rng.random() < 0.3:
             for prefill in prefills:
                 prefill.lenders = [other for other in prefills if other is not prefill]
