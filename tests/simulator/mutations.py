@@ -22,13 +22,15 @@ from gateway.router.sleep import ModelGate
 from gateway.router.sleep_policy import Decision, ModelView, State
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
+from tests.simulator import prefill
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files, SavedPage
-from tests.simulator.prefill import HandOver, SimPrefill
+from tests.simulator.prefill import HandOver, Lent, SimPrefill
+from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, rank_reads, receiving
-from worker.kv_cache import Hit, KVCacheManager, Restore
+from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
@@ -61,6 +63,7 @@ begin_step = Scheduler.begin_step
 check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
+end_loan = SimPrefill.end_loan
 end_restore = KVCacheManager.end_restore
 end_sequence = Scheduler._end
 find = StateSlots.find
@@ -70,6 +73,7 @@ finish_read = receiving.finish_read
 finish_step = Scheduler.finish_step
 generations_of = SimPrefill._generations_of
 make_room = Scheduler.make_room
+plan_loan = kv_cache.plan_loan
 release = PrefixCache.release
 root_key = page_keys.root_key
 states_of = KVCacheManager.states_of
@@ -318,6 +322,22 @@ def _end_without_draft(self: KVCacheManager, restore: Restore, drafts: Sequence[
     self.needs_draft = needs_draft
 
 
+# -- loans ---------------------------------------------------------------------------------------------------------
+
+
+def _promise_nothing(self: SimPrefill, pages: Sequence[int]) -> list[int]:
+    return [ANY_GENERATION] * len(pages)
+
+
+def _end_loan_as_if_read(self: SimPrefill, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
+    end_loan(self, restore, lent, None)
+
+
+def _plan_loan_of_next(keys: Sequence[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
+    plan = plan_loan(keys, begin, num_pages, num_slots)
+    return plan._replace(keys=[*keys[begin + 1 :], *keys[:1]][:num_pages])
+
+
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
 
 
@@ -457,7 +477,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a state is offered that was right at an earlier offer": _patched(
         (KVCacheManager, "states_of", _offer_states_early)
     ),
-    "a state's generation is not compared after a read": _patched((SimDecode, "_check_slots", _nothing)),
+    "a state's generation is not compared after a read": _patched((SimWorker, "_check_slots", _nothing)),
     "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
     "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
     "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
@@ -484,6 +504,11 @@ MUTATIONS: dict[str, Mutation] = {
     "a checkpoint whose file cannot be used counts as read": _patched((KVCacheManager, "end_restore", _end_with_slots)),
     "a file without draft KV counts as one with it": _patched((KVCacheManager, "end_restore", _end_with_drafts)),
     "prefill uses files without draft KV": _patched((KVCacheManager, "end_restore", _end_without_draft)),
+    "loans accept any generation": _patched(
+        (SimPrefill, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
+    ),
+    "a loan that failed counts as read": _patched((SimPrefill, "end_loan", _end_loan_as_if_read)),
+    "a loan's pages get the keys of the next ones": _patched((prefill, "plan_loan", _plan_loan_of_next)),
     "leases do not end": _patched((receiving, "expire", _none), (receiving, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
