@@ -5,19 +5,17 @@ import time
 
 import structlog
 
-from decode_worker.kv_peers import KnownPeer, KVPeers
 from decode_worker.metrics import DecodeMetrics
-from kvtransfer.checksums import parts_of
-from kvtransfer.reader import PageRef, ReadError
+from kvtransfer.reader import ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig
 from worker import receiving
+from worker.kv_peers import KnownPeer, KVPeers, Targets
 from worker.process import Worker
 from worker.receiving import OfferRefusedError
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
-Targets = tuple[list[int], list[int]]  # the pages and the slots that an offer is read to
 
 
 class KVReceiver:
@@ -25,9 +23,7 @@ class KVReceiver:
 
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
         self.peers = KVPeers(worker, config, metrics)
-        self.wants_checksums = config.verify_transfers
         self._me = worker.me
-        self._pools = worker.pools
         self._scheduler = worker.scheduler
         self._thread = thread
         self._metrics = metrics
@@ -39,10 +35,7 @@ class KVReceiver:
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
         # not cancelled with the call: the session's pages are leased until the copy ends
-        task = asyncio.ensure_future(self._read(offer, known, targets))
-        self.peers.reading[task] = known
-        task.add_done_callback(self.peers.reading.pop)
-        return await asyncio.shield(task)
+        return await asyncio.shield(self._read(offer, known, targets))
 
     def renew(self, ticket: kv_pb2.Ticket) -> None:
         """Extend the lease of the ticket's session. Raises OfferRefusedError."""
@@ -63,11 +56,6 @@ class KVReceiver:
         known = self.peers.find(offer.incarnation)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
-        for pool, part in zip(self._pools if self.wants_checksums else [], parts_of(offer), strict=False):
-            wanted = len(pool.plan_runs(known.peer)) * len(part.refs)
-            if len(part.checksums) != wanted:
-                found = f"{len(part.checksums)} checksums offered by {known.peer.address}, not {wanted}"
-                raise OfferRefusedError("handshake", found)
         with self._thread.lock:
             targets = receiving.begin_read(
                 self._scheduler,
@@ -83,9 +71,8 @@ class KVReceiver:
 
     async def _read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> kv_pb2.OfferResponse:
         session = offer.ticket.session
-        started = time.perf_counter()
         try:
-            num_bytes = await self._copy(offer, known, targets)
+            landed = await self.peers.read(offer, known, targets)
         except Exception as error:
             with self._thread.lock:
                 receiving.fail_read(self._scheduler, session)
@@ -94,26 +81,11 @@ class KVReceiver:
                 return self._refuse(offer, error.reason, error.detail)
             log.exception("reading offered pages failed", request_id=offer.request_id)
             return self._refuse(offer, "transport", str(error))
-        seconds = time.perf_counter() - started
         with self._thread.lock:
             receiving.finish_read(self._scheduler, session, offer.end, time.monotonic(), len(offer.slots))
             self._thread.wake()
         self._metrics.offers_accepted.inc()
-        self._metrics.transfer_bytes.labels(known.transport).inc(num_bytes)
-        self._metrics.transfer_seconds.observe(seconds)
-        return kv_pb2.OfferResponse(accepted=True, bytes=num_bytes, seconds=seconds)
-
-    async def _copy(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> int:
-        """Read pages and slots and, if that is wanted, compare what landed with what was offered. Returns bytes."""
-        num_bytes = 0
-        for pool, reader, part, into in zip(self._pools, known.readers, parts_of(offer), targets, strict=False):
-            if into:
-                await reader.read([PageRef(ref.page, ref.generation) for ref in part.refs], into)
-            if into and self.wants_checksums:  # after the generations: a page that was recycled has other bytes too
-                way = f"{known.transport} from {known.peer.address}"
-                await pool.verify(offer, part, into, known.peer, way)
-            num_bytes += len(into) * pool.own.all_page_bytes
-        return num_bytes
+        return kv_pb2.OfferResponse(accepted=True, bytes=landed.num_bytes, seconds=landed.seconds)
 
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:
         self._metrics.offers_refused.labels(reason).inc()

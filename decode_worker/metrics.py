@@ -3,8 +3,6 @@
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
-from prometheus_client import Gauge
-
 from worker.metrics import WorkerMetrics
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Update
@@ -15,12 +13,6 @@ class DecodeMetrics(WorkerMetrics):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
-        self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from prefill workers", ("transport",))
-        self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
-        self.probed_bytes_per_s = Gauge(
-            "baton:kv_transfer_probed_bytes_per_second", "A first large read, of the last peer that shook hands",
-            ("transport",), registry=self.registry,
-        )  # fmt: skip
         self.draft_tokens = self.counter("spec_draft_tokens", "Tokens drafted")
         self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens drafted that were right")
         self.grammars = self.counter("grammars", "Found in the cache, compiled, refused or failed", ("result",))

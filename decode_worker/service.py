@@ -13,7 +13,6 @@ import structlog
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.grammar.matcher import LoadedGrammar
-from decode_worker.kv_peers import HandshakeRefusedError
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.speculator import Speculator
@@ -24,6 +23,7 @@ from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
+from worker.kv_peers import HandshakeRefusedError
 from worker.process import Worker
 from worker.receiving import OfferRefusedError
 from worker.sequences import Phase, SequenceParams
@@ -144,12 +144,12 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
     async def Handshake(self, request: decode_pb2.HandshakeRequest, context: Context) -> decode_pb2.HandshakeResponse:
         try:
-            transport = await self._receiver.peers.shake_hands(request.peer)
+            known = await self._receiver.peers.shake_hands(request.peer)
         except HandshakeRefusedError as error:
             log.error("handshake refused", peer=request.peer.address, reason=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return decode_pb2.HandshakeResponse(
-            peer=self._me, transport=transport, wants_checksums=self._receiver.wants_checksums
+            peer=self._me, transport=known.transport, wants_checksums=self._receiver.peers.wants_checksums
         )  # fmt: skip
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewResponse:

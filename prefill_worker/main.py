@@ -10,6 +10,7 @@ from engine.runner import Begun, Launched, Runner
 from engine.steps import Launcher
 from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
+from prefill_worker.loans import Borrower, Lender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc
@@ -51,7 +52,11 @@ class PrefillRole(Role):
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
-        self._service = PrefillService(worker, config, self.loop.thread, self._sender, self.metrics)
+        thread = self.loop.thread
+        self._borrower = Borrower(worker, config, thread, self.metrics)
+        self._service = PrefillService(
+            worker, config, thread, self._sender, Lender(worker, thread), self._borrower, self.metrics
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
@@ -60,6 +65,7 @@ class PrefillRole(Role):
     async def close(self) -> None:
         await self._service.close()
         await self._sender.close()
+        await self._borrower.close()
 
 
 class DraftKv(StepExtras):

@@ -7,13 +7,15 @@ import asyncio
 import time
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from functools import partial
 
 import grpc
 import structlog
 
 from prefill_worker.kv_sender import KVSender, OfferFailedError
+from prefill_worker.loans import Borrower, Lender, LoanRefusedError
 from prefill_worker.metrics import PrefillMetrics
-from protos import prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import pack_logprobs, unpack_images
@@ -30,10 +32,13 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
     """Calls that change the scheduler hold the engine thread's lock for microseconds; others read without it."""
 
     def __init__(
-        self, worker: Worker, config: PrefillConfig, thread: EngineThread, sender: KVSender, metrics: PrefillMetrics
-    ) -> None:
-        super().__init__(worker, thread, sender.transports, metrics)
+        self, worker: Worker, config: PrefillConfig, thread: EngineThread, sender: KVSender, lender: Lender,
+        borrower: Borrower, metrics: PrefillMetrics,
+    ) -> None:  # fmt: skip
+        super().__init__(worker, thread, lambda: sender.transports() | borrower.peers.transports(), metrics)
         self._sender = sender
+        self._lender = lender
+        self._borrower = borrower
         self._metrics = metrics
         self._heartbeat_s = config.heartbeat_s
         self._stall_s = config.stall_s
@@ -59,8 +64,9 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
+        borrow = partial(self._borrower.borrow, request.source, keys) if request.HasField("source") else None
         try:
-            while num_logprobs is None and not await self.tiers.restore(keys, self._heartbeat_s):
+            while num_logprobs is None and not await self.tiers.restore(keys, self._heartbeat_s, borrow):
                 await self._sender.renew(request.ticket)
             while (
                 encoded := await self.encode_images(params, request.images, keys, self._heartbeat_s, context)
@@ -83,6 +89,16 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             with self._thread.lock:
                 self._scheduler.end(sequence)
                 self._thread.wake()
+
+    async def Lend(self, request: prefill_pb2.LendRequest, context: Context) -> prefill_pb2.LendResponse:
+        try:
+            return await self._lender.lend(request)
+        except LoanRefusedError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+        self._borrower.peers.add_to_status(status)
+        status.restored_tokens += self._borrower.reading.num_tokens
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:
         ticket, num_prompt = request.ticket, len(request.prompt) // TOKEN_BYTES

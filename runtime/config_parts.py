@@ -95,7 +95,7 @@ def _check_secret(name: str, secret: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
-    """How a worker computes, how much memory it takes, and how pages get from prefill to decode."""
+    """How a worker computes, how much memory it takes, and how it reads pages of others."""
 
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
@@ -137,7 +137,18 @@ class EngineConfig(Settings):
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
     transport: Transport = "auto"
-    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
+    """How pages are read: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
+    require_transport: bool = False
+    """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
+    nixl_allow_tcp: bool = False
+    """Read by NIXL also where UCX has nothing better than TCP, or does not say what it has."""
+    verify_transfers: bool = False
+    """Compare checksums of pages after each transfer; prefill workers then compute them for what this worker reads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_named = not self.require_transport or self.transport != "auto"
+        self.require("require_transport", is_named, "a --transport other than auto, or --no-require-transport")
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:
@@ -170,14 +181,8 @@ class GoalConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(GoalConfig, EngineConfig):
-    """How a decode worker reads pages, drafts and compiles grammars."""
+    """How a decode worker drafts and compiles grammars."""
 
-    require_transport: bool = False
-    """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
-    nixl_allow_tcp: bool = False
-    """Read by NIXL also where UCX has nothing better than TCP, or does not say what it has."""
-    verify_transfers: bool = False
-    """Compare checksums of pages after each transfer; prefill workers then compute them for this worker's offers."""
     speculate: Speculate = "auto"
     """What drafts tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
     max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8
@@ -189,11 +194,6 @@ class DecodingConfig(GoalConfig, EngineConfig):
     local_prefill_chunk_tokens: Annotated[int, count(0)] = 0
     """Most prompt tokens that decode computes by itself in one step; 0 is by device: 256 on a CPU, 512 to 2048 by GPU
     and model."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_named = not self.require_transport or self.transport != "auto"
-        self.require("require_transport", is_named, "a --transport other than auto, or --no-require-transport")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,12 @@ def plan_restore(
     return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else ())
 
 
+def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
+    """What another worker lends of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
+    end = begin + num_pages
+    return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else ())
+
+
 class Restore(NamedTuple):
     """Pages, and perhaps a slot, that are filled from elsewhere before a prompt needs them. Held until it ends."""
 
@@ -51,6 +57,14 @@ class Restore(NamedTuple):
     pages: list[int]
     slot_keys: Seq[PageKey]
     slots: list[int]
+
+
+class Loan(NamedTuple):
+    """Cached pages, and perhaps the slot behind the last one, that another worker is about to read."""
+
+    pages: list[int]
+    slots: list[int]
+    held: list[int]  # those pages, and all before them
 
 
 @dataclass(slots=True)
@@ -176,6 +190,26 @@ class KVCacheManager:
             self.states.cache.name(slot, key)
         self.cache.release(restore.pages)
         self.states.cache.release(restore.slots)
+
+    # -- what is lent --------------------------------------------------------------------------------------------
+
+    def begin_loan(self, keys: Seq[PageKey], begin: int, most: int) -> Loan:
+        """Of the cached pages of these keys that a step can continue behind, those from `begin` on, at most so many.
+
+        The slot comes with the last of them. Held until `end_loan`, while their generations are named.
+        """
+        hit = self.find(keys)
+        pages = hit.pages[begin : min(hit.num_usable, begin + most)]
+        has_slot = bool(pages) and begin + len(pages) == hit.num_usable and hit.checkpoint >= 0
+        loan = Loan(pages, [hit.checkpoint] if has_slot else [], hit.pages[: begin + len(pages)])
+        self.cache.hold(loan.held)
+        self.states.cache.hold(loan.slots)
+        return loan
+
+    def end_loan(self, loan: Loan) -> None:
+        """What was lent counts as used now."""
+        self.cache.release(loan.held)
+        self.states.cache.release(loan.slots)
 
     # -- offers --------------------------------------------------------------------------------------------------
 

@@ -6,34 +6,28 @@ prompt finds there comes into the pool before the prompt is admitted, which then
 
 import asyncio
 import os
-import time
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
 
 from protos import decode_pb2
 from wire.page_keys import NamedPage, PageKey
-from worker.kv_cache import RestorePlan, plan_restore
-from worker.metrics import PromptSpeed, WorkerMetrics
+from worker.kv_cache import Restore, RestorePlan, plan_restore
+from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.process import Worker
+from worker.reading import Reading
 from worker.thread import EngineThread
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
-RECHECK_S = 60.0  # a speed measured longer ago is not known any more
-SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
 NICE = 10  # of the thread that writes: steps go first
+Borrow = Callable[[], Coroutine[Any, Any, None]]  # reads from another worker what files did not have
 log = structlog.get_logger()
-
-
-def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, computed_per_s: float) -> bool:
-    """Whether to read these tokens' KV, and not to compute it behind `num_waiting` others. A speed of 0: not known."""
-    if not read_per_s or not computed_per_s:
-        return True
-    return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
 
 
 class KVTiers:
@@ -43,10 +37,7 @@ class KVTiers:
         """`thread`: its lock guards the scheduler."""
         self._scheduler = worker.scheduler
         self._thread = thread
-        self._computing = metrics.prompt_speed
-        self._reading = PromptSpeed()
-        self._read_at = 0.0  # time.monotonic() when `_reading` was measured
-        self._num_restored = 0  # tokens
+        self._reading = Reading("files", worker.scheduler, thread, metrics.prompt_speed)
         kv = worker.scheduler.kv
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
@@ -61,7 +52,8 @@ class KVTiers:
         self._keep(asyncio.create_task(self._save()))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
-        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: self._num_restored)
+        reading = self._reading
+        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: reading.num_tokens)
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
@@ -75,7 +67,7 @@ class KVTiers:
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store
             status.saved_bytes = sum(tier.num_bytes for tier in files)
-            status.restored_tokens = self._num_restored
+            status.restored_tokens = self._reading.num_tokens
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -101,30 +93,36 @@ class KVTiers:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float) -> bool:
-        """Read what the pools lack of these pages, if that is faster than to compute it.
+    async def restore(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
+        """Read what the pools lack of these pages, if that is faster than to compute it: files, then what is borrowed.
 
         False: it takes longer than `wait_s`, and goes on; ask again.
         """
-        if not self._pools or not keys:
+        if not keys or not (self._pools or borrow):
             return True
         task = self._restoring.get(keys[0])
         if task is None:
-            task = self._restoring[keys[0]] = asyncio.create_task(self._restore(keys))
+            task = self._restoring[keys[0]] = asyncio.create_task(self._restore(keys, borrow))
             self._keep(task)
         done, _ = await asyncio.wait([task], timeout=wait_s)
         return bool(done)
 
-    async def _restore(self, keys: Seq[PageKey]) -> None:
+    async def _restore(self, keys: Seq[PageKey], borrow: Borrow | None) -> None:
         try:
-            plan = await asyncio.to_thread(self._plan, keys)
-            num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
-            if (plan.keys or plan.slot_keys) and self._prefers_reading(num_tokens):
-                await self._read(plan)
+            if self._pools:
+                await self._restore_files(keys)
+            if borrow is not None:
+                await borrow()
         except NoRoomError as error:
-            log.info("saved KV is not read: no room", reason=str(error))
+            log.info("KV is not read: no room", reason=str(error))
         except Exception:
-            log.exception("saved KV cannot be read, and is computed")
+            log.exception("KV cannot be read, and is computed")
+
+    async def _restore_files(self, keys: Seq[PageKey]) -> None:
+        plan = await asyncio.to_thread(self._plan, keys)
+        num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
+        if (plan.keys or plan.slot_keys) and self._reading.is_preferred(num_tokens):
+            await self._reading.fill(plan, self._load)
 
     def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
         """What to read. On a thread: it may ask the file system for each key."""
@@ -138,30 +136,11 @@ class KVTiers:
         has_slot = tiers[1].has if len(tiers) > 1 else None
         return plan_restore(keys, num_there, num_usable, num_found, has_slot)
 
-    def _prefers_reading(self, num_tokens: int) -> bool:
-        is_known = time.monotonic() - self._read_at < RECHECK_S
-        read_per_s = self._reading.tokens_per_s if is_known else 0.0
-        waiting = self._scheduler.num_tokens_waiting
-        return prefers_reading(num_tokens, waiting, read_per_s, self._computing.tokens_per_s)
-
-    async def _read(self, plan: RestorePlan) -> None:
-        started, drafts, num_slots = time.monotonic(), [], 0
-        with self._thread.lock:
-            restore = self._scheduler.begin_restore(plan.keys, plan.slot_keys)
-        try:
-            drafts = await self._pools[0].restore(restore.keys, restore.pages)
-            if restore.slots and len(drafts) == len(restore.pages):
-                num_slots = len(await self._pools[1].restore(restore.slot_keys, restore.slots))
-        finally:
-            with self._thread.lock:
-                self._scheduler.kv.end_restore(restore, drafts, num_slots)
-                self._thread.wake()
-        if drafts:
-            self._read_at = time.monotonic()
-            num_tokens, seconds = len(drafts) * self._scheduler.kv.page_tokens, self._read_at - started
-            self._reading.count(num_tokens, seconds)
-            self._num_restored += num_tokens
-            log.info("KV was read from files", tokens=num_tokens, seconds=round(seconds, 3))
+    async def _load(self, restore: Restore) -> tuple[Seq[bool], int]:
+        drafts = await self._pools[0].restore(restore.keys, restore.pages)
+        if not restore.slots or len(drafts) < len(restore.pages):
+            return drafts, 0
+        return drafts, len(await self._pools[1].restore(restore.slot_keys, restore.slots))
 
     async def close(self) -> None:
         for task in list(self._tasks):

@@ -137,7 +137,7 @@ def build_pools(
     def build(pool: Pool, incarnation: str, layout: kv_pb2.KvLayout, is_states: bool) -> RankedPool:
         local = Local(
             pool, f"{incarnation}.{pool.rank}", isinstance(config, PrefillConfig), config.transport,
-            trust.open_channel, is_loopback(config.host), isinstance(config, DecodeConfig) and config.nixl_allow_tcp,
+            trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp,
             config.lease_s,
         )  # fmt: skip
         tiers = _build_tiers(config, pool, layout, has_states=engine.states is not None)

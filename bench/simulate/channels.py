@@ -11,6 +11,7 @@ from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
 from runtime.virtual_time import MemoryChannel, refusal
 from wire.page_keys import TOKEN_BYTES
+from worker.kv_cache import plan_loan
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import begin_read, finish_read
 from worker.sequences import Phase, SequenceParams, Update
@@ -142,16 +143,23 @@ class DecodeChannel(WorkerChannel):
 class PrefillChannel(WorkerChannel):
     """Its verbs are those of prefill.proto."""
 
-    def __init__(self, address: str, worker: SimWorker, wires: Wires, decodes: dict[str, DecodeChannel]) -> None:
+    def __init__(
+        self, address: str, worker: SimWorker, wires: Wires, decodes: dict[str, DecodeChannel],
+        prefills: dict[str, SimWorker],
+    ) -> None:  # fmt: skip
         super().__init__(address, worker, wires)
         self._decodes = decodes
+        self._prefills = prefills
         self._runs: dict[int, asyncio.Event] = {}  # sequence id |-> more of it is computed
 
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> prefill_pb2.RunResponse:
         await self.message()
         ticket = request.ticket
+        params = SequenceParams(request.request_id, request.prompt, ticket.end)
+        if request.HasField("source"):
+            await self._borrow(self._prefills[request.source.address], params)
         try:
-            sequence = self.admit(SequenceParams(request.request_id, request.prompt, ticket.end), is_kept=True)
+            sequence = self.admit(params, is_kept=True)
         except grpc.aio.AioRpcError:
             await self.message()
             raise
@@ -164,6 +172,23 @@ class PrefillChannel(WorkerChannel):
                 scheduler.end(sequence)
         await self.message()
         return prefill_pb2.RunResponse(cached_tokens=max(ticket.begin, sequence.num_cached))
+
+    async def _borrow(self, lender: SimWorker, params: SequenceParams) -> None:
+        """Read what another prefill worker has more of the prompt."""
+        kv = self.worker.scheduler.kv
+        keys = kv.keys_of(params)
+        begin = len(kv.cache.find(keys))
+        loan = lender.scheduler.kv.begin_loan(keys, begin, len(keys))
+        lender.scheduler.kv.end_loan(loan)
+        plan = plan_loan(keys, begin, len(loan.pages), 0)
+        try:
+            restore = self.worker.scheduler.begin_restore(plan.keys, ())
+        except NoRoomError:
+            return
+        await self.message()
+        await asyncio.sleep(self._wires.call_s + len(restore.pages) * kv.page_tokens * self._wires.token_s)
+        with self.worker.changing():
+            kv.end_restore(restore, [True] * len(restore.pages), 0)
 
     async def _hand_over(self, sequence: Tokens, ticket: kv_pb2.Ticket, computed: asyncio.Event) -> None:
         """Offer what is ready, one offer at a time."""

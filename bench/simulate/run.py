@@ -92,11 +92,9 @@ class Simulation:
             f"decode-{number}": DecodeChannel(f"decode-{number}", self._build(fleet.decode, is_bulk), fleet.wires)
             for number in range(fleet.decode.count)
         }
+        lenders = {f"prefill-{number}": self._build(fleet.prefill, is_bulk) for number in range(fleet.prefill.count)}
         prefills = {
-            f"prefill-{number}": PrefillChannel(
-                f"prefill-{number}", self._build(fleet.prefill, is_bulk), fleet.wires, decodes
-            )
-            for number in range(fleet.prefill.count)
+            name: PrefillChannel(name, worker, fleet.wires, decodes, lenders) for name, worker in lenders.items()
         }
         channels: dict[str, Any] = {**prefills, **decodes}
         self.workers = {

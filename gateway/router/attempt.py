@@ -136,7 +136,11 @@ class Attempt:
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
         """The answer goes to the session's inbox. The place is free at once, however slowly the client reads."""
-        request = self._request
+        request, placement = self._request, self._places.placement
+        lender, source = placement.lender, None
+        if lender is not None:
+            tokens = placement.num_lent
+            source = prefill_pb2.PageSource(address=lender.address, incarnation=lender.incarnation, tokens=tokens)
         run = prefill_pb2.RunRequest(
             request_id=request.wanted.request_id,
             prompt=request.packed_tokens,
@@ -144,6 +148,7 @@ class Attempt:
             ticket=reserved.ticket,
             num_prompt_logprobs=request.num_prompt_logprobs,
             images=self._pack_images(with_data=True),
+            source=source,
         )
         try:
             done = await worker.run(run, timeout_s=self._remaining_s())

@@ -165,10 +165,12 @@ class DecodeClient(WorkerClient):
 
         The worker first gets the aborts of the sessions that made room for this one.
         """
+        ends_at = self._clock() + timeout_s
         await self._send_aborts()
+        remaining_s = max(ends_at - self._clock(), 0.001)
         with self._doubting():
             response: decode_pb2.ReserveResponse = await self._stub.Reserve(
-                request, timeout=min(timeout_s, self._heartbeat_s)
+                request, timeout=min(remaining_s, self._heartbeat_s)
             )
         return response
 

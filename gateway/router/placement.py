@@ -4,7 +4,7 @@ Filter, score, pick: a worker that cannot serve is filtered out with a reason, t
 have to compute and by load, and the one with the least cost is picked:
 
     cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
-                    (those that it has in files count READ_SHARE each)
+                    (those that it has in files, or can read from another prefill worker, count READ_SHARE each)
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
@@ -27,7 +27,8 @@ Role = Literal["prefill", "decode"]
 # 2,000 tokens of KV take 80 us), 20 ms in all, and that worker's prefill computes 200 to 400 tokens meanwhile. A
 # prefill worker takes 16 prompts: 512 tokens each, a chunk.
 BUSY_TOKENS = 8192
-READ_SHARE = 0.25  # what it costs to read a token's KV from a file, against computing it; workers measure, and decide
+READ_SHARE = 0.25  # what it costs to read a token's KV, against computing it; workers measure, and decide
+LEAST_LENT = 512  # tokens: for fewer a prefill worker does not ask another one
 NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
@@ -83,6 +84,8 @@ class Placement:
     num_cached: int = 0  # tokens whose KV decode probably has
     is_fallback: bool = False  # decode prefills a long prompt because no prefill worker is alive
     why: str = ""  # the prompt is computed where it is; empty: there was no choice
+    lender: WorkerView | None = None  # another prefill worker, which probably has more of the prompt
+    num_lent: int = 0  # tokens whose KV it probably has
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +132,12 @@ def choose_placement(
         num_cached = cached.get(view.incarnation, 0)
         return num_cached, max(num_cached, stored.get(view.incarnation, 0))
 
-    def cost(view: WorkerView) -> tuple[float, int, int]:
+    def can_borrow(view: WorkerView, num_lent: int) -> bool:
+        return num_lent - find(view)[1] >= LEAST_LENT
+
+    def cost(view: WorkerView, num_lent: int = 0) -> tuple[float, int, int]:
         num_cached, num_there = find(view)
+        num_there = num_lent if can_borrow(view, num_lent) else num_there
         num_lacking = num_missing - num_there + READ_SHARE * (num_there - num_cached)
         return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
 
@@ -155,10 +162,14 @@ def choose_placement(
         if is_short and may_compute:
             why = why if num_lacking <= limit else "the rest of a page behind cached ones"
             return Placement(decode, None, limit, num_cached, why=why)
+        lender = max(partners, key=lambda view: find(view)[0], default=None)
+        num_lent = find(lender)[0] if lender is not None else 0
         partners = [view for view in partners if _has_room(view)]
         if partners:
             why = why if local_prefill_max_tokens is None else ""
-            return Placement(decode, min(partners, key=cost), limit, num_cached, why=why)
+            prefill = min(partners, key=lambda view: cost(view, num_lent))
+            lender = lender if can_borrow(prefill, num_lent) else None
+            return Placement(decode, prefill, limit, num_cached, why=why, lender=lender, num_lent=num_lent)
     return (find_unready(workers, no_prefill) if with_room else None) or Wait()
 
 

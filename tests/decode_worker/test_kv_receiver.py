@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from decode_worker import kv_peers
 from engine.kv.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import Reader
@@ -24,6 +23,7 @@ from tests.support.real_workers import (
     gateway,
     prefill_worker,
 )
+from worker import kv_peers
 
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 

@@ -127,7 +127,7 @@ async def test_tcp_is_refused_unless_it_is_allowed(owner: Exporter) -> None:
         assert count_listening() == before, "all that was opened is closed"
     async with decode_worker(signal, "nixl", nixl_allow_tcp=True) as decode:
         for _again in range(2):
-            assert await decode.peers.shake_hands(owner.peer) == "nixl:tcp"
+            assert (await decode.peers.shake_hands(owner.peer)).transport == "nixl:tcp"
         assert decode.peers.transports() == {owner.peer.address: "nixl:tcp"}
 
 

@@ -136,6 +136,12 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         "Decode/Offer": (here, offer),
         "Decode/Status": (here, decode_pb2.StatusRequest()),
         "Prefill/Run": (there, prefill_pb2.RunRequest(prompt=packed(PROMPT), ticket=ticket)),
+        "Prefill/Lend": (
+            there,
+            prefill_pb2.LendRequest(
+                incarnation=ring.prefill.peer.incarnation, keys=[b"k" * 16], reader=ring.decode.peer
+            ),
+        ),
         "Prefill/Status": (there, decode_pb2.StatusRequest()),
         "KvPages/Read": (there, kv_pb2.ReadPagesRequest(incarnation=ring.prefill.peer.incarnation, pages=[0, 1])),
     }
@@ -143,7 +149,7 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
 
 METHODS = (
     "Decode/Reserve", "Decode/Steps", "Decode/Abort", "Decode/Handshake", "Decode/Renew", "Decode/Offer",
-    "Decode/Status", "Prefill/Run", "Prefill/Status", "KvPages/Read",
+    "Decode/Status", "Prefill/Run", "Prefill/Lend", "Prefill/Status", "KvPages/Read",
 )  # fmt: skip
 
 

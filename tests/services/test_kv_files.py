@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -114,3 +115,31 @@ def test_what_a_small_pool_evicts_is_read_back_from_memory(tmp_path: Path) -> No
         folder = host_folder()
         assert any(folder.iterdir())
     assert not [path for path in folder.glob("*/*/*") if path.name != LOCK]
+
+
+def test_a_prefill_worker_answers_from_the_pages_of_another(tmp_path: Path) -> None:
+    """Prompts that begin alike come at once: the worker that has their beginning is busy, so the other one reads it."""
+    model = write_tokenizer(write_checkpoint(tmp_path / "model", "qwen3_5_text", vocab=VOCAB), VOCAB)
+    names = ("prefill-0", "prefill-1")
+    with served(model, "--prefill-workers=2") as service, ThreadPoolExecutor(6) as pool:
+
+        def borrowed() -> list[float]:
+            return [service.live.metric(name, "kv_tokens_borrowed") for name in names]
+
+        def ask_together(seed: int, kill: str = "") -> None:
+            prompts = [[*random_prompt(600, VOCAB, seed=seed), *random_prompt(80, VOCAB, seed=at)] for at in range(6)]
+            asked = [pool.submit(service.surface.ask_one, prompt, max_tokens=COUNT) for prompt in prompts]
+            if kill:
+                service.live.send(kill, signal.SIGKILL)
+            for prompt, told in zip(prompts, [one.result() for one in asked], strict=True):
+                assert told.tokens == service.oracle.answer(prompt, COUNT, guess=told.tokens)
+
+        service.ask(random_prompt(600, VOCAB, seed=1))
+        ask_together(1)
+        assert sum(borrowed()) >= 512
+        wait_until(lambda: [service.live.find(name)["restored_tokens"] for name in names] == borrowed())
+        before = [service.live.metric(name, "prompt_tokens_total") for name in names]
+        service.ask(random_prompt(600, VOCAB, seed=2))
+        after = [service.live.metric(name, "prompt_tokens_total") for name in names]
+        ask_together(2, kill=names[after[0] == before[0]])
+        service.live.wait_until_whole()

@@ -1,4 +1,4 @@
-"""python -m tests.simulator --seeds 0:20000 · --seed 17 --trace · --mutation NAME"""
+"""python -m tests.simulator --seeds 0:20000 · --seed 17 --trace · --mutation NAME · --models"""
 
 import argparse
 import gc
@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 
-from tests.simulator.mutations import MUTATIONS
+from tests.simulator.models import run_models
+from tests.simulator.mutations import MODEL_MUTATIONS, MUTATIONS
 from tests.simulator.schedule import Outcome, run_schedule
 
 
@@ -18,9 +19,11 @@ def main() -> int:
     started = time.perf_counter()
     ends: Counter[str] = Counter()
     num_events = num_failed = 0
-    with MUTATIONS[options.mutation]() if options.mutation else nullcontext():
+    is_of_models = options.models or options.mutation in MODEL_MUTATIONS
+    run = run_models if is_of_models else run_schedule
+    with {**MUTATIONS, **MODEL_MUTATIONS}[options.mutation]() if options.mutation else nullcontext():
         for seed in range(first, last):
-            outcome = run_schedule(seed)
+            outcome = run(seed)
             ends.update(end[:24] for end in outcome.ends)
             num_events += outcome.num_events
             if options.trace:
@@ -49,7 +52,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:20000", help="first:last, last not included")
     parser.add_argument("--seed", type=int, help="one schedule alone")
     parser.add_argument("--trace", action="store_true", help="print what happened")
-    parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break this rule")
+    parser.add_argument("--mutation", choices=sorted({**MUTATIONS, **MODEL_MUTATIONS}), help="break this rule")
+    parser.add_argument("--models", action="store_true", help="schedules of models that sleep")
     parser.add_argument("--stop-after", type=int, default=5, help="failures until it gives up")
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
 """A decode worker: the real scheduler, loop and speculation, with virtual steps, reads and streams."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -11,7 +10,6 @@ from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
-from kvtransfer import reader
 from protos import decode_pb2, kv_pb2
 from runtime import rpc
 from runtime.virtual_time import refusal
@@ -19,7 +17,7 @@ from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import Memory, Offer
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
 from tests.simulator.world import Failure, Process, ViolationError
-from worker import rank_reads, receiving
+from worker import receiving
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError
 from worker.scheduler import OverGoalError
@@ -213,46 +211,11 @@ class SimDecode(SimWorker):
         sequence = self.scheduler[ticket.session]
         if offer.owner != (sequence.params.request_id, sequence.params.attempt):
             raise ViolationError(f"{sequence.params.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
-        results: list[BaseException | None] = []
-        for rank in range(self.num_ranks):
-            copies = [partial(self.memory.read_page, rank, page, memory) for page in pages]
-            copies += [partial(self.memory.read_slot, rank, slot, memory) for slot in slots]
-            todo = list(zip(copies, [*offer.pages, *offer.slots], strict=True))
-            self._read_later(rank, offer, memory, todo[::-1], results, answer)
+        self.read_offer(offer, memory, (pages, slots), lambda failure: self._end_read(offer, failure, answer))
 
     def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self.incarnation:
             raise OfferRefusedError("incarnation", ticket.incarnation)
-
-    def _read_later(self, *args: Any) -> None:
-        """`_read` when the next copy is done."""
-        self.later(self.world.slow_delay(self.world.faults.slow_reads), lambda: self._read(*args))
-
-    def _read(
-        self, rank: int, offer: Offer, memory: Memory, todo: list[tuple[Callable[[int], None], int]],
-        results: list[BaseException | None], answer: Answer,
-    ) -> None:  # fmt: skip
-        """`todo`: each copy and what it reads, last first. `results`: of the ranks that are done; all end the read."""
-        if rank in self.memory.dead:
-            return  # the worker is about to die, too
-        try:
-            copy, source = todo.pop()
-            copy(source)
-            if todo:
-                self._read_later(rank, offer, memory, todo, results, answer)
-                return
-            sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
-            reader.check_generations(sources, [memory.generations[page] for page in offer.pages])
-            self._check_slots(offer, memory)
-            results.append(None)
-        except (reader.ReadError, RuntimeError) as error:
-            results.append(error)
-        if len(results) == self.num_ranks:
-            self._end_read(offer, rank_reads.find_failure(results), answer)
-
-    def _check_slots(self, offer: Offer, memory: Memory) -> None:
-        sources = [reader.PageRef(*promised) for promised in zip(offer.slots, offer.slot_generations, strict=True)]
-        reader.check_generations(sources, [memory.slot_generations[slot] for slot in offer.slots])
 
     def _end_read(self, offer: Offer, failure: BaseException | None, answer: Answer) -> None:
         if failure is not None:

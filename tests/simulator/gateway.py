@@ -179,6 +179,9 @@ class PrefillChannel(SimChannel):
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> Any:
         gateway, worker, name = self.gateway, self.worker, self.gateway.new_name()
         caller = (gateway.name, self.epoch)
+        if worker.lenders:
+            lender = gateway.world.rng.choice(worker.lenders)
+            request.source.address, request.source.incarnation = lender.name, lender.incarnation
         try:
             return await self.call(lambda answer: worker.run(name, caller, request, timeout, answer), timeout)
         except asyncio.CancelledError:

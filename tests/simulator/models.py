@@ -22,7 +22,7 @@ from tests.simulator.model import answer, find_seed
 from tests.simulator.schedule import Outcome, check_empty, run_world
 from tests.simulator.values import Client
 from tests.simulator.worker import Answer
-from tests.simulator.world import Faults, Process, ViolationError, World
+from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
 from wire.sampling import SamplingParams
 
 NUM_PAGES, MAX_RUNNING, MOST_ANSWER = 80, 8, 12
@@ -182,6 +182,10 @@ class ModelsGateway(SimGateway):
         super().start()
         self.sleepers.look()
 
+    def crash(self) -> None:
+        self.sleepers._is_looking = True  # a dead gateway decides nothing
+        super().crash()
+
     def find_router(self, wanted: TokenizedRequest) -> Router:
         return self.routers[wanted.cache_salt]
 
@@ -199,6 +203,8 @@ class ModelsGateway(SimGateway):
         for name, router in self.routers.items():
             if (num_inside := len(router._queue._waiting) + router._queue.num_placed) and states[name] != "awake":
                 raise ViolationError(f"{num_inside} requests are let into {name}, which is {states[name]}")
+            if self.gates[name].is_open and not all(opened.done() for opened in self.gates[name]._waiting):
+                raise ViolationError(f"requests wait for {name}, which is open")
 
     def check_end(self) -> None:
         """No request is left anywhere, and no model stays closed or between two states."""
@@ -261,18 +267,20 @@ class ModelsSchedule:
         self.gateway.num_open += 1
         self.clients.append((client, at))
         self.world.at(at, self.supervisor, -1, lambda: self.gateway.connect(client, wanted))
-        if not self.is_calm and self._rng.random() < 0.3:
-            leaves = at + self._rng.random() * self._rng.choice([1.0, 10.0])
+        may_leave = model != "a" if self.is_greedy else not self.is_calm
+        if may_leave and self._rng.random() < (0.7 if self.is_greedy else 0.3):
+            first, spread = (TURN_S, 3.0) if self.is_greedy else (0.0, self._rng.choice([1.0, 10.0]))
+            leaves = at + first + self._rng.random() * spread  # greedy: while the other is closed, but not idle yet
             self.world.at(leaves, self.gateway, -1, lambda: self.gateway.leave(client))
 
     def check_end(self) -> None:
         for client, asked in self.clients:
             took_s = client.ended_at - asked
-            if not client.end or took_s > self.timeout_s + SLACK_S:
+            if not client.end or took_s > self.timeout_s + KEEPALIVE_S + SLACK_S:  # a lost Abort goes before a Reserve
                 raise ViolationError(f"{client.name} ended as {client.end!r} after {took_s:.1f} s")
             if "not awake in time" in client.end and took_s < self.timeout_s - SLACK_S:
                 raise ViolationError(f"{client.name} was given up after {took_s:.1f} s")
-            if self.is_calm and client.end != "answer":
+            if self.is_calm and client.end not in ("answer", "left"):
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         self.gateway.check_end()
         for worker in self.supervisor.workers.values():

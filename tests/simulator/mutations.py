@@ -3,27 +3,34 @@
 Each entry of MUTATIONS is a context manager that disables one rule.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
+from gateway.router import sleep, sleep_policy
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
+from gateway.router.sleep import ModelGate
+from gateway.router.sleep_policy import Decision, ModelView, State
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
+from tests.simulator import prefill
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files, SavedPage
-from tests.simulator.prefill import HandOver, SimPrefill
+from tests.simulator.prefill import HandOver, Lent, SimPrefill
+from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, rank_reads, receiving
-from worker.kv_cache import Hit, KVCacheManager, Restore
+from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
@@ -56,6 +63,7 @@ begin_step = Scheduler.begin_step
 check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
+end_loan = SimPrefill.end_loan
 end_restore = KVCacheManager.end_restore
 end_sequence = Scheduler._end
 find = StateSlots.find
@@ -65,11 +73,15 @@ finish_read = receiving.finish_read
 finish_step = Scheduler.finish_step
 generations_of = SimPrefill._generations_of
 make_room = Scheduler.make_room
+plan_loan = kv_cache.plan_loan
 release = PrefixCache.release
 root_key = page_keys.root_key
 states_of = KVCacheManager.states_of
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
+change = ModelGate.change
+decide = sleep_policy.decide
+inside = ModelGate.inside
 
 
 # -- pages and their generations -----------------------------------------------------------------------------------
@@ -310,6 +322,22 @@ def _end_without_draft(self: KVCacheManager, restore: Restore, drafts: Sequence[
     self.needs_draft = needs_draft
 
 
+# -- loans ---------------------------------------------------------------------------------------------------------
+
+
+def _promise_nothing(self: SimPrefill, pages: Sequence[int]) -> list[int]:
+    return [ANY_GENERATION] * len(pages)
+
+
+def _end_loan_as_if_read(self: SimPrefill, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
+    end_loan(self, restore, lent, None)
+
+
+def _plan_loan_of_next(keys: Sequence[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
+    plan = plan_loan(keys, begin, num_pages, num_slots)
+    return plan._replace(keys=[*keys[begin + 1 :], *keys[:1]][:num_pages])
+
+
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
 
 
@@ -360,6 +388,38 @@ def _check_room_without_goal(self: Scheduler, *args: Any) -> None:
 
 def _due_whatever_began(self: Request) -> float:
     return self.deadline if self.first_by is None else min(self.first_by, self.deadline)
+
+
+# -- models that sleep ---------------------------------------------------------------------------------------------
+
+
+def _decide_ignoring_falls(models: Sequence[ModelView], *args: Any) -> Decision:
+    return decide([replace(one, state="asleep") if one.state == "falling asleep" else one for one in models], *args)
+
+
+def _open_silently(self: ModelGate, state: State, reason: str = "") -> None:
+    """Only a change of state lets in those that wait."""
+    if state != self.state:
+        change(self, state, reason)
+
+
+def _fail_silently(self: ModelGate, state: State, reason: str = "") -> None:
+    waiting = self._waiting
+    if state == "failed":
+        self._waiting = {}
+    change(self, state, reason)
+    self._waiting = waiting
+
+
+@contextmanager
+def _inside_for_good(self: ModelGate) -> Iterator[None]:
+    """A request whose client leaves stays inside."""
+    with inside(self):
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_inside += 1
+            raise
 
 
 def _nothing(*_: object) -> None:
@@ -417,7 +477,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a state is offered that was right at an earlier offer": _patched(
         (KVCacheManager, "states_of", _offer_states_early)
     ),
-    "a state's generation is not compared after a read": _patched((SimDecode, "_check_slots", _nothing)),
+    "a state's generation is not compared after a read": _patched((SimWorker, "_check_slots", _nothing)),
     "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
     "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
     "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
@@ -444,6 +504,11 @@ MUTATIONS: dict[str, Mutation] = {
     "a checkpoint whose file cannot be used counts as read": _patched((KVCacheManager, "end_restore", _end_with_slots)),
     "a file without draft KV counts as one with it": _patched((KVCacheManager, "end_restore", _end_with_drafts)),
     "prefill uses files without draft KV": _patched((KVCacheManager, "end_restore", _end_without_draft)),
+    "loans accept any generation": _patched(
+        (SimPrefill, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
+    ),
+    "a loan that failed counts as read": _patched((SimPrefill, "end_loan", _end_loan_as_if_read)),
+    "a loan's pages get the keys of the next ones": _patched((prefill, "plan_loan", _plan_loan_of_next)),
     "leases do not end": _patched((receiving, "expire", _none), (receiving, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
@@ -458,4 +523,16 @@ MUTATIONS: dict[str, Mutation] = {
     "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
+}
+
+MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
+    "a model with requests falls asleep": _patched(
+        (ModelView, "is_idle", property(lambda self: self.state == "awake" and self.waiting_since is None))
+    ),
+    "a model that falls asleep counts as asleep": _patched((sleep, "decide", _decide_ignoring_falls)),
+    "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
+    "requests wait on when a closed model opens": _patched((ModelGate, "change", _open_silently)),
+    "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
+    "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
+    "a model is awake although no worker is linked": _patched((sleep, "find_unready", _nothing)),
 }

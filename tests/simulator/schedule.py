@@ -126,6 +126,12 @@ class Schedule:
             for worker in self.workers:
                 worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
                 worker.files.begin_on(worker)
+        peers_rng = random.Random(f"lenders {seed}")  # like states_rng
+        if peers_rng.random() < 0.3:
+            for prefill in prefills:
+                prefill.lenders = [other for other in prefills if other is not prefill]
+            if not self.is_calm:
+                faults.slow_reads = peers_rng.choice([faults.slow_reads, 0.5])
         self.clients: list[tuple[Client, float]] = []  # with its start time
         self._asked: list[_Asked] = []
         self._most_prompt, self._most_tokens = 2 * num_prefill_pages + 1, 2 * num_pages

@@ -3,15 +3,17 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from kvtransfer import reader
 from protos import decode_pb2, kv_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
-from tests.simulator.model import PAGE_TOKENS, Memory, Truth, find_seed, read
+from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
 from tests.simulator.world import Action, Process, ViolationError, World
-from worker import receiving
+from worker import rank_reads, receiving
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
@@ -196,6 +198,49 @@ class SimWorker(Process):
         else:
             self.files.restore(self, self.scheduler.kv.keys_of(params), then)
 
+    # -- reads of other workers' pages ---------------------------------------------------------------------------
+
+    def read_offer(self, offer: Offer, memory: Memory, into: tuple[list[int], list[int]], then: "ReadEnd") -> None:
+        """Each rank copies the pages and slots, one after the other, and compares generations."""
+        results: list[BaseException | None] = []
+        for rank in range(self.num_ranks):
+            copies = [partial(self.memory.read_page, rank, page, memory) for page in into[0]]
+            copies += [partial(self.memory.read_slot, rank, slot, memory) for slot in into[1]]
+            todo = list(zip(copies, [*offer.pages, *offer.slots], strict=True))
+            self._read_later(rank, offer, memory, todo[::-1], results, then)
+
+    def _read_later(self, *args: Any) -> None:
+        """`_read` when the next copy is done."""
+        self.later(self.world.slow_delay(self.world.faults.slow_reads), lambda: self._read(*args))
+
+    def _read(
+        self, rank: int, offer: Offer, memory: Memory, todo: list[tuple[Callable[[int], None], int]],
+        results: list[BaseException | None], then: "ReadEnd",
+    ) -> None:  # fmt: skip
+        """`todo`: each copy and what it reads, last first. `results`: of the ranks that are done; all end the read."""
+        if rank in self.memory.dead:
+            return  # the worker is about to die, too
+        try:
+            copy, source = todo.pop()
+            copy(source)
+            if todo:
+                self._read_later(rank, offer, memory, todo, results, then)
+                return
+            sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
+            reader.check_generations(sources, [memory.generations[page] for page in offer.pages])
+            self._check_slots(offer, memory)
+            results.append(None)
+        except (reader.ReadError, RuntimeError) as error:
+            results.append(error)
+        if len(results) == self.num_ranks:
+            then(rank_reads.find_failure(results))
+
+    def _check_slots(self, offer: Offer, memory: Memory) -> None:
+        sources = [reader.PageRef(*promised) for promised in zip(offer.slots, offer.slot_generations, strict=True)]
+        reader.check_generations(sources, [memory.slot_generations[slot] for slot in offer.slots])
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
     def check_kv(self, sequence: Tokens) -> None:
         """The sequence's KV is that of its tokens and its salt, for both models, and so are its states."""
         truth = self._truths.get(sequence.id)
@@ -219,3 +264,4 @@ class SimWorker(Process):
 
 
 Answer = Callable[[Any], None]
+ReadEnd = Callable[[BaseException | None], None]  # gets the failure

@@ -16,7 +16,6 @@ import grpc
 import numpy as np
 import torch
 
-from decode_worker.kv_peers import KVPeers
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
 from decode_worker.metrics import DecodeMetrics
@@ -48,6 +47,7 @@ from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
+from worker.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
 from worker.process import Worker, build_worker
 from worker.scheduler import Scheduler, num_rows_for

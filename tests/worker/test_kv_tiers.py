@@ -3,7 +3,7 @@
 import pytest
 
 from worker.kv_cache import RestorePlan, plan_restore
-from worker.kv_tiers import prefers_reading
+from worker.reading import prefers_reading
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
 

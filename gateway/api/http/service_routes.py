@@ -91,7 +91,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     used_slots: int
     cached_slots: int
     saved_bytes: int  # of KV in its files
-    restored_tokens: int  # of prompts, whose KV it read from files
+    restored_tokens: int  # of prompts, whose KV it read from files or other prefill workers
     prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
     takes_images: bool  # it computes prompts with images

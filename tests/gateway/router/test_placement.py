@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from gateway.router.local_prefill import ChunkCosts
 from gateway.router.placement import (
     BUSY_TOKENS,
+    LEAST_LENT,
     NO_LIMIT,
+    READ_SHARE,
     Placement,
     Unready,
     Wait,
@@ -117,17 +119,47 @@ def test_workers_that_probably_have_more_are_preferred(
 def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
     role: str, cached_one: WorkerView, idle_one: WorkerView
 ) -> None:
-    """A hot prefix does not pile up on one worker: each request there makes the idle worker more attractive."""
+    """A hot prefix does not pile up on one worker: each request there makes the idle worker more attractive.
+
+    What a prefill worker has, another one reads.
+    """
     other = PREFILL if role == "decode" else DECODE
     max_running, num_cached = 64, 1500
+    saved = num_cached * (READ_SHARE if role == "prefill" else 1)
     for num_mine in range(max_running):
         busy = replace(cached_one, num_mine=num_mine, max_running=max_running)
         choice = choose_placement([other, busy, idle_one], 2000, 0, cached={busy.incarnation: num_cached})
         assert isinstance(choice, Placement)
         chosen = choice.decode if role == "decode" else choice.prefill
-        is_worth_it = num_mine * BUSY_TOKENS / max_running < num_cached
+        is_worth_it = num_mine * BUSY_TOKENS / max_running < saved
         assert (chosen == busy) == is_worth_it, num_mine
     assert not is_worth_it
+
+
+@pytest.mark.parametrize(
+    ("case", "changed", "cached", "stored", "expected"),
+    [
+        ("the idler one reads from the other", {}, {"P1": 800}, {}, ("P2", "P1", 800)),
+        ("not what it has itself", {}, {"P1": 800, "P2": 800}, {}, ("P2", None, 0)),
+        ("nor what it has in files", {}, {"P1": 800}, {"P2": 800}, ("P2", None, 0)),
+        ("nor a little", {}, {"P1": LEAST_LENT - 1}, {}, ("P1", None, 0)),
+        ("but enough", {}, {"P1": LEAST_LENT}, {}, ("P2", "P1", LEAST_LENT)),
+        ("nor from the dead", DEAD, {"P1": 800}, {}, ("P2", None, 0)),
+        ("nor from another layout", OTHER, {"P1": 800}, {}, ("P2", None, 0)),
+        ("from a full one", FULL | {"max_running": 4}, {"P1": 800}, {}, ("P2", "P1", 800)),
+        ("not from a decode worker", {}, {"D1": 800}, {}, ("P2", None, 0)),
+    ],
+)
+def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
+    case: str, changed: dict[str, Any], cached: Mapping[str, int], stored: Mapping[str, int],
+    expected: tuple[str, str | None, int],
+) -> None:  # fmt: skip
+    busy = replace(PREFILL, **{"num_mine": 3, "max_running": 64, **changed})  # that costs 384 tokens
+    choice = choose_placement([busy, PREFILL_2, DECODE], 1000, 0, cached=cached, stored=stored)
+    assert isinstance(choice, Placement) and choice.prefill is not None
+    lender = choice.lender.incarnation if choice.lender else None
+    assert (choice.prefill.incarnation, lender) == expected[:2], case
+    assert lender is None or choice.num_lent == expected[2]
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,29 @@
-"""Prefill workers that shook hands, and the readers of their pages. Runs on the asyncio thread."""
+"""Prefill workers whose pages we read: their readers, and all reads. Runs on the asyncio thread."""
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import structlog
 
-from decode_worker.metrics import DecodeMetrics
+from kvtransfer.checksums import parts_of
 from kvtransfer.layout import find_bad_ranks, find_bad_states, find_mismatch
-from kvtransfer.reader import Reader, ReadError
+from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import choose_transport
 from protos import decode_pb2, kv_pb2
-from runtime.config import DecodeConfig
+from runtime.config import DecodeConfig, PrefillConfig
+from worker.metrics import WorkerMetrics
 from worker.process import Worker
 
 log = structlog.get_logger()
 
 PROBE_BYTES = 16 << 20  # enough for a steady rate, little enough to take milliseconds
 LOOK_S = 1.0  # between checks for dead peers
+Targets = tuple[list[int], list[int]]  # the pages and the slots that an offer is read to
 
 
 class HandshakeRefusedError(Exception):
@@ -45,22 +48,30 @@ class KnownPeer:
             await reader.close()
 
 
+class Landed(NamedTuple):
+    """What a read took."""
+
+    num_bytes: int
+    seconds: float
+
+
 class KVPeers:
     """Owns the readers, one per prefill worker address; a new incarnation replaces the old one.
 
     A reader keeps its peer's pool in memory: a dead peer's reader is closed within LOOK_S, or after its running read.
     """
 
-    def __init__(self, worker: Worker, config: DecodeConfig, metrics: DecodeMetrics) -> None:
+    def __init__(self, worker: Worker, config: PrefillConfig | DecodeConfig, metrics: WorkerMetrics) -> None:
         self._me = worker.me
         self._pools = worker.pools
         self._metrics = metrics
+        self.wants_checksums = config.verify_transfers
         self._wanted = config.transport
         self._is_required = config.require_transport
         self._known: dict[str, KnownPeer] = {}  # address |-> peer
         # address |-> held during a handshake; exists while a handshake runs or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self.reading: dict[asyncio.Future[kv_pb2.OfferResponse], KnownPeer] = {}  # running read |-> its peer
+        self.reading: dict[asyncio.Task[Any] | None, KnownPeer] = {}  # task with a running read |-> its peer
         self._watching: asyncio.Task[None] | None = None  # while there are peers
 
     def find(self, incarnation: str) -> KnownPeer | None:
@@ -81,13 +92,13 @@ class KVPeers:
         slowest = min((known.bytes_per_s for known in self._known.values()), default=inf)
         return self._pools[0].own.all_page_bytes / self._pools[0].own.shape.page_tokens / slowest
 
-    async def shake_hands(self, peer: kv_pb2.Peer) -> str:
-        """Compare layouts, open readers and measure. Returns the transport. Idempotent per incarnation."""
+    async def shake_hands(self, peer: kv_pb2.Peer) -> KnownPeer:
+        """Compare layouts, open readers and measure. Idempotent per incarnation. Raises HandshakeRefusedError."""
         async with self._greeting.setdefault(peer.address, asyncio.Lock()):
             known = self._known.get(peer.address)
             if known is None or known.peer.incarnation != peer.incarnation:
                 known = await self._add(peer, known)
-            return known.transport
+            return known
 
     async def _add(self, peer: kv_pb2.Peer, before: KnownPeer | None) -> KnownPeer:
         mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_states(self._me, peer)
@@ -141,6 +152,38 @@ class KVPeers:
                 await reader.close()
             raise
         return readers
+
+    async def read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> Landed:
+        """Read pages and slots and, if that is wanted, compare what landed with what was offered.
+
+        The caller holds `targets`, as many as are offered, until this returns or raises, even if it is cancelled.
+        Raises ReadError.
+        """
+        num_bytes, started, task = 0, time.perf_counter(), asyncio.current_task()
+        self._check_sums(offer, known)
+        self.reading[task] = known
+        try:
+            for pool, reader, part, into in zip(self._pools, known.readers, parts_of(offer), targets, strict=False):
+                if into:
+                    await reader.read([PageRef(ref.page, ref.generation) for ref in part.refs], into)
+                if into and self.wants_checksums:  # after the generations: a recycled page has other bytes too
+                    way = f"{known.transport} from {known.peer.address}"
+                    await pool.verify(offer, part, into, known.peer, way)
+                num_bytes += len(into) * pool.own.all_page_bytes
+        finally:
+            del self.reading[task]
+        landed = Landed(num_bytes, time.perf_counter() - started)
+        self._metrics.transfer_bytes.labels(known.transport).inc(num_bytes)
+        self._metrics.transfer_seconds.observe(landed.seconds)
+        return landed
+
+    def _check_sums(self, offer: kv_pb2.OfferRequest, known: KnownPeer) -> None:
+        """Raise ReadError unless the offer has as many checksums as are wanted."""
+        for pool, part in zip(self._pools if self.wants_checksums else [], parts_of(offer), strict=False):
+            wanted = len(pool.plan_runs(known.peer)) * len(part.refs)
+            if len(part.checksums) != wanted:
+                found = f"{len(part.checksums)} checksums offered by {known.peer.address}, not {wanted}"
+                raise ReadError("handshake", found)
 
     async def _measure(self, readers: list[Reader], num_pages: int) -> float:
         """Read the peer's first pages and drop them; returns bytes per second. Closes the readers if that fails."""

@@ -1,0 +1,66 @@
+"""KV that comes into the pool from elsewhere before a prompt is admitted, which then finds it as if it had been cached.
+
+Runs on the asyncio thread.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
+
+import structlog
+
+from worker.kv_cache import Restore, RestorePlan
+from worker.metrics import PromptSpeed
+from worker.scheduler import Scheduler
+from worker.thread import EngineThread
+
+RECHECK_S = 60.0  # a speed measured longer ago is not known any more
+SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
+log = structlog.get_logger()
+
+
+def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, computed_per_s: float) -> bool:
+    """Whether to read these tokens' KV, and not to compute it behind `num_waiting` others. A speed of 0: not known."""
+    if not read_per_s or not computed_per_s:
+        return True
+    return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
+
+
+class Reading:
+    """Reads from one kind of place, and knows how fast that is."""
+
+    def __init__(self, place: str, scheduler: Scheduler, thread: EngineThread, computing: PromptSpeed) -> None:
+        self.num_tokens = 0  # that came
+        self._place = place
+        self._scheduler = scheduler
+        self._thread = thread
+        self._computing = computing
+        self._speed = PromptSpeed()
+        self._read_at = 0.0  # time.monotonic() when `_speed` was measured
+
+    def is_preferred(self, num_tokens: int) -> bool:
+        """Whether to read the KV of so many tokens now, by what was measured."""
+        is_known = time.monotonic() - self._read_at < RECHECK_S
+        read_per_s = self._speed.tokens_per_s if is_known else 0.0
+        return prefers_reading(num_tokens, self._scheduler.num_tokens_waiting, read_per_s, self._computing.tokens_per_s)
+
+    async def fill(self, plan: RestorePlan, read: Callable[[Restore], Awaitable[tuple[Seq[bool], int]]]) -> None:
+        """Make the plan's pages and slot cached ones. Raises NoRoomError, and what `read` raises: none is then.
+
+        `read` fills them and returns, for each leading page that is there, whether the draft model's KV is too, and
+        how many slots are. They are held until it ends.
+        """
+        started, drafts, num_slots = time.monotonic(), list[bool](), 0
+        with self._thread.lock:
+            restore = self._scheduler.begin_restore(plan.keys, plan.slot_keys)
+        try:
+            drafts[:], num_slots = await read(restore)
+        finally:
+            with self._thread.lock:
+                self._scheduler.kv.end_restore(restore, drafts, num_slots)
+                self._thread.wake()
+        if drafts:
+            num_tokens, self._read_at = len(drafts) * self._scheduler.kv.page_tokens, time.monotonic()
+            self._speed.count(num_tokens, self._read_at - started)
+            self.num_tokens += num_tokens
+            log.info("KV was read", source=self._place, tokens=num_tokens, seconds=round(self._read_at - started, 3))
