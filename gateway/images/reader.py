@@ -30,6 +30,7 @@ from runtime.child import ChildError, ChildServer, StandingChild
 from wire.image_files import MAX_FILE_BYTES
 
 MAX_IMAGES = 64  # of one prompt
+MAX_ALL_BYTES = 48 << 20  # of these: they go to a worker in one message (runtime/rpc.py)
 MAX_WAITING = 256  # images of all requests; more are refused with 429
 AT_ONCE = 2  # in the process: each may take the memory and CPU time of one
 KEPT_BYTES = 32 << 20  # of answers about images that came before
@@ -93,6 +94,9 @@ class Images:
             files = await self._offload.run(
                 cost, lambda: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)]
             )
+            if (num_bytes := sum([len(file) for file, _ in files])) > MAX_ALL_BYTES:
+                why = f"{param}: its images have {num_bytes} bytes together; at most {MAX_ALL_BYTES} are read"
+                raise bad_request(why, param, "invalid_image")
             asked = [self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)]
             answers = await asyncio.gather(*asked)
             return ready.placeholder, [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]

@@ -201,6 +201,16 @@ def test_a_prompt_of_too_many_image_tokens_is_too_long(vision: Vision) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
+def test_images_that_are_too_large_together_are_refused(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"type": "image_url", "image_url": {"url": data_uri(RED)}}
+    body = {"model": SERVED, "messages": [{"role": "user", "content": [part] * 3}]}
+    monkeypatch.setattr(reader, "MAX_ALL_BYTES", 3 * len(RED))
+    assert vision.served.http.post("/v1/chat/completions", json=body).status_code == 200
+    monkeypatch.setattr(reader, "MAX_ALL_BYTES", 3 * len(RED) - 1)
+    answer = vision.served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and f"{3 * len(RED)} bytes together" in answer.json()["error"]["message"]
+
+
 def test_a_process_that_dies_is_replaced(vision: Vision) -> None:
     def ask(color: str) -> int:
         part = {"type": "image_url", "image_url": {"url": data_uri(picture(color))}}
