@@ -24,6 +24,7 @@ from bench.load.report import (
     build_phases,
     build_priorities,
     build_table,
+    describe_by_text,
     list_errors,
     load,
     write_json,
@@ -88,6 +89,8 @@ def interference(
     if save:
         write_json(figures, save)
     Console().print(build_interference(figures))
+    if "text" in figures:
+        Console().print(build_interference(figures["text"]), describe_by_text(figures))
     if figures["has_stream_ended_early"]:
         print("baton bench: a stream ended before the prompts did: set --stream-tokens higher", file=sys.stderr)
     return 1 if figures["has_stream_ended_early"] else 0

@@ -7,8 +7,8 @@ ends when the long prompts are sent; the busy time ends with the last of their f
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from bench.load.answers import Answer, Recorder
 from bench.load.client import Client
 from bench.load.metrics import ttft_s
-from bench.load.prompts import PromptWriter
+from bench.load.prompts import Message, Prompt, PromptWriter, new_run
 from bench.load.server import discover, open_http
 from bench.load.workloads import Wanted
 from runtime.settings import ConfigError
@@ -49,9 +49,15 @@ class InterferenceOptions:
     """Tokens of each long prompt."""
     text: bool = False
     """Send prompts as text even if the server accepts token ids."""
+    images: int = 0
+    """Images in each long prompt; after each measurement the same with text prompts of as many tokens."""
+    image_size: int = 448
+    """Width and height of these images, in pixels."""
+    rounds: int = 3
+    """Measurements with --images, of which the medians are reported."""
 
     def __post_init__(self) -> None:
-        for name in ("streams", "prompts", "prompt_tokens", "stream_tokens", "quiet_chunks"):
+        for name in ("streams", "prompts", "prompt_tokens", "stream_tokens", "quiet_chunks", "image_size", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 1 or more")
         if self.stream_tokens <= self.quiet_chunks:
@@ -82,16 +88,54 @@ def compare(streams: Sequence[Sequence[float]], begin: float, end: float) -> dic
 
 
 async def run_interference(options: InterferenceOptions) -> dict[str, Any]:
-    """Discover the server and measure once."""
+    """Discover the server and measure once; with images see `_measure_images`."""
     async with open_http(options.url, options.api_key, options.streams + options.prompts + 2) as http:
         server, ids = await discover(http, options.model)
         writer = PromptWriter(() if options.text else ids, server.words_a_token)
+        if options.images:
+            return await _measure_images(Client(http, server), writer, options)
         return await measure(Client(http, server), writer, options)
+
+
+async def _measure_images(client: Client, writer: PromptWriter, options: InterferenceOptions) -> dict[str, Any]:
+    """Medians of rounds beside prompts with images; `text`: the same beside texts of as many tokens, in turn; and the
+    ratios of the former's p99 and longest gaps to the latter's, for each round."""
+    images, texts = list[dict[str, Any]](), list[dict[str, Any]]()
+    for index in range(options.rounds):
+        images.append(await measure(client, replace(writer, run=new_run()), options))
+        as_long = replace(options, images=0, prompt_tokens=round(float(np.mean(images[index]["long_input_lens"]))))
+        texts.append(await measure(client, replace(writer, run=new_run()), as_long))
+    ratios = {
+        f"{name}_by_text": [
+            one[f"busy_{name}_itl_ms"] / other[f"busy_{name}_itl_ms"] for one, other in zip(images, texts, strict=True)
+        ]
+        for name in ("p99", "max")
+    }
+    return {**_find_medians(images), "text": _find_medians(texts), **ratios}
+
+
+def _find_medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure; for lists and flags those of all rounds."""
+    found = dict[str, Any]()
+    for name, value in rounds[0].items():
+        all_values = [one[name] for one in rounds]
+        if isinstance(value, bool):
+            found[name] = any(all_values)
+        elif isinstance(value, list):
+            found[name] = [*chain.from_iterable(all_values)]
+        else:
+            found[name] = float(np.median(all_values))
+    return found
 
 
 async def measure(client: Client, writer: PromptWriter, options: InterferenceOptions) -> dict[str, Any]:
     """Start the streams, wait for a quiet time, send the long prompts. Raises ConfigError."""
-    wanted = Wanted(STREAM_PROMPT, options.stream_tokens)
+    wanted, long = Wanted(STREAM_PROMPT, options.stream_tokens), Wanted(options.prompt_tokens, 1)
+    prompts: list[Prompt | list[Message]] = [
+        writer.write_images(options.images, options.image_size, index) if options.images
+        else writer.write(long, index, 1)
+        for index in range(options.prompts)
+    ]  # fmt: skip
     recorders = [Recorder(time.perf_counter()) for _ in range(options.streams)]
     tasks = [
         asyncio.create_task(client.stream(writer.write(wanted, index, 0), wanted.num_output, recorder))
@@ -100,9 +144,7 @@ async def measure(client: Client, writer: PromptWriter, options: InterferenceOpt
     try:
         await _wait_until_quiet(recorders, options.quiet_chunks)
         begin = time.perf_counter()
-        long = Wanted(options.prompt_tokens, 1)
-        asked = (client.ask(writer.write(long, index, 1), 1) for index in range(options.prompts))
-        answers: list[Answer] = await asyncio.gather(*asked)
+        answers: list[Answer] = await asyncio.gather(*(client.ask(prompt, 1) for prompt in prompts))
         has_ended = any(recorder.is_done for recorder in recorders)
         end = max((answer.chunks[0] for answer in answers if answer.chunks), default=begin)
     finally:

@@ -6,17 +6,21 @@ prefix begins like that too, the same for all prompts of a run.
 
 import secrets
 import string
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from bench.load.workloads import Wanted
 
 HEAD = 4  # pieces that distinguish runs and requests
 SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "zi")
 
-Message = dict[str, str]  # of a conversation: its role and content
+Message = dict[str, Any]  # of a conversation: its role and content
 Prompt = list[int] | str
 
 
@@ -57,6 +61,16 @@ class PromptWriter:
         first = round(num_shared * self.words_a_token)
         num_words = max(1, round(wanted.num_input * self.words_a_token) - first)
         return " ".join(self._draw_words(first, self.run, 0) + self._draw_words(num_words, self.run, seed, index + 1))
+
+    def write_images(self, count: int, size: int, index: int) -> list[Message]:
+        """The conversation of request `index`: images of noise, which no other request has, and a question."""
+        parts: list[dict[str, Any]] = []
+        for number in range(count):
+            file, dice = BytesIO(), np.random.default_rng((self.run, index, number))
+            Image.fromarray(dice.integers(0, 256, (size, size, 3), np.uint8)).save(file, "JPEG")
+            url = f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is in these pictures?"}]}]
 
     def _draw_ids(self, count: int, *key: int) -> list[int]:
         places = np.random.default_rng(key).integers(0, len(self.ids), count)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -59,12 +60,20 @@ def list_errors(result: Mapping[str, Any]) -> list[str]:
 def build_interference(figures: Mapping[str, Any]) -> Table:
     """Gaps with and without long prompts, and these prompts' TTFT."""
     table = Table("", "ITL, ms", "/ quiet median")
-    median = figures["quiet_median_itl_ms"]
+    quiet = figures["quiet_median_itl_ms"]
     for name in ("quiet_median", "quiet_p99", "busy_median", "busy_p99", "busy_max"):
         value = figures[f"{name}_itl_ms"]
-        table.add_row(name.replace("_", ", "), f"{value:.1f}", f"{value / median:.2f}")
+        table.add_row(name.replace("_", ", "), f"{value:.1f}", f"{value / quiet:.2f}")
     table.caption = "TTFT of the long prompts: " + ", ".join(f"{time:.0f} ms" for time in figures["long_ttft_ms"])
     return table
+
+
+def describe_by_text(figures: Mapping[str, Any]) -> str:
+    """Gaps beside images by those beside texts of as many tokens, which are in the second table."""
+    names = {"p99_by_text": "p99", "max_by_text": "longest"}
+    ratios = [f"{name} {median(figures[key]):.2f} ({min(figures[key]):.2f} to {max(figures[key]):.2f})"
+              for key, name in names.items()]  # fmt: skip
+    return f"gaps beside images / beside texts of as many tokens, medians of rounds: {', '.join(ratios)}"
 
 
 def build_contexts(figures: Sequence[Mapping[str, Any]]) -> Table:

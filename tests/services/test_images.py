@@ -1,5 +1,6 @@
 """Images through the whole service: greedy float32 tokens equal transformers', whoever computes and whoever dies."""
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import torch
 import transformers
 from PIL import Image
 
+from bench.load.interference import InterferenceOptions, run_interference
+from bench.load.report import describe_by_text
 from gateway.images.families import find_family
 from gateway.images.processor_process import load_processor
 from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
@@ -174,3 +177,17 @@ def test_a_worker_dies_in_mid_answer(service: Service, name: str) -> None:
         service.ask("Third ", noise(seed + 3, 40, 56), "?")
     service.live.wait_until_whole()
     service.ask("Fourth ", noise(seed + 4, 56, 40), "?")
+
+
+def test_stutter_beside_images_is_measured(service: Service) -> None:
+    """The second half of each round has texts of as many tokens."""
+    if not service.is_small:
+        pytest.skip("once is enough")
+    options = InterferenceOptions(
+        url=service.live.url, images=2, image_size=56, streams=1, prompts=1, stream_tokens=300, quiet_chunks=4, rounds=2
+    )
+    figures = asyncio.run(run_interference(options))
+    assert len(figures["p99_by_text"]) == len(figures["max_by_text"]) == 2
+    lengths = figures["long_input_lens"]
+    assert lengths[0] == lengths[1] > 2 * 16 and figures["text"]["long_input_lens"] == lengths
+    assert "medians of rounds: p99 " in describe_by_text(figures)
