@@ -34,8 +34,9 @@ class VirtualRows:
         self._work: deque[Callable[[], None]] = deque()  # queued on the device
 
     def open(
-        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = -1
-    ) -> None:
+        self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = -1,
+        images: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         self.seeds[row] = sampling.seed
         self.write_tokens(row, 0, token_ids)
 
