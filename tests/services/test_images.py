@@ -1,9 +1,10 @@
 """Images through the whole service: greedy float32 tokens equal transformers', whoever computes and whoever dies."""
 
-import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,6 @@ import torch
 import transformers
 from PIL import Image
 
-from bench.load.interference import InterferenceOptions, run_interference
-from bench.load.report import describe_by_text
 from gateway.images.families import find_family
 from gateway.images.processor_process import load_processor
 from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
@@ -179,16 +178,20 @@ def test_a_worker_dies_in_mid_answer(service: Service, name: str) -> None:
     service.ask("Fourth ", noise(seed + 4, 56, 40), "?")
 
 
-def test_stutter_beside_images_is_measured(service: Service) -> None:
+def test_stutter_beside_images_is_measured(service: Service, tmp_path: Path) -> None:
     """The second half of each round has texts of as many tokens."""
     if not service.is_small:
         pytest.skip("once is enough")
-    options = InterferenceOptions(
-        url=service.live.url, images=2, image_size=56, streams=1, prompts=1, stream_tokens=300, quiet_chunks=4, rounds=2
-    )
-    figures = asyncio.run(run_interference(options))
+    saved = tmp_path / "figures.json"
+    flags = (
+        "--images=2", "--image-size=56", "--streams=1", "--prompts=1", "--stream-tokens=300", "--quiet-chunks=4",
+        "--rounds=2",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "cli.main", "bench", "interference", f"--url={service.live.url}", *flags]
+    done = subprocess.run([*command, f"--save={saved}"], capture_output=True, text=True, timeout=WAIT_S)
+    assert "medians of rounds: p99 " in done.stdout, done.stdout + done.stderr
+    figures = json.loads(saved.read_text())
     assert len(figures["p99_by_text"]) == len(figures["max_by_text"]) == 2
     lengths = figures["long_input_lens"]
     assert lengths[0] == lengths[1] > 2 * 16
     assert figures["text"]["long_input_lens"] == pytest.approx(lengths, rel=0.2)  # words, where ids are not known
-    assert "medians of rounds: p99 " in describe_by_text(figures)
