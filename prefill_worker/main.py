@@ -1,7 +1,9 @@
 """The prefill role: prompts only. Wires its parts and decides nothing."""
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import TypeVar
 
 import grpc
 
@@ -20,6 +22,8 @@ from worker.loop import StepExtras, WorkerLoop
 from worker.plan import build_budget
 from worker.process import Role, Worker
 from worker.sequences import ScheduledSequence, Update
+
+StartedT = TypeVar("StartedT", Launched, Begun)
 
 
 def run(config: PrefillConfig) -> int:
@@ -85,12 +89,15 @@ class BothRunners:
         self.choose = runner.choose
 
     def launch(self, requests: Seq[ForwardRow]) -> Launched:
-        self._launch_draft(requests)
-        return self._runner.launch(requests)
+        return self._launch(requests, self._runner.launch)
 
     def begin(self, requests: Seq[ForwardRow]) -> Begun:
-        self._launch_draft(requests)
-        return self._runner.begin(requests)
+        return self._launch(requests, self._runner.begin)
 
-    def _launch_draft(self, requests: Seq[ForwardRow]) -> None:
-        self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
+    def _launch(self, requests: Seq[ForwardRow], launch: Callable[[Seq[ForwardRow]], StartedT]) -> StartedT:
+        draft = self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
+        try:
+            return launch(requests)
+        except Exception:
+            draft.collect()  # it may still write to pages that are given out when these sequences end
+            raise

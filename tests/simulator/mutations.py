@@ -214,6 +214,11 @@ def _launch_draft_last(self: Any, requests: Any) -> Any:
     return launched
 
 
+def _launch_without_settling(self: BothRunners, requests: Any, launch: Any) -> Any:
+    self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
+    return launch(requests)
+
+
 # -- states --------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +453,9 @@ MUTATIONS: dict[str, Mutation] = {
     "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
     "pages read behind some without draft KV hide these": _patched((receiving, "finish_read", _finish_read_with_draft)),
     "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
+    "prefill does not wait for a failed launch's draft forward": _patched(
+        (BothRunners, "_launch", _launch_without_settling)
+    ),
     "drafts count as right until their step is collected": _patched((Scheduler, "begin_step", _forget_unjudged)),
     "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": _patched(
