@@ -23,19 +23,26 @@ from wire.image_files import read_image
 PixelInputs = Mapping[str, Tensor]  # arguments of get_image_features, of one image
 LARGEST = (4096, 4096)  # pixels; processors make larger ones smaller
 TEXT_PARTS = ("language_model", "text_model")
+HALVES = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}  # whether torch multiplies them fast on this CPU
 
 
 class VisionTower:
     """Holds weights only. `read` and `encode` may run on any thread, `encode` on one at a time."""
 
-    def __init__(self, model: Any, processor: Any, options: Mapping[str, Any]) -> None:
-        """model: a PreTrainedModel without its language model, on its device; options: for the image processor."""
+    def __init__(self, model: Any, processor: Any, options: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """model: a PreTrainedModel without its language model, on its device; options: for the image processor.
+
+        dtype: of encodings.
+        """
         self._model = model.eval().requires_grad_(False)
         self._processor, self._options = processor, options
         self.num_bytes = sum(weight.nbytes for weight in model.parameters())
         self._takes = set(inspect.signature(inspect.unwrap(model.get_image_features)).parameters)
         weight = next(model.parameters())
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device, self._dtype, self._own_dtype = weight.device, dtype, weight.dtype
         self.joins = self._device.type == "cuda"  # images in one forward; each then rounds otherwise than alone
         self._stream: Any = None  # beside the steps of the language model
         if self._device.type == "cuda":
@@ -74,37 +81,41 @@ class VisionTower:
     def _encode_alike(self, joined: PixelInputs, count: int) -> list[Encoding]:
         """joined: of `count` images, one after the other."""
         given = {
-            name: value.to(self._device, self._dtype if value.is_floating_point() else value.dtype)
+            name: value.to(self._device, self._own_dtype if value.is_floating_point() else value.dtype)
             for name, value in joined.items()
         }
         output = self._model.get_image_features(**given, return_dict=True)
         deep = getattr(output, "deepstack_features", None)
-        rows = _split(output.pooler_output, count)
+        rows = self._split(output.pooler_output, count)
         if not deep:
             return [Encoding(own, None) for own in rows]
-        layers = [_split(layer, count) for layer in deep]
+        layers = [self._split(layer, count) for layer in deep]
         return [Encoding(own, torch.stack(of_layers)) for own, *of_layers in zip(rows, *layers, strict=True)]
 
-
-def _split(parts: Sequence[Tensor] | Tensor, count: int) -> list[Tensor]:
-    """Of `count` images, some parts each, [.., n, H] |-> [n, H] of each."""
-    own = len(parts) // count
-    return [torch.cat([part.flatten(0, -2) for part in parts[at : at + own]]) for at in range(0, own * count, own)]
+    def _split(self, parts: Sequence[Tensor] | Tensor, count: int) -> list[Tensor]:
+        """Of `count` images, some parts each, [.., n, H] |-> [n, H] of each."""
+        own = len(parts) // count
+        of_each = [parts[at : at + own] for at in range(0, own * count, own)]
+        return [torch.cat([part.flatten(0, -2) for part in its]).to(self._dtype) for its in of_each]
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
-    """None: the checkpoint has no such part. ValueError if Baton gives the model no images, or for a damaged file."""
+    """None: the checkpoint has no such part. ValueError if Baton gives the model no images, or for a damaged file.
+
+    A CPU without instructions for `dtype` computes in float32: there torch takes seven times as long in others.
+    """
     config = read_json(folder / "config.json")
     if config.get("vision_config") is None:
         return None
     _check(config, folder)
     try:
-        model, processor, lacking = _load(folder, dtype)
+        is_slow = device.type == "cpu" and dtype in HALVES and not HALVES[dtype]()
+        model, processor, lacking = _load(folder, torch.float32 if is_slow else dtype)
     except Exception as error:  # transformers' code of any model
         raise ValueError(f"transformers cannot load how {folder} sees images: {error}") from error
     if lacking:
         raise ValueError(f"the checkpoint lacks parts of its vision tower, or has others: {', '.join(lacking[:8])}")
-    return VisionTower(model.to(device), processor, _find_options(model.config))
+    return VisionTower(model.to(device), processor, _find_options(model.config), dtype)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:

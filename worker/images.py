@@ -8,8 +8,9 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import structlog
 import torch
@@ -17,21 +18,24 @@ import torch
 from engine.image_rows import Encoding
 from engine.vision import VisionTower
 from worker.metrics import WorkerMetrics
+from worker.thread import EngineThread
 
 Encodings = Mapping[bytes, Encoding]  # digest |->
 KEPT_BYTES = 256 << 20  # of encodings, beside those that sequences have or wait for
 ASK_AGAIN_S = 10.0  # after a call that took too long
 AT_ONCE = 4  # images that are encoded together
 NICE = 5  # of the thread: steps go first
+STEP_S = 5.0  # most that steps take to let go of a core
 log = structlog.get_logger()
 
 
 class ImageEncoder:
     """Owns the cache and the thread."""
 
-    def __init__(self, tower: VisionTower, is_on_gpu: bool, metrics: WorkerMetrics) -> None:
+    def __init__(self, tower: VisionTower, steps: EngineThread | None, metrics: WorkerMetrics) -> None:
+        """steps: if they are computed on the same cores."""
         self._tower = tower
-        self._begin_thread = _begin_nothing if is_on_gpu else _begin_cpu_thread
+        self._steps = steps
         self._kept: OrderedDict[bytes, Encoding] = OrderedDict()  # digest |-> encoding, next to go first
         self._num_bytes = 0
         self._coming: dict[bytes, asyncio.Task[None]] = {}  # digest |-> what encodes it
@@ -74,7 +78,7 @@ class ImageEncoder:
     async def _encode(self, files: Mapping[bytes, bytes]) -> None:
         loop, began = asyncio.get_running_loop(), time.monotonic()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "images", self._begin_thread)
+            self._thread = ThreadPoolExecutor(1, "images")
         try:
             for digest, encoding in (await loop.run_in_executor(self._thread, self._compute, files)).items():
                 if isinstance(encoding, str):
@@ -96,14 +100,34 @@ class ImageEncoder:
         """Encodings, or why there is none. On the thread."""
         found: dict[bytes, Encoding | str] = {}
         inputs = {}
-        for digest, file in files.items():
-            try:
-                inputs[digest] = self._tower.read(file)
-            except ValueError as error:
-                found[digest] = str(error)
-        if inputs:
-            found |= zip(inputs, self._tower.encode(list(inputs.values())), strict=True)
+        with self._beside_steps():
+            for digest, file in files.items():
+                try:
+                    inputs[digest] = self._tower.read(file)
+                except ValueError as error:
+                    found[digest] = str(error)
+            if inputs:
+                found |= zip(inputs, self._tower.encode(list(inputs.values())), strict=True)
         return found
+
+    @contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """One core for this thread, the others for steps.
+
+        Threads of a step wait for each other at each product: with one of them beside this thread on a core, steps
+        would take ten times as long.
+        """
+        if self._steps is None:
+            yield
+            return
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)  # Linux: of this thread
+        had = self._steps.call(_leave_core)
+        wait([had], STEP_S)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            self._steps.call(lambda: torch.set_num_threads(had.result()))
 
     def _keep(self, digest: bytes, encoding: Encoding) -> None:
         self._kept[digest] = encoding
@@ -119,13 +143,11 @@ class ImageEncoder:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin_nothing() -> None:
-    pass
-
-
-def _begin_cpu_thread() -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)  # Linux: of this thread
-    torch.set_num_threads(1)  # the engine's thread has the others (process.py: build_rank_engine)
+def _leave_core() -> int:
+    """How many threads this one had for a computation; now one fewer."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_threads - 1, 1))
+    return num_threads
 
 
 def _count_bytes(encoding: Encoding) -> int:

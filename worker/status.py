@@ -48,7 +48,7 @@ class WorkerService:
         self._speed = metrics.prompt_speed
         self.tiers = KVTiers(worker, thread, metrics)
         tower = worker.engine.vision
-        self.images = ImageEncoder(tower, not worker.threads, metrics) if tower else None
+        self.images = ImageEncoder(tower, thread if worker.threads else None, metrics) if tower else None
 
     async def close(self) -> None:
         """The server has stopped."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,17 +31,17 @@ class Progress:
 def call_in_thread(work: Callable[[], T]) -> T:
     """Run `work` on a thread of its own; returns or raises its result."""
     done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="call", daemon=True)
+    thread = threading.Thread(target=_fulfil, args=(work, done), name="call", daemon=True)
     thread.start()
     thread.join()
     return done.result()
+
+
+def _fulfil(work: Callable[[], T], done: "Future[T]") -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 class EngineThread:
@@ -66,6 +67,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._is_woken = False
         self._is_stopping = False
+        self._calls: deque[Callable[[], None]] = deque()
         self._steps = 0
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -84,6 +86,14 @@ class EngineThread:
         """There may be work. The caller holds `lock`."""
         self._is_woken = True
         self._changed.notify()
+
+    def call(self, work: Callable[[], T]) -> "Future[T]":
+        """Run `work` on the thread before its next step. Never done if the thread has ended. Takes `lock`."""
+        done: Future[T] = Future()
+        with self._changed:
+            self._calls.append(lambda: _fulfil(work, done))
+            self.wake()
+        return done
 
     def progress(self) -> Progress:
         busy_since = self._busy_since
@@ -105,6 +115,8 @@ class EngineThread:
     def _work(self) -> None:
         while not self._is_stopping:
             self._is_woken = False
+            while self._calls:
+                self._calls.popleft()()
             self._busy_since = time.monotonic()
             if self._step():
                 self._steps += 1

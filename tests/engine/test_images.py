@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine import vision
 from engine.attention.choose import choose_for_layers, reference_attention
 from engine.batch import ForwardRow, lay_out, take_turns
 from engine.engine import Engine, build_engine
@@ -283,7 +284,7 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     assert layouts[0].turns is not None and np.array_equal(layouts[0].turns, layouts[1].turns)  # type: ignore[arg-type]
 
 
-def test_older_names_of_weights_and_what_is_lacking(tmp_path: Path) -> None:
+def test_older_names_of_weights_and_what_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = build_case("llava", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -291,7 +292,11 @@ def test_older_names_of_weights_and_what_is_lacking(tmp_path: Path) -> None:
     save_file(older, file, metadata={"format": "pt"})
     tower = load_tower(tmp_path, torch.float32, CPU)
     assert tower is not None and tower.num_bytes == case.tower.num_bytes
-    assert torch.equal(tower.encode([tower.read(draw(0, 56, 40))])[0].rows, case.images[0][1].rows)
+    pixels = tower.read(draw(0, 56, 40))
+    assert torch.equal(tower.encode([pixels])[0].rows, case.images[0][1].rows)
+    monkeypatch.setitem(vision.HALVES, torch.bfloat16, lambda: False)  # a CPU without instructions for it
+    widened = load_tower(tmp_path, torch.bfloat16, CPU)
+    assert widened is not None and torch.equal(widened.encode([pixels])[0].rows, case.images[0][1].rows.bfloat16())
     assert load_model(tmp_path, "float32", CPU).config.image_token == IMAGE
     name = "multi_modal_projector.linear_1.weight"
     save_file({**tensors, name: tensors[name].char()}, file, metadata={"format": "pt"})

@@ -21,6 +21,7 @@ from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
 from worker.receiving import expire
 from worker.sequences import Phase
+from worker.thread import EngineThread
 
 WAIT_S = 30.0
 ROW_BYTES = 4 * 8
@@ -33,7 +34,8 @@ class Tower:
 
     def __init__(self) -> None:
         self.encoded: list[int] = []  # bytes of each file
-        self.may_run = threading.Event()
+        self.num_threads: list[int] = []  # of torch, in each call
+        self.has_begun, self.may_run = threading.Event(), threading.Event()
         self.may_run.set()
 
     def read(self, file: bytes) -> PixelInputs:
@@ -42,7 +44,9 @@ class Tower:
         return {"bytes": torch.tensor(list(file))}
 
     def encode(self, images: Sequence[PixelInputs]) -> list[Encoding]:
+        self.has_begun.set()
         assert self.may_run.wait(WAIT_S)
+        self.num_threads.append(torch.get_num_threads())
         self.encoded += [len(image["bytes"]) for image in images]
         return [Encoding(image["bytes"].float()[:, None].expand(-1, 8).contiguous(), None) for image in images]
 
@@ -54,7 +58,7 @@ def tower() -> Tower:
 
 @pytest.fixture
 def encoder(tower: Tower) -> Iterator[ImageEncoder]:
-    made = ImageEncoder(tower, True, WorkerMetrics(build_scheduler(4, 4)))  # type: ignore[arg-type]
+    made = ImageEncoder(tower, None, WorkerMetrics(build_scheduler(4, 4)))  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -89,6 +93,33 @@ def test_a_file_that_is_no_image_fails_what_has_it_and_nothing_else(tower: Tower
 
     asyncio.run(ask())
     assert tower.encoded == [4]
+
+
+def test_steps_leave_a_core_while_images_are_encoded(tower: Tower) -> None:
+    steps = EngineThread(lambda: False)
+    steps.start()
+    encoder = ImageEncoder(tower, steps, WorkerMetrics(build_scheduler(4, 4)))  # type: ignore[arg-type]
+
+    async def ask() -> list[int]:
+        def count() -> int:
+            return steps.call(torch.get_num_threads).result(WAIT_S)
+
+        steps.call(lambda: torch.set_num_threads(3)).result(WAIT_S)
+        tower.may_run.clear()
+        assert await encoder.encode(files(b"first"), 0.0) is None
+        assert await asyncio.to_thread(tower.has_begun.wait, WAIT_S)
+        counts = [count()]
+        tower.may_run.set()
+        assert await encoder.encode(files(b"first"), WAIT_S) is not None
+        return [*counts, *tower.num_threads, count()]
+
+    num_threads = torch.get_num_threads()
+    try:
+        assert asyncio.run(asyncio.wait_for(ask(), WAIT_S)) == [2, 1, 3]
+    finally:
+        torch.set_num_threads(num_threads)
+        encoder.close()
+        steps.stop(WAIT_S)
 
 
 def test_encodings_are_kept_up_to_a_number_of_bytes(

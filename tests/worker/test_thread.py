@@ -106,6 +106,19 @@ def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
         assert (thread.progress().step_age_s, thread.progress().steps) == (0, 1)
 
 
+def test_calls_run_on_the_thread_between_steps_and_say_what_came_of_them() -> None:
+    step = Step()
+    with running(EngineThread(step)) as thread:
+        wait_until(step.entered)
+        done = thread.call(lambda: (threading.get_ident(), step.left.is_set()))
+        failed = thread.call(lambda: 1 / 0)
+        step.leave.set()
+        assert done.result(PATIENCE_S) == (thread._thread.ident, True)
+        with pytest.raises(ZeroDivisionError):
+            failed.result(PATIENCE_S)
+        assert thread.call(lambda: True).result(PATIENCE_S), "though it slept"
+
+
 def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> None:
     """Otherwise it would remain as a stuck worker."""
     script = "import time; from worker.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(600)"
