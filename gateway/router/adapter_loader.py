@@ -26,12 +26,13 @@ class AdapterLoader:
         self._adapters = fleet.adapters
         self._lock = asyncio.Lock()
         loaded = Gauge("baton:adapters_loaded", "Adapters (LoRA) that requests may name", registry=registry)
-        loaded.set_function(lambda: len(self._adapters.named))
+        loaded.set_function(lambda: len(self._adapters.named) - len(self._adapters.pending))
 
     async def load_first(self, paths: Mapping[str, str]) -> None:
-        """Until each name is loaded, or was unloaded."""
+        """Until each name is loaded, or was unloaded; meanwhile requests for it wait."""
         pending = self._adapters.pending
-        pending |= dict.fromkeys(paths, "workers have not answered")
+        for name, path in paths.items():
+            self._adapters.expect(name, path)
         while pending:
             for name in list(pending):
                 try:
@@ -49,7 +50,7 @@ class AdapterLoader:
         `in_place`: a name that is loaded gets what the folder has now.
         """
         async with self._lock:
-            if name in self._adapters.named and not in_place:
+            if name in self._adapters.named.keys() - self._adapters.pending.keys() and not in_place:
                 raise bad_request(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                     "'load_inplace' to True.",

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, not_ready
 
 
 class Adapter(NamedTuple):
@@ -28,7 +28,7 @@ class Adapter(NamedTuple):
 class AdapterRegistry:
     """Owns names and uses."""
 
-    named: dict[str, Adapter] = field(default_factory=dict)  # name |-> what requests for it get
+    named: dict[str, Adapter] = field(default_factory=dict)  # name |-> what requests for it get; pending without digest
     pending: dict[str, str] = field(default_factory=dict)  # name of --lora |-> why it is not loaded yet
     on_change: Callable[[], None] = lambda: None  # called when workers lack something
     on_drop: Callable[[str], None] = lambda _digest: None  # called with a digest that no worker needs any more
@@ -37,10 +37,15 @@ class AdapterRegistry:
 
     def wanted(self) -> list[Adapter]:
         """What each worker is to have; each digest at least once."""
-        return [*self.named.values(), *self._retired.values()]
+        return [*(one for one in self.named.values() if one.digest), *self._retired.values()]
 
     def wants(self, digest: str) -> bool:
         return any(one.digest == digest for one in self.wanted())
+
+    def expect(self, name: str, path: str) -> None:
+        """Requests may name it from now on, and wait until it is added."""
+        self.named[name] = Adapter(name, path, "")
+        self.pending[name] = "workers have not answered"
 
     def add(self, adapter: Adapter) -> None:
         """Requests for its name get it from now on; those that run keep what they have."""
@@ -48,17 +53,17 @@ class AdapterRegistry:
         self.named[adapter.name] = adapter
         self._retired.pop(adapter.digest, None)
         self.pending.pop(adapter.name, None)
-        if before is not None:
+        if before is not None and before.digest:
             self._retire(before)
         self.on_change()
 
     def remove(self, name: str) -> bool:
         """The name is not served any more. False if it was unknown."""
-        is_pending = self.pending.pop(name, None) is not None
+        self.pending.pop(name, None)
         adapter = self.named.pop(name, None)
-        if adapter is not None:
+        if adapter is not None and adapter.digest:
             self._retire(adapter)
-        return is_pending or adapter is not None
+        return adapter is not None
 
     def _retire(self, adapter: Adapter) -> None:
         if self.wants(adapter.digest):
@@ -76,6 +81,8 @@ class AdapterRegistry:
             return
         if name not in self.named:
             raise ApiError(404, f"adapter '{name}' was unloaded meanwhile", "model", "model_not_found")
+        if name in self.pending:
+            raise not_ready(f"adapter '{name}' is not loaded yet: {self.pending[name]}")
         digest = self.named[name].digest
         self._uses[digest] += 1
         try:

@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from math import ceil
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -22,6 +23,7 @@ from gateway.router.request import AttemptFailed, Request
 from gateway.router.sleep import ModelGate
 from runtime.ops import SECONDS_BUCKETS
 
+ADAPTER_POLL_S = 0.1
 log = structlog.get_logger()
 
 
@@ -117,7 +119,11 @@ class Router:
         self._queue.begin_choice(admitted)
         if wake_s:
             admitted.note(f"the model was asleep: the request waited {wake_s:.1f} s until it was awake")
-        with self.model.inside(), self._fleet.adapters.hold(wanted.adapter) as adapter:
+        with ExitStack() as held:
+            held.enter_context(self.model.inside())
+            with self.gate.waiting():
+                await self._wait_for_adapter(wanted.adapter)
+            adapter = held.enter_context(self._fleet.adapters.hold(wanted.adapter))
             first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
             request = Request(
                 wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter, wake_s=wake_s
@@ -153,6 +159,13 @@ class Router:
                 raise
             finally:
                 record.close(self._clock())
+
+    async def _wait_for_adapter(self, name: str) -> None:
+        """While it is pending, for patience: then whoever holds it gets the error."""
+        for _try in range(ceil(self._patience_s / ADAPTER_POLL_S)):
+            if name not in self._fleet.adapters.pending:
+                return
+            await asyncio.sleep(ADAPTER_POLL_S)
 
     async def _wait_for_places(self, request: Request) -> Waiter:
         """Raises ApiError where the request gets none."""

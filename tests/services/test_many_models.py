@@ -1,5 +1,6 @@
 """Three models behind one gateway, of which two are awake: real processes, killed while they wake."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.live import HTTP, HTTP_S, WAIT_S, Live, serve, wait_until
+from tests.support.lora import write_adapter
 
 DRAFT = Path(__file__).parents[2] / "demo" / "draft"
 NAMES = ("a", "b", "c")
@@ -18,11 +20,14 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    """Models "a" and "b" are the demo, "c" is its draft model: each has a decode worker."""
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Models "a" and "b" are the demo, "c" is its draft model, with an adapter "tale": each has a decode worker."""
+    tale = tmp_path_factory.mktemp("tale")
+    write_adapter(tale, DRAFT, "llama", seed=0)
     with serve(
         "a=demo", "--model=b=demo", f"--model=c={DRAFT}", "--max-awake=2", "--prefill-workers=0", "--dtype=float32",
-        "--threads=1", "--draft-model=none", "--max-context-tokens=512", hands_over=False,
+        "--threads=1", "--draft-model=none", "--max-context-tokens=512", "--kv-host-gib=1", f"--lora=tale={tale}@c",
+        hands_over=False,
     ) as service:  # fmt: skip
         yield service
 
@@ -65,13 +70,13 @@ def put_to_sleep(live: Live, model: str) -> None:
 
 def test_each_name_gets_its_model(live: Live) -> None:
     listed = HTTP.get(f"{live.url}/v1/models", timeout=HTTP_S).json()["data"]
-    assert [(one["id"], one["root"]) for one in listed] == [(name, name) for name in NAMES]
+    assert [(one["id"], one.get("parent")) for one in listed] == [*((name, None) for name in NAMES), ("tale", "c")]
     assert read_states(live) == {"a": "awake", "b": "awake", "c": "asleep"}
     assert {worker["model"] for worker in live.status()} == {"a", "b"}
     texts = {name: text_of(ask(live, name, seed=3)) for name in ("a", "b")}
     assert texts["a"] == texts["b"]
     refused = ask(live, "d")
-    assert refused.status_code == 404 and "this service has 'a', 'b', 'c'" in refused.text
+    assert refused.status_code == 404 and "this service has 'a', 'b', 'c', 'tale'" in refused.text
     assert live.metric("gateway", "request_success_total", {"model": "b"}) == 1
     assert HTTP.get(f"{live.url}/ready", timeout=HTTP_S).status_code == 200
 
@@ -80,13 +85,13 @@ def test_a_request_wakes_its_model_in_the_place_of_the_one_used_longest_ago(live
     text_of(ask(live, "b"))
     before = find_worker(live, "a")
     assert before is not None and find_worker(live, "c") is None
-    answer = ask(live, "c", seed=3)
-    assert text_of(answer) != text_of(ask(live, "b", seed=3)), "c is another model"
+    answer = ask(live, "tale", seed=3)  # which no worker has loaded
+    assert text_of(answer) != text_of(ask(live, "c", seed=3)) != text_of(ask(live, "b", seed=3))
     waited_s = answer.json()["choices"][0]["timing"]["wake_seconds"]
     assert waited_s > 0 and answer.headers["x-baton-warning"].startswith("the model was asleep: the request waited ")
     assert read_states(live) == {"a": "asleep", "b": "awake", "c": "awake"}
     assert not Path(f"/proc/{before}").exists(), "its memory is free"
-    again = ask(live, "c", seed=3)
+    again = ask(live, "tale", seed=3)
     assert text_of(again) == text_of(answer) and "x-baton-warning" not in again.headers
     assert "wake_seconds" not in again.json()["choices"][0]["timing"]
 
@@ -103,8 +108,8 @@ def test_no_request_is_lost_when_all_models_are_asked_at_once(live: Live) -> Non
     assert sum(find_worker(live, name) is not None for name in NAMES) <= 2
 
 
-@pytest.mark.parametrize("model", ["a", "c"])
-def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live, model: str) -> None:
+def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live) -> None:
+    model = "a"
     expected = text_of(ask(live, model, seed=9))
     put_to_sleep(live, model)
     pid: list[int] = []
@@ -121,12 +126,33 @@ def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live, model: str)
         assert [text_of(answer.result()) for answer in answers] == [expected] * 4
 
 
-def test_a_stream_of_a_sleeping_model_begins_when_it_is_awake(live: Live) -> None:
+def test_a_worker_killed_while_it_falls_asleep_loses_no_request(live: Live) -> None:
+    expected = {name: text_of(ask(live, name, seed=9)) for name in NAMES}  # "b" was used longest ago of those awake
+    pid = find_worker(live, "b")
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it does not end when asked to
+    with ThreadPoolExecutor(2) as pool:
+        woken = pool.submit(ask, live, "a", 9)
+        wait_until(lambda: read_states(live)["b"] == "falling asleep", explain=lambda: read_states(live))
+        falling = pool.submit(ask, live, "b", 9)
+        os.kill(pid, signal.SIGKILL)
+        assert (text_of(woken.result()), text_of(falling.result())) == (expected["a"], expected["b"])
+
+
+def test_a_conversation_outlives_the_sleep_of_its_model(live: Live) -> None:
+    """Its KV lies in files. A stream begins when the model is awake."""
+    body: dict[str, Any] = {"model": "b", "prompt": PROMPT * 12, "max_tokens": 4, "temperature": 0}
+    before = HTTP.post(f"{live.url}/v1/completions", json=body, timeout=WAIT_S)
     put_to_sleep(live, "b")
-    body: dict[str, Any] = {"model": "b", "prompt": PROMPT, "max_tokens": 4, "stream": True}
-    with HTTP.stream("POST", f"{live.url}/v1/completions", json=body, timeout=WAIT_S) as response:
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with HTTP.stream("POST", f"{live.url}/v1/completions", json=streamed, timeout=WAIT_S) as response:
         assert response.status_code == 200 and "the model was asleep" in response.headers["x-baton-warning"]
-        assert response.read().endswith(b"data: [DONE]\n\n")
+        *events, last = response.read().decode().removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    *chunks, usage = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(before)
+    num_prompt = before.json()["usage"]["prompt_tokens"]
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == (num_prompt - 1) // 16 * 16 > 0
 
 
 def test_a_killed_worker_of_an_awake_model_is_started_again(live: Live) -> None:

@@ -273,17 +273,35 @@ def test_without_workers_that_take_adapters_the_load_is_refused() -> None:
 
 
 def test_the_gateway_is_ready_once_the_first_adapters_are_loaded() -> None:
-    with virtual_fleet() as fleet:
+    with virtual_fleet(patience_s=5.0) as fleet:
         loads, worker = Loads(fleet), fleet.decodes[0]
         worker.folders.pop("/b")
         task: asyncio.Task[None] = fleet.loop.create_task(loads.loader.load_first({"one": "/a", "two": "/b"}))
         fleet.run()
         reason = fleet.router.check_ready()
         assert reason is not None and reason.startswith("adapter two is not loaded yet: worker D1: /b")
+        waiting = fleet.ask(named("two"))
+        assert waiting.error is None
         worker.folders["/b"] = "B"
         fleet.run(2 * AGAIN_S)
         assert fleet.router.check_ready() is None and task.done()
+        finish(fleet, waiting)
         assert fleet.registry.get_sample_value("baton:adapters_loaded") == 2
+
+
+def test_a_request_waits_for_an_adapter_of_the_start_no_longer_than_its_patience() -> None:
+    with virtual_fleet(patience_s=5.0) as fleet:
+        loads = Loads(fleet)
+        fleet.decodes[0].folders.pop("/a")
+        fleet.loop.create_task(loads.loader.load_first({"one": "/a"}))
+        client = fleet.ask(named("one"))
+        assert client.error is None
+        fleet.run(5.0 + POLL_S)
+        assert client.error is not None and client.error.status == 503
+        assert client.error.message.startswith("adapter 'one' is not loaded yet: worker D1: /a")
+        assert loads.unload("one") is None
+        fleet.run(2 * AGAIN_S)
+        assert not fleet.fleet.adapters.named and not fleet.fleet.adapters.pending
 
 
 def test_adapters_share_no_pages() -> None:
