@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import mimetypes
 import re
 import shutil
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from cli.service import URL, ApiKey, CommandError, Service, Url
+from wire.image_files import MAX_FILE_BYTES, TAKEN, find_type
 
 HELP = """/help                               this text
 /stats                              time to first token and rate of the last answer
@@ -69,12 +69,19 @@ class Conversation:
 
     def add_image(self, path: str) -> None:
         """To the next message. Raises CommandError."""
-        kind, _encoding = mimetypes.guess_type(path)
+        if not path:
+            raise CommandError("/image needs a file: /image FILE")
         try:
-            data = base64.b64encode(Path(path).expanduser().read_bytes()).decode()
+            with Path(path).expanduser().open("rb") as opened:
+                file = opened.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError, RuntimeError) as error:
-            raise CommandError(f"{path} cannot be read: {error}") from error
-        self.images.append(f"data:{kind or 'application/octet-stream'};base64,{data}")
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise CommandError(f"{path} cannot be read: {why}") from error
+        if (kind := find_type(file)) is None:
+            raise CommandError(f"{path} is no {TAKEN} file")
+        if len(file) > MAX_FILE_BYTES:
+            raise CommandError(f"{path} has more than {MAX_FILE_BYTES} bytes, which is the most for an image")
+        self.images.append(f"data:{kind};base64,{base64.b64encode(file).decode()}")
 
     def model(self) -> str:
         """The model's name, asked from the service when none was given."""
@@ -105,6 +112,10 @@ class Conversation:
             for part in self._stream([*self.history, question]):
                 answer += part
                 yield part
+        except CommandError as error:
+            if parts and not answer:
+                raise CommandError(f"{error}\nneither the message nor its images are kept") from error
+            raise
         finally:
             if answer:
                 self.history += [question, {"role": "assistant", "content": answer}]
@@ -203,8 +214,8 @@ def run_command(conversation: Conversation, line: str) -> str:
         case "/stats":
             return conversation.stats.describe()
         case "/image":
-            conversation.add_image(rest.strip())
-            return f"{len(conversation.images)} for the next message"
+            conversation.add_image(rest.strip().strip("'\""))  # terminals quote a file that is dropped on them
+            return f"images of the next message: {len(conversation.images)}"
         case "/metrics":
             return "\n".join(conversation.metrics())
         case "/reset":

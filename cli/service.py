@@ -83,7 +83,8 @@ def describe_refusal(response: httpx.Response) -> str:
     """What the service says of an error, and what to do about it."""
     try:
         error = response.json()["error"]
-        text = f"{error['message']}" + (f" (param {error['param']})" if error.get("param") else "")
+        text, param = f"{error['message']}", error.get("param")
+        text += f" (param {param})" if param and param not in text else ""
     except (ValueError, KeyError, TypeError):
         text = response.text[:200] or response.reason_phrase
     code = response.status_code

@@ -1,4 +1,4 @@
-"""Asks Baton over gRPC: the models, a text to continue, a conversation, one that calls a tool, and what an image shows.
+"""Asks Baton over gRPC: the models, a text to continue, a conversation, and one that calls a tool or sees an image.
 
 Usage: python client.py [HOST:PORT [IMAGE]]. README.md has the command that generates the code it imports.
 """
@@ -77,9 +77,11 @@ def main() -> int:
             list_models(stub)
             generate(stub, "Once upon a time")
             chat(stub, [pb.ChatMessage(role="user", content="What is 12 plus 30?")], [])
-            chat_with_tool(stub, "What is the weather in Paris?")
-            for path in sys.argv[2:]:
-                chat(stub, [pb.ChatMessage(role="user", content="What is this?", images=[Path(path).read_bytes()])], [])
+            if len(sys.argv) > 2:  # instead of the tool: many models that take images know none
+                image = Path(sys.argv[2]).read_bytes()
+                chat(stub, [pb.ChatMessage(role="user", content="What is this?", images=[image])], [])
+            else:
+                chat_with_tool(stub, "What is the weather in Paris?")
         except grpc.RpcError as error:
             print(f"\n{error.code().name}: {error.details()}", file=sys.stderr)
             return 1

@@ -1,4 +1,4 @@
-// Asks Baton over gRPC: the models, a text to continue, a conversation, one that calls a tool, and what an image shows.
+// Asks Baton over gRPC: the models, a text to continue, a conversation, and one that calls a tool or sees an image.
 // Usage: npm start -- [HOST:PORT [IMAGE]]. `npm run generate` makes the types that it imports.
 import { credentials, loadPackageDefinition, Metadata, type ClientReadableStream, type ServiceError } from "@grpc/grpc-js";
 import { loadSync } from "@grpc/proto-loader";
@@ -84,10 +84,9 @@ try {
   for (const model of (await listModels()).models) console.log(`model: ${model.id}, ${model.context_tokens} tokens`);
   await generate("Once upon a time");
   await chat([{ role: "user", content: "What is 12 plus 30?" }], []);
-  await chatWithTool("What is the weather in Paris?");
-  for (const path of process.argv.slice(3)) {
-    await chat([{ role: "user", content: "What is this?", images: [readFileSync(path)] }], []);
-  }
+  const path = process.argv[3]; // of an image, instead of the tool: many models that take images know none
+  if (path) await chat([{ role: "user", content: "What is this?", images: [readFileSync(path)] }], []);
+  else await chatWithTool("What is the weather in Paris?");
 } catch (error) {
   console.error(`\n${(error as ServiceError).message}`);
   process.exitCode = 1;

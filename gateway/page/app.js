@@ -7,6 +7,7 @@ const at = (id) => document.getElementById(id);
 let messages = JSON.parse(sessionStorage.getItem("messages") ?? "[]"); // the conversation, as the API takes it
 let model = "";
 let running = null; // AbortController of the answer that is being written
+let attached = []; // images of the next message, as data URIs
 
 at("key").value = sessionStorage.getItem("key") ?? "";
 at("key").addEventListener("change", () => { sessionStorage.setItem("key", at("key").value); findModel(); });
@@ -16,6 +17,17 @@ at("new").addEventListener("click", startAnew);
 at("settings").addEventListener("toggle", toEnd);
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("form").requestSubmit(); }
+});
+at("attach").addEventListener("click", () => at("images").click());
+at("images").addEventListener("change", () => { attach([...at("images").files]); at("images").value = ""; });
+at("prompt").addEventListener("paste", (event) => {
+  const { files, types } = event.clipboardData; // cells of a table come as text and as a picture
+  if (files.length && !types.includes("text/plain")) { event.preventDefault(); attach([...files]); }
+});
+for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => {
+  if (!event.dataTransfer.types.includes("Files")) return;
+  event.preventDefault(); // otherwise the browser leaves the page for the file
+  attach([...event.dataTransfer.files]); // none before the drop
 });
 restore();
 findModel();
@@ -43,12 +55,43 @@ async function showExamples() {
   }
 }
 
+async function attach(files) {
+  if (!files.length) return;
+  if (at("attach").hidden) { showError(`${model || "The model"} takes no images.`); return; }
+  showError("");
+  for (const file of files) {
+    if (!at("images").accept.split(",").includes(file.type)) showError(`${file.name} is no PNG, JPEG, WebP or GIF.`);
+    else await readFile(file).then((url) => attached.push(url), () => showError(`${file.name} cannot be read.`));
+  }
+  showAttached();
+}
+
+function showAttached() {
+  at("attached").replaceChildren(...attached.map((url, place) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = `Remove image ${place + 1}`;
+    button.append(showImage(url, button.title));
+    button.addEventListener("click", () => { attached.splice(place, 1); showAttached(); });
+    return button;
+  }));
+}
+
+function showImage(url, text) {
+  const image = document.createElement("img");
+  image.alt = text;
+  image.src = url;
+  return image;
+}
+
 async function send() {
   const text = at("prompt").value.trim();
   if (!text || running) return;
   running = new AbortController();
-  const images = await Promise.all([...at("images").files].map(readFile));
-  const content = images.length ? [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }] : text;
+  const images = attached.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = images.length ? [...images, { type: "text", text }] : text;
+  attached = [];
+  showAttached();
   at("send").hidden = true; at("stop").hidden = false;
   at("prompt").value = "";
   at("hint").hidden = true;
@@ -63,25 +106,26 @@ async function send() {
     const response = await call("v1/chat/completions", body(), running.signal);
     for await (const chunk of events(response.body)) take(chunk, answer, article);
   } catch (error) {
-    if (error.name !== "AbortError" && mine === messages) showError(error.message);
+    const why = error.message.replace(/^messages\[\d+\]\.content\[(\d+)\]\.image_url\.url/, (_, place) => `Image ${+place + 1}`);
+    if (error.name !== "AbortError" && mine === messages) showError(why);
   } finally {
     running = null;
     at("send").hidden = false; at("stop").hidden = true;
   }
   if (mine !== messages) return;
-  if (answer.text) {
-    mine.push({ role: "assistant", content: answer.text });
-    at("images").value = "";
-  } else takeBack(question, article, answer);
+  if (answer.text) mine.push({ role: "assistant", content: answer.text });
+  else takeBack(question, article, answer);
   save();
   if (answer.first !== null) showTiming(answer);
   at("prompt").focus();
 }
 
-// There is no answer: the prompt goes back to where it was typed, to be sent again.
+// There is no answer: prompt and images go back to where they were entered, to be sent again.
 function takeBack(question, article, answer) {
-  messages.pop();
-  at("prompt").value ||= question.textContent;
+  const { content } = messages.pop();
+  at("prompt").value ||= textOf(content);
+  attached.unshift(...imagesOf(content));
+  showAttached();
   if (!answer.reasoning) { question.remove(); article.remove(); }
 }
 
@@ -100,10 +144,16 @@ function readFile(file) {
 }
 
 function textOf(content) { return typeof content === "string" ? content : content.at(-1).text; }
+function imagesOf(content) { return typeof content === "string" ? [] : content.slice(0, -1).map((part) => part.image_url.url); }
 
-// After a reload. A question whose answer was cut off by it goes back to where it was typed.
+// After a reload. A question whose answer was cut off by it goes back to where it was entered.
 function restore() {
-  if (messages.at(-1)?.role === "user") at("prompt").value = textOf(messages.pop().content);
+  if (messages.at(-1)?.role === "user") {
+    const { content } = messages.pop();
+    at("prompt").value = textOf(content);
+    attached = imagesOf(content);
+    showAttached();
+  }
   for (const { role, content } of messages) show(role, content);
   at("hint").hidden = messages.length > 0;
 }
@@ -235,12 +285,14 @@ function showError(message) { at("error").textContent = message; at("error").hid
 function show(role, content = "") {
   const article = document.createElement("article");
   article.className = role;
-  for (const part of typeof content === "string" ? [] : content.slice(0, -1)) {
-    const image = document.createElement("img");
-    image.src = part.image_url.url;
-    article.append(image);
+  const images = document.createElement("div");
+  images.className = "images";
+  for (const url of imagesOf(content)) {
+    const image = showImage(url, "image of the message");
+    image.addEventListener("load", toEnd); // before, it has no height
+    images.append(image);
   }
-  article.append(textOf(content));
+  article.append(images, textOf(content));
   at("chat").append(article);
   toEnd();
   return article;
@@ -249,7 +301,8 @@ function show(role, content = "") {
 function startAnew() {
   running?.abort();
   messages = [];
-  at("images").value = "";
+  attached = [];
+  showAttached();
   save();
   showError("");
   for (const child of [...at("chat").children]) if (child.id !== "hint") child.remove();

@@ -35,6 +35,7 @@ from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, status
 from tests.support.command_line import call, run
+from wire.image_files import MAX_FILE_BYTES
 
 WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
@@ -153,7 +154,7 @@ def test_what_was_said_is_kept_and_what_was_refused_is_not(service: FakeService,
     assert conversation.history[-1] == {"role": "assistant", "content": "break "}, "what came of it"
     kept = list(conversation.history)
     conversation.options["temperature"] = 9
-    with pytest.raises(CommandError, match=r"400: temperature is 9; at most 2 \(param temperature\)"):
+    with pytest.raises(CommandError, match=r"400: temperature is 9; at most 2$"):
         list(conversation.ask("hello"))
     assert conversation.history == kept
     conversation.reset()
@@ -162,15 +163,28 @@ def test_what_was_said_is_kept_and_what_was_refused_is_not(service: FakeService,
 
 def test_images_go_with_the_next_message(service: FakeService, conversation: Conversation, tmp_path: Path) -> None:
     file = tmp_path / "a picture.png"
-    file.write_bytes(b"abc")
-    assert run_command(conversation, f"/image {file}") == "1 for the next message"
-    with pytest.raises(CommandError, match="cannot be read"):
-        run_command(conversation, "/image nowhere.png")
+    image = b"\xff\xd8\xff"  # a JPEG's first bytes, whatever its name says
+    file.write_bytes(image)
+    (tmp_path / "notes.png").write_text("abc")
+    (tmp_path / "long.png").write_bytes(image.ljust(MAX_FILE_BYTES + 1))
+    assert run_command(conversation, f"/image '{file}'") == "images of the next message: 1"
+    for name, why in (
+        ("", "needs a file"), ("nowhere.png", r"nowhere.png cannot be read: No such file or directory$"),
+        ("notes.png", "notes.png is no PNG, JPEG, WebP or GIF file"),
+        ("long.png", "has more than 20971520 bytes"),
+    ):  # fmt: skip
+        with pytest.raises(CommandError, match=why):
+            run_command(conversation, f"/image {tmp_path / name if name else name}")
+    conversation.options["temperature"] = 9
+    with pytest.raises(CommandError, match="at most 2\nneither the message nor its images are kept"):
+        list(conversation.ask("see"))
+    del conversation.options["temperature"]
+    run_command(conversation, f"/image {file}")
     list(conversation.ask("see"))
     list(conversation.ask("again"))
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
-    said = [message["content"] for message in service.bodies[1]["messages"] if message["role"] == "user"]
-    assert said == [[image, {"type": "text", "text": "see"}], "again"]
+    part = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/"}}
+    said = [message["content"] for message in service.bodies[2]["messages"] if message["role"] == "user"]
+    assert said == [[part, {"type": "text", "text": "see"}], "again"]
 
 
 def test_settings_are_parsed() -> None:

@@ -8,6 +8,8 @@ A check's name says what the client must be able to do with the demo model:
     required   a call that the model would not make by itself, with arguments that fit their schema
     schema     a right answer in JSON that fits its schema
     enforced   an answer in JSON to a question that the model would answer in prose
+    image      an image's tokens count in the usage, asked again they are cached; a damaged one ends in the client's own
+               exception, with the part and the reason
     error      a request with max_tokens -1 ends in the client's own exception, with the service's message
 """
 
@@ -18,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "error")
+CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "error")
 AGENT_CHECKS = ("answer", "call", "again", "overflow", "begin")  # see with_agents.py
 MARK = "CHECK"  # begins a report's line: MARK, check, "ok", "skip" or "fail", reason
 ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
@@ -75,16 +77,34 @@ def mood(answer: object) -> None:
     assert answer in ({"mood": "happy"}, {"mood": "sad"}), f"an answer that does not fit: {answer!r}"
 
 
-def refused(call: Callable[[], object], error: type[Exception], status: int | None = 400) -> None:
-    """Fails unless `call` raises an `error` that carries the service's message and, where not None, its status."""
+def refused(call: Callable[[], object], error: type[Exception], message: str = ASKED["refusal"]["message"]) -> None:
+    """Fails unless `call` raises an `error` that carries the service's message and the status 400."""
     try:
         call()
     except error as caught:
-        assert ASKED["refusal"]["message"] in str(caught), f"the message is lost: {caught}"
-        if status is not None:
-            same(getattr(caught, "status_code", None), status)
+        assert message in str(caught), f"the message is lost: {caught}"
+        same(getattr(caught, "status_code", None), 400)
         return
     raise AssertionError("no error was raised")
+
+
+def image(count: Callable[[Sequence[str]], tuple[int, int]], error: type[Exception], part: str) -> None:
+    """Fails unless images are taken as the check `image` wants it.
+
+    count: PNG files in base64, asked about before ASKED's question |-> the request's tokens, and how many were cached.
+    part: the field of the first one.
+    """
+    asked = ASKED["image"]
+    text, _ = count([])
+    first, _ = count([asked["file"]])
+    again, cached = count([asked["file"]])
+    same((first - text, again), (asked["tokens"], first))
+    assert cached > asked["tokens"], f"{cached} of {again} tokens are cached"
+    refused(lambda: count([asked["damaged"]]), error, f"{part}: {asked['message']}")
+
+
+def data_uri(file: str) -> str:
+    return f"data:image/png;base64,{file}"
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -97,13 +117,17 @@ def user(name: str) -> dict[str, Any]:
     return {"role": "user", "content": ASKED[name]["question"]}
 
 
-def openai_checks(ask: Callable[..., Any]) -> dict[str, Callable[[], object]]:
-    """Checks of tools and schemas for a client with OpenAI's names. `ask`: fields of a request |-> the answer."""
+def openai_checks(ask: Callable[..., Any], error: type[Exception]) -> dict[str, Callable[[], object]]:
+    """Checks of tools, schemas and images for a client with OpenAI's names.
+
+    ask: fields of a request |-> the answer. error: of a request that is refused.
+    """
     return dict(
         tool=lambda: _call_tool(ask),
         required=lambda: _call_required(ask),
         schema=lambda: same(_in_form(ask, "person"), ASKED["person"]["answer"]),
         enforced=lambda: mood(_in_form(ask, "mood")),
+        image=lambda: image(lambda files: _count(ask, files), error, "messages[0].content[0].image_url.url"),
     )
 
 
@@ -129,3 +153,11 @@ def _in_form(ask: Callable[..., Any], name: str) -> Any:
     form = {"name": name, "schema": ASKED[name]["schema"], "strict": True}
     answer = ask(messages=[user(name)], response_format={"type": "json_schema", "json_schema": form})
     return json.loads(answer.choices[0].message.content)
+
+
+def _count(ask: Callable[..., Any], files: Sequence[str]) -> tuple[int, int]:
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(file)}} for file in files]
+    content = [*parts, {"type": "text", "text": ASKED["image"]["question"]}]
+    message = {"role": "user", "content": content}
+    usage = ask(model=ASKED["image"]["model"], messages=[message], max_tokens=4).usage
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens

@@ -1,6 +1,7 @@
 """Runs every client against `baton serve` and prints tables: `make clients`.
 
-Libraries use the demo model; coding agents, whose prompts do not fit it, one that answers by a script (with_agents.py).
+Libraries use the demo model and a tiny one that takes images; coding agents, whose prompts do not fit these, one that
+answers by a script (with_agents.py).
 
 Each client gets an environment of its own under build/clients/, filled from its registry. A client that cannot be
 installed is skipped with the reason; one that fails a check makes the exit code 1.
@@ -22,7 +23,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from tests.clients.checks import AGENT_CHECKS, CHECKS, MARK
+from tests.clients.checks import AGENT_CHECKS, ASKED, CHECKS, MARK
+from tests.support.checkpoints_vision import write_vlm_checkpoint
 from tests.support.live import serve
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,7 @@ class Client:
 CLIENTS = (
     Client("openai-python", "python", "openai>=3,<4", "with_openai"),
     Client("openai-node", "node", "openai", "openai_node"),
+    Client("anthropic-python", "python", "anthropic>=1.17,<2", "with_anthropic"),
     Client("vercel-ai", "node", "ai", "vercel_ai"),
     Client("langchain-openai", "python", "langchain-openai>=1.7,<2", "with_langchain"),
     Client("litellm", "python", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
@@ -162,7 +165,8 @@ def _service(url: str) -> Iterator[str]:
     if url:
         yield url
         return
-    with serve("demo", "--dtype=float32") as live:
+    images = write_vlm_checkpoint(BUILD / "images", "qwen2_5_vl")  # of random weights
+    with serve("demo", f"--model={ASKED['image']['model']}={images}", "--dtype=float32") as live:
         yield f"{live.url}/v1"
 
 
@@ -185,7 +189,7 @@ def main() -> int:
     parser.add_argument(
         "clients", nargs="*", metavar="CLIENT", help="only these: " + ", ".join(c.name for c in CLIENTS)
     )
-    parser.add_argument("--url", default="", help="a running service of the demo model, with /v1, instead of a new one")
+    parser.add_argument("--url", default="", help="of a running service of both models, with /v1, instead of a new one")
     arguments = parser.parse_args()
     if unknown := set(arguments.clients) - {client.name for client in CLIENTS}:
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")

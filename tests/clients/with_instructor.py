@@ -1,12 +1,13 @@
 """instructor: answers as pydantic models, by tools or by a JSON schema."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import instructor
 import openai
 from pydantic import BaseModel, Field
 
-from tests.clients.checks import ASKED, base_url, light_call, mood, pieces_of, refused, run, same, user
+from tests.clients.checks import ASKED, base_url, data_uri, image, light_call, mood, pieces_of, refused, run, same, user
 
 plain = openai.OpenAI(base_url=base_url(), api_key="none", max_retries=0)
 by_tools: Any = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
@@ -52,6 +53,13 @@ def stream() -> None:
     pieces_of([chunk.choices[0].delta.content or "" for chunk in chunks])
 
 
+def count(files: Sequence[str]) -> tuple[int, int]:
+    content = [*(instructor.Image.from_base64(data_uri(file)) for file in files), ASKED["image"]["question"]]
+    body = {"model": ASKED["image"]["model"], "max_tokens": 4, "response_model": None}
+    usage = by_tools.chat.completions.create(messages=[{"role": "user", "content": content}], **body).usage
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
 def error() -> None:
     refused(lambda: ask(by_tools, "sum", None, max_tokens=ASKED["refusal"]["max_tokens"]), openai.BadRequestError)
 
@@ -65,6 +73,7 @@ if __name__ == "__main__":
             required=lambda: light_call(Light.__name__, ask(by_tools, "light", Light).model_dump()),
             schema=lambda: same(ask(by_schema, "person", Person).model_dump(), ASKED["person"]["answer"]),
             enforced=lambda: mood(ask(by_schema, "mood", Mood).model_dump()),
+            image=lambda: image(count, openai.BadRequestError, "messages[0].content[0].image_url.url"),
             error=error,
         )
     )

@@ -1,12 +1,13 @@
 """langchain-openai."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import openai
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
-from tests.clients.checks import ASKED, base_url, light_call, mood, pieces_of, refused, run, same, tool
+from tests.clients.checks import ASKED, base_url, data_uri, image, light_call, mood, pieces_of, refused, run, same, tool
 
 MODEL: Any = ChatOpenAI(
     model=ASKED["model"], base_url=base_url(), api_key="none", temperature=0, max_tokens=200, max_retries=0
@@ -52,6 +53,13 @@ def schema() -> None:
     same(in_form("person"), ASKED["person"]["answer"])
 
 
+def count(files: Sequence[str]) -> tuple[int, int]:
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(file)}} for file in files]
+    message = HumanMessage([*parts, {"type": "text", "text": ASKED["image"]["question"]}])
+    usage = MODEL.bind(model=ASKED["image"]["model"], max_tokens=4).invoke([message]).usage_metadata
+    return usage["input_tokens"], usage["input_token_details"]["cache_read"]
+
+
 def error() -> None:
     refused(
         lambda: MODEL.bind(max_tokens=ASKED["refusal"]["max_tokens"]).invoke([question("sum")]), openai.BadRequestError
@@ -67,6 +75,7 @@ if __name__ == "__main__":
             required=required,
             schema=schema,
             enforced=lambda: mood(in_form("mood")),
+            image=lambda: image(count, openai.BadRequestError, "messages[0].content[0].image_url.url"),
             error=error,
         )
     )

@@ -12,11 +12,10 @@ from tests.clients.checks import ASKED, base_url, openai_checks, pieces_of, refu
 
 def ask(**fields: Any) -> Any:
     return litellm.completion(
-        model=f"openai/{ASKED['model']}",
         api_base=base_url(),
         api_key="none",
         num_retries=0,
-        **{"temperature": 0, "max_tokens": 200, **fields},
+        **{"temperature": 0, "max_tokens": 200, **fields, "model": f"openai/{fields.get('model', ASKED['model'])}"},
     )
 
 
@@ -35,4 +34,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(dict(chat=chat, stream=stream, error=error, **openai_checks(ask)))
+    run(dict(chat=chat, stream=stream, error=error, **openai_checks(ask, litellm.BadRequestError)))

@@ -1,14 +1,16 @@
 """llm, the command and the library, with the service as one of its extra OpenAI models."""
 
+import base64
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.clients.checks import ASKED, base_url, mood, pieces_of, run, same
+from tests.clients.checks import ASKED, base_url, image, mood, pieces_of, run, same
 
 FOLDER = tempfile.TemporaryDirectory()
 os.environ["LLM_USER_PATH"] = FOLDER.name  # llm reads it when imported, and so does the command
@@ -20,11 +22,17 @@ os.environ["LLM_USER_PATH"] = FOLDER.name  # llm reads it when imported, and so 
   api_key_name: baton
   supports_tools: true
   supports_schema: true
+- model_id: images
+  model_name: {ASKED["image"]["model"]}
+  api_base: {base_url()}
+  api_key_name: baton
+  vision: true
 """
 )
 (Path(FOLDER.name) / "keys.json").write_text('{"baton": "none"}')
 
 import llm  # noqa: E402
+import openai  # noqa: E402
 
 OPTIONS = {"temperature": 0, "max_tokens": 200}
 
@@ -64,6 +72,14 @@ def in_form(name: str) -> Any:
     return json.loads(answer.text())
 
 
+def count(files: Sequence[str]) -> tuple[int, int]:
+    attached = [llm.Attachment(type="image/png", content=base64.b64decode(file)) for file in files]
+    model = llm.get_model("images")
+    answer = model.prompt(ASKED["image"]["question"], attachments=attached, stream=False, temperature=0, max_tokens=4)
+    usage = answer.usage()
+    return usage.input, (usage.details or {}).get("prompt_tokens_details", {}).get("cached_tokens", 0)
+
+
 def error() -> None:
     found = command("-o", "max_tokens", str(ASKED["refusal"]["max_tokens"]))
     assert found.returncode != 0
@@ -79,6 +95,7 @@ if __name__ == "__main__":
             required="llm cannot ask for a call",
             schema=lambda: same(in_form("person"), ASKED["person"]["answer"]),
             enforced=lambda: mood(in_form("mood")),
+            image=lambda: image(count, openai.BadRequestError, "messages[0].content[1].image_url.url"),
             error=error,
         )
     )

@@ -1,10 +1,11 @@
 """openai-python."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import openai
 
-from tests.clients.checks import ASKED, base_url, openai_checks, pieces_of, refused, run, same, user
+from tests.clients.checks import ASKED, base_url, data_uri, image, openai_checks, pieces_of, refused, run, same, user
 
 client = openai.OpenAI(base_url=base_url(), api_key="none", max_retries=0)
 
@@ -27,6 +28,19 @@ def stream() -> None:
     assert chunks[-1].usage.completion_tokens > 3
 
 
+def count_by_responses(files: Sequence[str]) -> tuple[int, int]:
+    parts = [{"type": "input_image", "detail": "auto", "image_url": data_uri(file)} for file in files]
+    content = [*parts, {"type": "input_text", "text": ASKED["image"]["question"]}]
+    asked: Any = {"model": ASKED["image"]["model"], "input": [{"role": "user", "content": content}]}
+    usage: Any = client.responses.create(**asked, max_output_tokens=4).usage
+    return usage.input_tokens, usage.input_tokens_details.cached_tokens
+
+
+def images() -> None:
+    CHECKS["image"]()
+    image(count_by_responses, openai.BadRequestError, "input[0].content[0].image_url")
+
+
 def error() -> None:
     refused(lambda: ask(messages=[user("sum")], max_tokens=ASKED["refusal"]["max_tokens"]), openai.BadRequestError)
     try:
@@ -37,5 +51,7 @@ def error() -> None:
         raise AssertionError("no error for an unknown model")
 
 
+CHECKS = openai_checks(ask, openai.BadRequestError)
+
 if __name__ == "__main__":
-    run(dict(chat=chat, stream=stream, error=error, **openai_checks(ask)))
+    run({**CHECKS, "chat": chat, "stream": stream, "image": images, "error": error})

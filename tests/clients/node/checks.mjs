@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 
 export const baseUrl = process.argv[2];
 export const ASKED = JSON.parse(readFileSync(process.argv[3], "utf8"));
-const CHECKS = ["chat", "stream", "tool", "required", "schema", "enforced", "error"];
+const CHECKS = ["chat", "stream", "tool", "required", "schema", "enforced", "image", "error"];
 
 /** Runs a client's checks, one line each, and ends the script: with 1 if any failed. */
 export async function run(checks) {
@@ -41,6 +41,22 @@ export function mood(answer) {
   assert.deepEqual(Object.keys(answer), ["mood"]);
   assert.ok(["happy", "sad"].includes(answer.mood), `an answer that does not fit: ${JSON.stringify(answer)}`);
 }
+
+/**
+ * Fails unless images are taken as checks.py wants it. `count`: PNG files in base64, asked about before ASKED's
+ * question |-> the request's tokens, and how many were cached; `part`: the field of the first one.
+ */
+export async function image(count, Kind, part) {
+  const { file, tokens, damaged, message } = ASKED.image;
+  const [text] = await count([]);
+  const [first] = await count([file]);
+  const [again, cached] = await count([file]);
+  assert.deepEqual([first - text, again], [tokens, first]);
+  assert.ok(cached > tokens, `${cached} of ${again} tokens are cached`);
+  await refused(() => count([damaged]), Kind, `${part}: ${message}`);
+}
+
+export const dataUri = (file) => `data:image/png;base64,${file}`;
 
 /** Fails unless `call` rejects with a `Kind` of error that carries the service's message and status. */
 export async function refused(call, Kind, message = ASKED.refusal.message, status = 400) {

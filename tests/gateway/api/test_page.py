@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import FilePayload, Page, sync_playwright
 
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
@@ -228,19 +228,57 @@ def test_reasoning_folds_when_the_answer_begins(served: Served) -> None:
 
 
 @needs_chromium
-def test_images_go_with_a_message_of_a_model_that_takes_them(served: Served, tmp_path: Path) -> None:
+def test_images_are_taken_by_button_paste_and_drop(tmp_path: Path) -> None:
+    red, green, blue = map(picture, ("red", "green", "blue"))
+    with run_api(tmp_path / "vision", ApiOptions(), write_vision) as seeing, opened(seeing.url, 360) as page:
+        page.wait_for_selector("#attach")
+        with page.expect_file_chooser() as chooser:
+            page.click("#attach")
+        chooser.value.set_files([FilePayload(name="red.png", mimeType="image/png", buffer=red)])
+        page.wait_for_selector("#attached img")
+        give(page, "paste", "picture.png", "image/png", green)
+        page.wait_for_selector("#attached img >> nth=1")
+        give(page, "drop", "picture.png", "image/png", blue)
+        page.wait_for_selector("#attached img >> nth=2")
+        give(page, "drop", "notes.txt", "text/plain", b"abc")
+        page.wait_for_selector("#error >> text=notes.txt is no PNG, JPEG, WebP or GIF.")
+        assert is_in_view(page, "#send") and page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.click("#attached button >> nth=1")
+        give(page, "drop", "cut.png", "image/png", red[:60])
+        page.wait_for_selector("#attached img >> nth=2")
+        send(page, "What are these?")
+        page.wait_for_selector("#error >> text=Image 3: it is damaged")
+        page.click("#attached button >> nth=2")
+        seeing.engine.reset(seeing.script("Two colours."))
+        content: Any = send_and_read(page, page.input_value("#prompt"))[0]["content"]
+        assert content[-1]["text"] == "What are these?", "it came back with its images"
+        assert [part["image_url"]["url"] for part in content[:-1]] == [data_uri(red), data_uri(blue)]
+        page.wait_for_selector(".timing")
+        assert [image.data for image in seeing.engine.generations[0].images] == [red, blue]
+        page.reload()
+        page.wait_for_selector("article.user img >> nth=1")
+        assert page.inner_text("article.user") == "What are these?" and page.locator("#attached img").count() == 0
+
+
+@needs_chromium
+def test_a_model_of_texts_is_given_no_images(served: Served) -> None:
     with opened(served.url) as page:
         page.wait_for_selector("#model >> text=tiny")
         assert page.is_hidden("#attach")
-    with run_api(tmp_path / "vision", ApiOptions(), write_vision) as seeing, opened(seeing.url) as page:
-        seeing.engine.reset(seeing.script("Red."))
-        page.wait_for_selector("#attach")
-        (tmp_path / "red.png").write_bytes(picture())
-        page.set_input_files("#images", str(tmp_path / "red.png"))
-        content: Any = send_and_read(page, "What is this?")[0]["content"]
-        assert content[0]["image_url"]["url"] == data_uri(picture()) and content[1]["text"] == "What is this?"
-        page.wait_for_selector("article.assistant >> text=Red.")
-        page.reload()
-        page.wait_for_selector("article.user img")
-        assert page.inner_text("article.user") == "What is this?"
-        assert [image.data for image in seeing.engine.generations[0].images] == [picture()]
+        give(page, "drop", "picture.png", "image/png", picture())
+        page.wait_for_selector("#error >> text=tiny takes no images.")
+        assert page.locator("#attached img").count() == 0
+
+
+def give(page: Page, event: str, name: str, kind: str, file: bytes) -> None:
+    """Paste a file into the prompt, or drop it on the page. event: its name in the DOM."""
+    page.evaluate(
+        """([event, name, kind, bytes]) => {
+            const given = new DataTransfer(), prompt = document.getElementById("prompt");
+            given.items.add(new File([new Uint8Array(bytes)], name, { type: kind }));
+            prompt.dispatchEvent(event === "paste"
+                ? new ClipboardEvent(event, { clipboardData: given, bubbles: true, cancelable: true })
+                : new DragEvent(event, { dataTransfer: given, bubbles: true, cancelable: true }));
+        }""",
+        [event, name, kind, list(file)],
+    )

@@ -1,11 +1,14 @@
-"""The Python example on the demo model, with code generated as its README says."""
+"""The Python example, with code generated as its README says: on the demo model, and with an image."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from gateway.request.prepare import ApiOptions
+from tests.support.api_server import run_api
 from tests.support.live import Live
+from tests.support.vision import picture, write_vision
 
 ROOT = Path(__file__).parents[3]
 PROTOC = "-m grpc_tools.protoc -I../.. --python_out=. --grpc_python_out=. ../../protos/inference.proto"
@@ -32,6 +35,12 @@ def test_the_python_example(demo: Live, tmp_path: Path) -> None:
         "chat: It is sunny and 21 degrees in Paris.",
     ):
         assert line in done.stdout.splitlines()
+    (tmp_path / "red.png").write_bytes(picture())
+    with run_api(tmp_path / "vision", ApiOptions(), write_vision) as served:
+        served.engine.reset(served.script("Red."))
+        done = _python(folder, "client.py", f"127.0.0.1:{served.grpc_port}", str(tmp_path / "red.png"))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "chat: Red."), done.stderr
+    assert [image.data for image in served.engine.generations[-1].images] == [picture()]
     refused = _python(folder, "client.py", "127.0.0.1:1")
     assert refused.returncode == 1
     assert refused.stderr.strip().startswith("UNAVAILABLE")

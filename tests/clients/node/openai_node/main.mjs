@@ -1,7 +1,7 @@
 // openai-node.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
-import { ASKED, baseUrl, lightCall, mood, piecesOf, refused, run } from "../checks.mjs";
+import { ASKED, baseUrl, dataUri, image, lightCall, mood, piecesOf, refused, run } from "../checks.mjs";
 
 const client = new OpenAI({ baseURL: baseUrl, apiKey: "none", maxRetries: 0 });
 
@@ -17,6 +17,20 @@ const ask = (fields) =>
 async function inForm(name) {
   const answer = await ask({ messages: [user(name)], response_format: form(name) });
   return JSON.parse(answer.choices[0].message.content);
+}
+
+async function countByChat(files) {
+  const parts = files.map((file) => ({ type: "image_url", image_url: { url: dataUri(file) } }));
+  const content = [...parts, { type: "text", text: ASKED.image.question }];
+  const { usage } = await ask({ model: ASKED.image.model, max_tokens: 4, messages: [{ role: "user", content }] });
+  return [usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens];
+}
+
+async function countByResponses(files) {
+  const parts = files.map((file) => ({ type: "input_image", detail: "auto", image_url: dataUri(file) }));
+  const input = [{ role: "user", content: [...parts, { type: "input_text", text: ASKED.image.question }] }];
+  const { usage } = await client.responses.create({ model: ASKED.image.model, max_output_tokens: 4, input });
+  return [usage.input_tokens, usage.input_tokens_details.cached_tokens];
 }
 
 await run({
@@ -68,6 +82,10 @@ await run({
   },
   schema: async () => assert.deepEqual(await inForm("person"), ASKED.person.answer),
   enforced: async () => mood(await inForm("mood")),
+  image: async () => {
+    await image(countByChat, OpenAI.BadRequestError, "messages[0].content[0].image_url.url");
+    await image(countByResponses, OpenAI.BadRequestError, "input[0].content[0].image_url");
+  },
   error: () =>
     refused(() => ask({ messages: [user("sum")], max_tokens: ASKED.refusal.max_tokens }), OpenAI.BadRequestError),
 });

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
-import { ASKED, baseUrl, lightCall, mood, piecesOf, refused, run } from "../checks.mjs";
+import { ASKED, baseUrl, image, lightCall, mood, piecesOf, refused, run } from "../checks.mjs";
 
 const provider = createOpenAICompatible({
   name: "baton",
@@ -24,6 +24,14 @@ async function inForm(name) {
     output: Output.object({ schema }),
   });
   return output;
+}
+
+async function count(files) {
+  const parts = files.map((file) => ({ type: "file", data: file, mediaType: "image/png" }));
+  const content = [...parts, { type: "text", text: ASKED.image.question }];
+  const model = provider(ASKED.image.model);
+  const { usage } = await generateText({ ...common, model, maxOutputTokens: 4, messages: [{ role: "user", content }] });
+  return [usage.inputTokens, usage.inputTokenDetails.cacheReadTokens];
 }
 
 await run({
@@ -69,6 +77,7 @@ await run({
   },
   schema: async () => assert.deepEqual(await inForm("person"), ASKED.person.answer),
   enforced: async () => mood(await inForm("mood")),
+  image: () => image(count, APICallError, "messages[0].content[0].image_url.url"),
   // It checks numbers itself, so that only the model's name can be wrong.
   error: () =>
     refused(
