@@ -102,18 +102,18 @@ def test_a_cancelled_call_harms_no_other() -> None:
 
 def test_a_start_outlives_who_asked_for_it_first() -> None:
     """One child is started, for all who wait; a closed one starts none."""
-    started: list[Child] = []
+    started, has_begun = list[Child](), asyncio.Event()
 
     def start() -> Child:
         started.append(Child(MODULE, Do("later"), Do, environment=HERE))
+        has_begun.set()
         return started[-1]
 
     async def test() -> None:
         standing = StandingChild(start, WAIT_S)
         try:
             first, second = (asyncio.create_task(standing.ask(Do("soon"), WAIT_S)) for _ in range(2))
-            while not started:
-                await asyncio.sleep(0)
+            await has_begun.wait()
             first.cancel()
             assert (await second).what == "soon" and first.cancelled() and len(started) == 1
             started[0].kill()
