@@ -28,9 +28,9 @@ from gateway.images.processor_process import (
 from gateway.text.offload import Offload
 from runtime.child import ChildError, ChildServer, StandingChild
 from wire.image_files import MAX_FILE_BYTES
+from wire.images import MAX_IMAGES
 
-MAX_IMAGES = 64  # of one prompt
-MAX_ALL_BYTES = 48 << 20  # of these: they go to a worker in one message (runtime/rpc.py)
+MAX_ALL_BYTES = 48 << 20  # of one prompt's: they go to a worker in one message (runtime/rpc.py)
 MAX_WAITING = 256  # images of all requests; more are refused with 429
 AT_ONCE = 2  # in the process: each may take the memory and CPU time of one
 ALL_S = 180.0  # for a prompt's images, with their wait
