@@ -61,6 +61,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         try:
             drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
             params = build_params(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
+            self.check_images(params)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)

@@ -274,7 +274,7 @@ def assemble_engine(
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     if isinstance(config, ModelConfig) and config.image_token is not None:
-        rows.image_rules = ImageRules(config.image_token, config.image_attention)
+        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
         measured = [*zip(decoders, attention, shapes, strict=True)]

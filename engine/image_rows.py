@@ -22,6 +22,8 @@ from engine.ranges import Ints
 from engine.staging import upload
 from wire.images import ImageSpan
 
+NOT_COUNTED = np.zeros((3, 0), np.int64)  # positions by row and column of a model that does not count them
+
 
 class Encoding(NamedTuple):
     """An image as the language model takes it."""
@@ -38,6 +40,7 @@ class ImageRules(NamedTuple):
 
     token: int  # the image token
     attention: ImageAttention
+    counts_rows: bool  # positions are counted by rows and columns
 
     @property
     def sees_whole(self) -> bool:
@@ -89,34 +92,40 @@ class BatchImages(NamedTuple):
 
 
 def place_images(
-    token_ids: NDArray[np.int32], images: Sequence[tuple[ImageSpan, Encoding | None]], token: int
+    token_ids: NDArray[np.int32], images: Sequence[tuple[ImageSpan, Encoding | None]], rules: ImageRules | None
 ) -> RowImages:
-    """token_ids: of the row, to the end of the last image at least. ValueError for an image without image tokens."""
-    own = [span.begin + np.flatnonzero(token_ids[span.begin : span.end] == token) for span, _ in images]
-    if not all(map(len, own)):
-        raise ValueError("an image without image tokens")
+    """token_ids: of the row, to the end of the last image at least. rules: None: the model takes no images.
+
+    ValueError for images that disagree with the tokens or the model.
+    """
+    if rules is None:
+        raise ValueError("images for a model that takes none")
+    own = [span.begin + np.flatnonzero(token_ids[span.begin : span.end] == rules.token) for span, _ in images]
+    for (span, _), tokens in zip(images, own, strict=True):
+        count = span.end - span.begin
+        if not len(tokens) or (tokens[0], tokens[-1]) != (span.begin, span.end - 1):
+            raise ValueError(f"the image at [{span.begin}, {span.end}) does not begin and end with image tokens")
+        if rules.counts_rows and not span.rows * span.columns == count == len(tokens):
+            counts = f"{count} positions and {len(tokens)} image tokens"
+            raise ValueError(f"an image of {span.rows} x {span.columns} tokens has {counts}")
     places = np.concatenate(own)
     lasts = np.flatnonzero(np.diff(places, append=-1) != 1)  # of each run
     run_ends = np.repeat(places[lasts] + 1, np.diff(lasts, prepend=-1))
     starts = [0, *np.cumsum([len(one) for one in own]).tolist()]
-    turns, num_skipped = _find_turns([span for span, _ in images])
+    turns, num_skipped = _find_turns([span for span, _ in images]) if rules.counts_rows else (NOT_COUNTED, 0)
     return RowImages(places, run_ends, starts, [encoding for _, encoding in images], turns, num_skipped)
 
 
 def _find_turns(spans: Sequence[ImageSpan]) -> tuple[Ints, int]:
     """`turns` and `num_skipped` of `RowImages`."""
-    if not spans[0].rows:
-        return np.zeros((3, 0), np.int64), 0
-    turns = np.tile(np.arange(spans[-1].end), (3, 1))
-    num_skipped = 0
-    for span in spans:
-        count, first = span.end - span.begin, span.begin - num_skipped
-        if count != span.rows * span.columns:
-            raise ValueError(f"an image of {span.rows} x {span.columns} tokens at {count} positions")
-        turns[0, span.begin : span.end] = first
-        turns[1:, span.begin : span.end] = first + np.stack(np.divmod(np.arange(count), span.columns))
-        num_skipped += count - max(span.rows, span.columns)
-        turns[:, span.end :] = np.arange(span.end, turns.shape[1]) - num_skipped
+    turns = np.empty((3, spans[-1].end), np.int64)
+    end = num_skipped = 0
+    for begin, next_end, _digest, rows, columns in spans:
+        turns[:, end:begin] = np.arange(end, begin) - num_skipped
+        turns[:, begin:next_end] = begin - num_skipped
+        turns[1:, begin:next_end] += np.stack(np.divmod(np.arange(rows * columns), columns))
+        num_skipped += rows * columns - max(rows, columns)
+        end = next_end
     return turns, num_skipped
 
 
@@ -166,7 +175,7 @@ def _take(own: RowImages, low: int, high: int) -> list[tuple[Encoding | None, sl
 def find_turns(images: Mapping[int, RowImages], rows: Sequence[int], owners: Ints, positions: Ints) -> Ints | None:
     """Positions [T] of a step's tokens, of requests of these rows |-> what turns their heads: [T], or [3, T] where some
     are before the end of an image. None: they themselves."""
-    if not any(row in images and images[row].num_skipped for row in rows):
+    if not any(row in images and images[row].turns.size for row in rows):
         return None
     turns = np.tile(positions, (3, 1))
     for index, row in enumerate(rows):

@@ -77,9 +77,7 @@ class InputBatch:
         that the model cannot have. A bias beyond the vocabulary fails the steps that sample a token for it.
         """
         if images:
-            if self.image_rules is None:
-                raise ValueError("images for a model that takes none")
-            self.images[row] = place_images(token_ids, images, self.image_rules.token)
+            self.images[row] = place_images(token_ids, images, self.image_rules)
         self.version += 1
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0

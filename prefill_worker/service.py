@@ -61,6 +61,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
                 num_logprobs, images=unpack_images(request.images),
             )  # fmt: skip
+            self.check_images(params)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)

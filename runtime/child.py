@@ -189,23 +189,27 @@ class StandingChild(Generic[AnswerT]):
         """`start_s`: the longest that it may take to be ready."""
         self._start = start
         self._start_s = start_s
-        self._starting = asyncio.Lock()
         self.child: ChildServer[AnswerT] | None = None
-        self._ready: AnswerT | None = None
+        self._starting: asyncio.Task[AnswerT] | None = None  # the last start: of all who wait, whoever is cancelled
         self._is_closed = False
 
     async def ready(self) -> AnswerT:
         """Its answer to the first call. Raises ChildError if it does not start."""
-        async with self._starting:
-            if self._is_closed:
-                raise ChildError("was stopped")
-            if self.child is not None:
-                if self._ready is not None and self.child.is_answering:
-                    return self._ready
-                await self.child.close()
-            self.child, self._ready = self._start(), None
-            self._ready = await self.child.wait_ready(self._start_s)
-            return self._ready
+        starting = self._starting
+        if starting is None or (starting.done() and not (self.child is not None and self.child.is_answering)):
+            starting = self._starting = asyncio.create_task(self._replace())
+        return await asyncio.shield(starting)
+
+    async def _replace(self) -> AnswerT:
+        if self.child is not None:
+            await self.child.close()
+        if self._is_closed:
+            raise ChildError("was stopped")
+        try:
+            self.child = self._start()
+        except OSError as error:
+            raise ChildError(f"cannot be started: {error}") from error
+        return await self.child.wait_ready(self._start_s)
 
     async def ask(self, call: msgspec.Struct, timeout_s: float) -> AnswerT:
         """As `ChildServer.ask`."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 DIGEST_BYTES = 32
+MAX_IMAGES = 64  # of one prompt
 
 
 class ImageSpan(NamedTuple):
@@ -19,6 +20,19 @@ class ImageSpan(NamedTuple):
     digest: bytes  # SHA-256 of the file and of how the model's processor reads it
     rows: int = 0  # of image tokens, where the model counts positions by rows and columns; 0: it counts tokens
     columns: int = 0
+
+
+def check_images(images: Sequence[ImageSpan], num_tokens: int) -> None:
+    """ValueError unless a prompt of so many tokens can have these images, by position."""
+    if len(images) > MAX_IMAGES:
+        raise ValueError(f"{len(images)} images; a prompt has at most {MAX_IMAGES}")
+    end = 0
+    for image in images:
+        if not end <= image.begin < image.end <= num_tokens:
+            raise ValueError(f"images {[one[:2] for one in images]} must be apart, in {num_tokens} tokens")
+        if len(image.digest) != DIGEST_BYTES:
+            raise ValueError(f"the digest of an image has {len(image.digest)} bytes, expected {DIGEST_BYTES}")
+        end = image.end
 
 
 def name_images(images: Sequence[ImageSpan], begin: int, end: int) -> bytes:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from wire.images import ImageSpan
+from wire.images import ImageSpan, check_images
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
@@ -79,11 +79,7 @@ class SequenceParams:
         longest = self.num_emitted + self.max_tokens
         if self.min_tokens > longest:
             raise ValueError(f"min_tokens is {self.min_tokens}, but the answer has at most {longest} tokens")
-        ends = [0, *(image.end for image in self.images)]
-        if any(not end <= image.begin < image.end for end, image in zip(ends, self.images, strict=False)) or (
-            ends[-1] > self.num_prompt
-        ):
-            raise ValueError(f"images {[one[:2] for one in self.images]} must be apart, in {self.num_prompt} tokens")
+        check_images(self.images, self.num_prompt)
 
     def lacks_images(self, num_cached: int = 0) -> bool:
         """Whether KV of positions from `num_cached` on needs the encoding of an image that is not here."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from engine.image_rows import place_images
 from protos import decode_pb2, kv_pb2
 from runtime import rpc
 from runtime.hardware import num_cores
@@ -41,6 +42,7 @@ class WorkerService:
         self._context_tokens = worker.context_tokens
         self._threads = worker.threads
         self._vocab_size = worker.engine.config.vocab_size
+        self._image_rules = worker.engine.rows.image_rules
         self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
         self._adapters = AdapterLoader(worker.engine, worker.scheduler.adapters, worker.children, thread)
@@ -105,6 +107,12 @@ class WorkerService:
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"an image {error}")
         return None if found is None else replace(params, encodings=found)
+
+    def check_images(self, params: SequenceParams) -> None:
+        """ValueError for images that the prompt's tokens, or the model, cannot have."""
+        if params.images:
+            images = [(image, None) for image in params.images]
+            place_images(unpack_tokens(params.prompt), images, self._image_rules)
 
     def find_bad_prompt(self, packed: bytes) -> str | None:
         """What is wrong with a prompt; None if nothing is."""

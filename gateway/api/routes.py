@@ -10,7 +10,7 @@ from starlette.responses import Response
 from gateway.answer.choices import Totals
 from gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.writer import CountAnswer, MessageWriter
-from gateway.api.http.answer import encode, json_response, respond
+from gateway.api.http.answer import encode, json_response, respond, while_connected
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
 from gateway.api.http.read_body import limited_route
 from gateway.api.openai.answers import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
@@ -56,9 +56,9 @@ def build_api_router(served: ServedModels) -> APIRouter:
         )
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
-    async def count_tokens(body: CountTokensRequest) -> Response:
+    async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         """Counts a conversation's tokens."""
-        return json_response(CountAnswer(len(await tokenize(served.find(body.model), body.raw()))))
+        return json_response(CountAnswer(len(await _tokenize(served, request, body))))
 
     @router.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -73,15 +73,15 @@ def build_api_router(served: ServedModels) -> APIRouter:
         )
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
-    async def count_input_tokens(body: CountInputRequest) -> Response:
+    async def count_input_tokens(body: CountInputRequest, request: Request) -> Response:
         """Counts the tokens of a request's prompt."""
-        return json_response(InputTokens(len(await tokenize(served.find(body.model), body.raw()))))
+        return json_response(InputTokens(len(await _tokenize(served, request, body))))
 
     @router.post("/tokenize")
-    async def to_tokens(body: TokenizeRequest) -> Response:
+    async def to_tokens(body: TokenizeRequest, request: Request) -> Response:
         """Turns a prompt or a conversation into token ids."""
         one = served.find(body.model)
-        ids, tokenizer = await tokenize(one, body.raw()), one.tokenizer
+        ids, tokenizer = await _tokenize(served, request, body), one.tokenizer
 
         def write() -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
@@ -102,6 +102,13 @@ async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest
     """The request without its wire format. Lets other requests run before: checking a long body took milliseconds."""
     await sleep(0)
     return body.raw()
+
+
+async def _tokenize(
+    models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
+) -> tuple[int, ...]:
+    raw = body.raw()
+    return await while_connected(request, raw, tokenize(models.find(raw.model), raw))
 
 
 async def _complete(

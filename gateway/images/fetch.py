@@ -18,7 +18,8 @@ FETCH_S = 10.0  # for all of it
 MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "baton"}
-_ONCE = httpx.Limits(max_connections=64, max_keepalive_connections=0)  # a kept connection is another host's
+# As many as images may wait (reader.py); a kept connection is another host's.
+_ONCE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]  # (host, port) -> addresses; raises OSError
 
@@ -43,12 +44,15 @@ class ImageFetcher:
         self._resolve = resolve
         self._client = httpx.AsyncClient(trust_env=False, limits=_ONCE, transport=transport) if hosts else None
 
-    async def fetch(self, url: str) -> bytes:
-        """The file at a URL. Raises ValueError saying why there is none."""
+    async def fetch(self, url: str, count: Callable[[int], None] = lambda num_bytes: None) -> bytes:
+        """The file at a URL. Raises ValueError saying why there is none.
+
+        `count`: called with the bytes of each piece as it arrives; what it raises ends the fetch.
+        """
         try:
             async with asyncio.timeout(FETCH_S):
                 for _redirect in range(MAX_REDIRECTS + 1):
-                    found = await self._follow(url)
+                    found = await self._follow(url, count)
                     if isinstance(found, bytes):
                         return found
                     url = found
@@ -58,7 +62,7 @@ class ImageFetcher:
             raise ValueError(f"it cannot be fetched: {type(error).__name__}") from error
         raise ValueError(f"it is behind more than {MAX_REDIRECTS} redirects")
 
-    async def _follow(self, given: str) -> bytes | str:
+    async def _follow(self, given: str, count: Callable[[int], None]) -> bytes | str:
         """The file, or where the server says that it is."""
         url, host = self._check(given)
         assert self._client is not None
@@ -79,6 +83,7 @@ class ImageFetcher:
                 num_bytes += len(piece)
                 if num_bytes > MAX_FILE_BYTES:
                     raise ValueError(too_large(num_bytes))
+                count(len(piece))
             return b"".join(pieces)
 
     def _check(self, given: str) -> tuple[httpx.URL, str]:

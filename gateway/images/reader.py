@@ -6,9 +6,9 @@ Runs on the asyncio thread. Long work happens in the process (processor_process.
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -28,16 +28,18 @@ from gateway.images.processor_process import (
 from gateway.text.offload import Offload
 from runtime.child import ChildError, ChildServer, StandingChild
 from wire.image_files import MAX_FILE_BYTES
+from wire.images import MAX_IMAGES
 
-MAX_IMAGES = 64  # of one prompt
-MAX_ALL_BYTES = 48 << 20  # of these: they go to a worker in one message (runtime/rpc.py)
+MAX_ALL_BYTES = 48 << 20  # of one prompt's: they go to a worker in one message (runtime/rpc.py)
 MAX_WAITING = 256  # images of all requests; more are refused with 429
 AT_ONCE = 2  # in the process: each may take the memory and CPU time of one
+ALL_S = 180.0  # for a prompt's images, with their wait
 KEPT_BYTES = 32 << 20  # of answers about images that came before
 ENTRY_BYTES = 256  # of an answer without its text
 START_S = 120.0  # for the process to load the processor: a second, unless the machine is busy
 _SLACK_S = 5.0  # for the process to answer that time is over
 _SAFE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it forks
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -88,20 +90,24 @@ class Images:
             raise overloaded(f"{self._num_waiting} images are waiting to be read; try again in a moment")
         self._num_waiting += len(parts)
         try:
-            ready = await self._ready()
-            fetched = await asyncio.gather(*map(self._fetch, parts))
-            cost = sum([len(source) for source in fetched])
-            files = await self._offload.run(
-                cost, lambda: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)]
-            )
-            if (num_bytes := sum([len(file) for file, _ in files])) > MAX_ALL_BYTES:
-                why = f"{param}: its images have {num_bytes} bytes together; at most {MAX_ALL_BYTES} are read"
-                raise bad_request(why, param, "invalid_image")
-            asked = [self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)]
-            answers = await asyncio.gather(*asked)
-            return ready.placeholder, [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
+            async with asyncio.timeout(ALL_S):
+                return await self._read(parts, param)
+        except TimeoutError:
+            raise overloaded(f"{param}: its images were not read within {ALL_S:g} s; try again later") from None
         finally:
             self._num_waiting -= len(parts)
+
+    async def _read(self, parts: Sequence[ImagePart], param: str) -> tuple[str, list[FoundImage]]:
+        ready = await self._ready()
+        count = _limit(param)  # of fetched files; those in the request are bounded with its body
+        fetched = await _all([self._fetch(part, count) for part in parts])
+        files = await self._offload.run(
+            sum([len(source) for source in fetched]),
+            lambda: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)],
+        )
+        _limit(param)(sum([len(file) for file, _ in files]))
+        answers = await _all([self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)])
+        return ready.placeholder, [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
 
     async def _ready(self) -> ReaderReady:
         try:
@@ -114,24 +120,24 @@ class Images:
         assert isinstance(answer, Refused)
         raise not_ready(f"images cannot be read: {answer.message}")
 
-    async def _fetch(self, part: ImagePart) -> str | bytes:
-        """A file, or a data URI."""
+    async def _fetch(self, part: ImagePart, count: Callable[[int], None]) -> str | bytes:
+        """A file, or a data URI. `count`: as in ImageFetcher.fetch."""
         if isinstance(part.source, bytes) or part.source[:5].lower() == "data:":
             return part.source
         try:
-            return await self.fetcher.fetch(part.source)
+            return await self.fetcher.fetch(part.source, count)
         except ValueError as error:
             raise refused(part, str(error)) from error
 
     async def _ask(self, part: ImagePart, file: bytes, digest: bytes) -> ReadImage:
-        async with self._turns:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-                return self._kept[digest]
-            answer = await self._ask_process(ReadFile(file))
+        answer: Answer | None = self._find(digest)
+        if answer is None:
+            await self._turns.acquire()
+            asked = asyncio.create_task(self._ask_process(file, digest))
+            asked.add_done_callback(lambda _: self._turns.release())  # the process works on for a cancelled request
+            answer = await asyncio.shield(asked)
         match answer:
             case ReadImage():
-                self._keep(digest, answer)
                 return answer
             case Busy():
                 raise overloaded(f"{part.param}: no time to read it within {WALL_S:g} s: the machine is busy")
@@ -139,14 +145,25 @@ class Images:
                 raise refused(part, answer.message)
         raise AssertionError(answer)
 
-    async def _ask_process(self, call: ReadFile) -> Answer:
+    async def _ask_process(self, file: bytes, digest: bytes) -> Answer:
         """Asks again if the process has ended: by another's hand, as images end their forks only."""
+        if (found := self._find(digest)) is not None:  # asked for by another meanwhile
+            return found
         for _try in range(2):
             try:
-                return await self._child.ask(call, WALL_S + _SLACK_S)
+                answer = await self._child.ask(ReadFile(file), WALL_S + _SLACK_S)
             except ChildError as error:
                 log.warning("image reader fails", error=str(error))
+                continue
+            if isinstance(answer, ReadImage):
+                self._keep(digest, answer)
+            return answer
         raise not_ready("the process that reads images died and is started again; try again")
+
+    def _find(self, digest: bytes) -> ReadImage | None:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+        return self._kept.get(digest)
 
     def _keep(self, digest: bytes, read: ReadImage) -> None:
         if digest in self._kept:
@@ -160,6 +177,30 @@ class Images:
         """End the process. Calls under way end with 503."""
         await self._child.close()
         await self.fetcher.close()
+
+
+def _limit(param: str) -> Callable[[int], None]:
+    """Counts bytes of one prompt's images; raises ApiError naming `param` when they are too many together."""
+    num_bytes = 0
+
+    def count(added: int) -> None:
+        nonlocal num_bytes
+        num_bytes += added
+        if num_bytes > MAX_ALL_BYTES:
+            why = f"{param}: its images have more than {MAX_ALL_BYTES} bytes together, and no more are read"
+            raise bad_request(why, param, "invalid_image")
+
+    return count
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results, in order. The first that fails ends the others, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def refused(part: ImagePart, why: str) -> ApiError:

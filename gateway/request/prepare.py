@@ -12,7 +12,7 @@ from itertools import product
 from prometheus_client import CollectorRegistry
 
 from gateway.batches.pace import Gaps
-from gateway.errors import bad_request, check_count
+from gateway.errors import bad_request, check_count, missed_deadline
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
@@ -112,7 +112,12 @@ class ServedModel(Prompts):
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
-        prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
+        late_s = time.perf_counter() - arrived_s
+        try:
+            async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
+                prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
+        except TimeoutError:
+            raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         late_s = time.perf_counter() - arrived_s

@@ -97,6 +97,10 @@ class GenerateRequest:
         """Whether it has a conversation, and not prompts."""
         return any(isinstance(prompt.content, Chat) for prompt in self.prompts)
 
+    @property
+    def has_images(self) -> bool:
+        return any(isinstance(prompt.content, Chat) and prompt.content.images for prompt in self.prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:

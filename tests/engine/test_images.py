@@ -119,7 +119,7 @@ class Ours:
         self.config, self.case = config, case
         self.rows = InputBatch(2, PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
         assert config.image_token is not None
-        self.rows.image_rules = rules = ImageRules(config.image_token, config.image_attention)
+        self.rows.image_rules = rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
         self.sees_whole = rules.sees_whole
         shape = PoolShape(2 * NUM_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
         shapes = config.attention_shapes
@@ -270,7 +270,7 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     leader, sizes = Leader(RingLeader(fds)), (2, 200, PAGE_TOKENS, 320, CPU)
     leader.is_leading = True
     led, followed = LedInputBatch(leader, *sizes), InputBatch(*sizes)
-    led.image_rules = followed.image_rules = ImageRules(IMAGE, "causal")
+    led.image_rules = followed.image_rules = ImageRules(IMAGE, "causal", counts_rows=True)
     led.open(1, np.array(case.token_ids, np.int32), GREEDY, len(case.token_ids), images=images)
     leader.send(0, [ForwardRow(1, 0, 1)])
     with pytest.raises(IndexError):  # there is no runner

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, pack, serve_parent
+from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, StandingChild, pack, serve_parent
 
 WAIT_S = 60.0
 MODULE = "tests.runtime.test_child"
@@ -98,6 +98,35 @@ def test_a_cancelled_call_harms_no_other() -> None:
         assert (await child.ask(Do("later"), WAIT_S)).what == "later"
 
     run(test)
+
+
+def test_a_start_outlives_who_asked_for_it_first() -> None:
+    """One child is started, for all who wait; a closed one starts none."""
+    started, has_begun = list[Child](), asyncio.Event()
+
+    def start() -> Child:
+        started.append(Child(MODULE, Do("later"), Do, environment=HERE))
+        has_begun.set()
+        return started[-1]
+
+    async def test() -> None:
+        standing = StandingChild(start, WAIT_S)
+        try:
+            first, second = (asyncio.create_task(standing.ask(Do("soon"), WAIT_S)) for _ in range(2))
+            await has_begun.wait()
+            first.cancel()
+            assert (await second).what == "soon" and first.cancelled() and len(started) == 1
+            started[0].kill()
+            await started[0].wait(WAIT_S)
+            last = asyncio.create_task(standing.ask(Do("soon"), WAIT_S))  # closes the old child first
+            await asyncio.sleep(0)
+        finally:
+            await standing.close()
+        with pytest.raises(ChildError):
+            await last
+        assert all(child.ended.done() for child in started)
+
+    asyncio.run(test())
 
 
 def test_a_child_inherits_nothing_and_ends_with_its_parent() -> None:

@@ -17,6 +17,7 @@ from protos import decode_pb2, kv_pb2, prefill_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.messages import mutate
 from tests.support.real_workers import (
+    IMAGE_TOKEN,
     DecodeWorker,
     Gateway,
     PrefillWorker,
@@ -145,6 +146,46 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         "Prefill/Status": (there, decode_pb2.StatusRequest()),
         "KvPages/Read": (there, kv_pb2.ReadPagesRequest(incarnation=ring.prefill.peer.incarnation, pages=[0, 1])),
     }
+
+
+PIXELS = [5, 6, *[IMAGE_TOKEN] * 6, 7, 8]
+IMAGE = kv_pb2.Image(begin=2, end=8, digest=bytes(32), rows=2, columns=3)
+
+
+def images(*changes: dict[str, Any]) -> list[kv_pb2.Image]:
+    """One for each, which has the values of IMAGE besides."""
+    fields = {field.name: value for field, value in IMAGE.ListFields()}
+    return [kv_pb2.Image(**fields | change) for change in changes]
+
+
+def test_images_that_disagree_with_their_prompt_are_refused(ring: Ring) -> None:
+    """Else the engine's thread would notice, between two steps: the worker's end."""
+    refused = [
+        (images({"end": 11}), "must be apart, in 10 tokens"),
+        (images({"begin": 8}), "must be apart"),
+        (images({}, {}), "must be apart"),
+        (images(*[{}] * 65), "65 images"),
+        (images({"digest": b"x"}), "has 1 bytes, expected 32"),
+        (images({"begin": 1}), "does not begin and end with image tokens"),
+        (images({"end": 9}), "does not begin and end with image tokens"),
+        (images({"rows": 0, "columns": 0}), "an image of 0 x 0 tokens has 6 positions"),
+        (images({"rows": 2**32 - 1, "columns": 2**32 - 1}), "tokens has 6 positions"),
+        (images({"end": 5}), "an image of 2 x 3 tokens has 3 positions"),
+        (images({"data": b"no image"}), "takes no images: its model"),
+    ]
+
+    async def ask() -> None:
+        ticket = kv_pb2.Ticket(
+            address=ring.decode.address, incarnation=ring.decode.peer.incarnation, session=1, end=9, attempt=1
+        )
+        for some, why in refused:
+            for call in (ring.gateway.ask(10**7, PIXELS, images=some), ring.prefill.run(ticket, PIXELS, images=some)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is Code.INVALID_ARGUMENT and why in (caught.value.details() or "")
+
+    ring.do(ask())
+    still_serves(ring, 2 * 10**9)
 
 
 METHODS = (

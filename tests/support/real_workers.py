@@ -25,6 +25,7 @@ from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
 from engine.engine import Engine
 from engine.graph_shapes import Shape
+from engine.image_rows import ImageRules
 from engine.input_batch import InputBatch
 from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
@@ -54,6 +55,7 @@ from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import SequenceParams
 
 PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB, MAX_RUNNING = 4, 24, 6, 80, 1000, 8
+IMAGE_TOKEN = 900
 SETTINGS: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "max_running": MAX_RUNNING}
 PLAIN = decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0)
 RoleT = TypeVar("RoleT", PrefillRole, DecodeRole)
@@ -183,6 +185,7 @@ def build_kv_engine(
     )  # fmt: skip
     device = torch.device("cpu")
     rows = InputBatch(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
+    rows.image_rules = ImageRules(IMAGE_TOKEN, "causal", counts_rows=True)
     runner = KvRunner(pool, rows)
     nothing = AttentionChoice(cast(AttentionBackend, None), "none", is_fallback=False)
     engine = Engine(

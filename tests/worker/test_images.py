@@ -5,12 +5,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.image_rows import Encoding
+from engine.image_rows import Encoding, ImageRules, find_turns, place_images
 from engine.vision import PixelInputs
 from tests.support.sequence_params import answer, build_scheduler, finish, pack, plan, prompt, step
 from wire.images import ImageSpan
@@ -197,7 +198,14 @@ def test_an_answer_that_made_room_ends_if_its_images_are_elsewhere() -> None:
     assert len(older.tokens) == 13 + 20
 
 
-@pytest.mark.parametrize("images", [[IMAGE, IMAGE], [IMAGE._replace(end=26)], [IMAGE._replace(begin=13)]])
-def test_images_that_cannot_be_in_a_prompt_are_refused(images: Sequence[ImageSpan]) -> None:
-    with pytest.raises(ValueError, match="must be apart, in 25 tokens"):
-        prompt(1, 25, images=images)
+def test_positions_of_an_image_with_one_row() -> None:
+    """None is skipped after it, and yet its rows are counted."""
+    token_ids = np.array([1, 2, 9, 9, 9, 3, 4], np.int32)
+    images = [(ImageSpan(2, 5, bytes(32), 1, 3), None)]
+    placed = {0: place_images(token_ids, images, ImageRules(9, "causal", counts_rows=True))}
+    zeros = np.zeros(7, np.int64)
+    turns = find_turns(placed, [0], zeros, np.arange(7))
+    assert turns is not None
+    assert turns.tolist() == [[0, 1, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 5, 6], [0, 1, 2, 3, 4, 5, 6]]
+    after = find_turns(placed, [0], zeros[:2], np.arange(5, 7))
+    assert after is not None and after.tolist() == [5, 6]

@@ -86,7 +86,8 @@ async def respond(
         if is_streamed:
             raise bad_request("the answer to a line of a batch is not streamed; set stream to false", "stream")
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
-    totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
+    beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
+    totals = await while_connected(request, raw, beginning)
     writer, pieces = new_writer(totals), stream_choices(served, totals)
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
@@ -189,6 +190,11 @@ class EventStream(Response):
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
             return self._writer.failure(bug)
         return self._writer.done
+
+
+async def while_connected(request: Request, raw: GenerateRequest, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`, which prepares `raw`. As `until_disconnect` if that waits for images."""
+    return await (until_disconnect(request.receive, work) if raw.has_images else work)
 
 
 def _body(data: bytes, is_last: bool = False) -> Message:

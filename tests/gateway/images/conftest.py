@@ -1,5 +1,7 @@
 """A service whose model takes images, with a resolver and a network of its own."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -51,9 +53,20 @@ class Network(httpx.AsyncBaseTransport):
 class Endless(httpx.AsyncByteStream):
     """A body that does not end."""
 
+    def __init__(self, most: int | None = None) -> None:
+        """most: MiB that are sent before it stalls."""
+        self.num_sent, self._most = 0, most
+        self.has_begun, self.has_ended = threading.Event(), threading.Event()
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
+        self.has_begun.set()
+        while self.num_sent != self._most:
+            self.num_sent += 1
             yield bytes(1 << 20)
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None:
+        self.has_ended.set()
 
 
 @dataclass(frozen=True)

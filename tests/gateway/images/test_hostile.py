@@ -3,16 +3,22 @@
 None ends the process that reads images, and nothing is fetched that may not be.
 """
 
+import http.client
+import json
 import struct
 import zlib
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
 
+from gateway.images import fetch, reader
 from tests.gateway.images.conftest import OTHER, PUBLIC, Endless, Network, Vision
+from tests.support.api_server import SERVED, WAIT_S
 from tests.support.vision import data_uri, picture
 
 Make = Callable[[Network], str]  # the URL to send
@@ -215,6 +221,63 @@ def test_what_hosts_answer_is_bounded(vision: Vision) -> None:
         network.names["a.cdn.example"] = [[PUBLIC]] * 4
         check(vision, f"https://a.cdn.example/{path}", why)
     check(vision, "https://gone.cdn.example/", "cannot be fetched")
+
+
+def test_what_all_fetched_files_have_together_is_bounded(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they arrive."""
+    monkeypatch.setattr(reader, "MAX_ALL_BYTES", 6 << 20)
+    bodies = [Endless(most=4) for _ in range(3)]
+    for number, body in enumerate(bodies):
+        vision.network.serve(f"/{number}", body=body)
+    vision.network.names["img.example"] = [[PUBLIC]] * 3
+    urls = [f"https://img.example/{at}" for at in range(3)]
+    answer = vision.served.http.post("/v1/chat/completions", json=ask(*urls))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "invalid_image"), error
+    assert "more than 6291456 bytes together" in error["message"]
+    assert sum(body.num_sent for body in bodies) <= 6 + 3 and all(body.has_ended.wait(WAIT_S) for body in bodies)
+
+
+def ask(*urls: str, **fields: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"model": SERVED, "messages": [{"role": "user", "content": parts}], **fields}
+
+
+def leave(vision: Vision, body: Endless, path: str) -> None:
+    """As clients do that no longer want an answer."""
+    url = urlsplit(vision.served.url)
+    connection = http.client.HTTPConnection(url.netloc, timeout=WAIT_S)
+    content = json.dumps(ask("https://img.example/stalled"))
+    connection.request("POST", path, content, {"content-type": "application/json"})
+    assert body.has_begun.wait(WAIT_S)
+    connection.close()
+
+
+def end_with_another(vision: Vision, body: Endless) -> None:
+    answer = vision.served.http.post("/v1/chat/completions", json=ask("https://img.example/stalled", "file:///x"))
+    assert answer.status_code == 400 and "content[1].image_url.url" in answer.json()["error"]["message"]
+
+
+def end_by_deadline(vision: Vision, body: Endless) -> None:
+    given = ask("https://img.example/stalled", deadline_ms=300)
+    answer = vision.served.http.post("/v1/chat/completions", json=given)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "deadline"), answer.text
+
+
+@pytest.mark.parametrize("end", [
+    end_with_another, end_by_deadline, partial(leave, path="/v1/chat/completions"), partial(leave, path="/tokenize"),
+])  # fmt: skip
+def test_what_ends_a_request_ends_its_fetches(
+    vision: Vision, end: Callable[[Vision, Endless], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "FETCH_S", 2 * WAIT_S)
+    vision.network.names["img.example"] = [[PUBLIC]] * 2
+    body = Endless(most=1)
+    vision.network.serve("/stalled", body=body)
+    end(vision, body)
+    assert body.has_ended.wait(WAIT_S)
+    answer = vision.served.http.post("/v1/chat/completions", json=ask(data_uri(PNG)))
+    assert answer.status_code == 200
 
 
 def test_a_checked_address_is_the_one_that_is_asked(vision: Vision) -> None:

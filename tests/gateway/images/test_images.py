@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,7 @@ from gateway.images import reader
 from gateway.images.families import find_family
 from gateway.images.fetch import ImageFetcher
 from gateway.images.parts import ImagePart, read_data_uri
-from gateway.images.processor_process import load_processor
+from gateway.images.processor_process import ReaderReady, ReadFile, ReadImage, load_processor
 from gateway.images.reader import Images
 from gateway.request.image_places import find_images, put_images
 from gateway.text.offload import Offload
@@ -208,7 +209,38 @@ def test_images_that_are_too_large_together_are_refused(vision: Vision, monkeypa
     assert vision.served.http.post("/v1/chat/completions", json=body).status_code == 200
     monkeypatch.setattr(reader, "MAX_ALL_BYTES", 3 * len(RED) - 1)
     answer = vision.served.http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400 and f"{3 * len(RED)} bytes together" in answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert f"more than {3 * len(RED) - 1} bytes together" in answer.json()["error"]["message"]
+
+
+def test_a_cancelled_image_keeps_its_turn_until_the_process_is_done_with_it(
+    vision: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that comes and leaves could have any number of forks."""
+    running, most, files = 0, 0, [ImagePart(picture("teal", (60, 10 + at)), f"images[{at}]") for at in range(4)]
+
+    async def test() -> None:
+        images, may_end = Images(Path(), "", 0, 1, ImageFetcher(()), vision.images._offload), asyncio.Event()
+
+        async def answer(call: ReadFile, timeout_s: float) -> ReadImage:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await may_end.wait()
+            running -= 1
+            return ReadImage("text", 0, 0)
+
+        monkeypatch.setattr(images._child, "ask", answer)
+        monkeypatch.setattr(images._child, "ready", partial(asyncio.sleep, 0, ReaderReady("", "")))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(images.read(files, "images"), 0.05)
+        assert running == most == reader.AT_ONCE
+        may_end.set()
+        _, found = await asyncio.wait_for(images.read(files, "images"), WAIT_S)
+        assert len(found) == 4 and most == reader.AT_ONCE and not running
+
+    asyncio.run(test())
 
 
 def test_a_process_that_dies_is_replaced(vision: Vision) -> None:
