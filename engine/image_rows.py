@@ -185,15 +185,11 @@ def find_turns(images: Mapping[int, RowImages], rows: Sequence[int], owners: Int
     return turns if (turns[0] != turns[1:]).any() else turns[0]
 
 
-def check_encoded(images: StepImages) -> None:
-    """ValueError for an image without an encoding."""
-    if any(encoding is None for encoding, _ in images.parts):
-        raise ValueError("an image is to be computed, and its encoding is not here")
-
-
 def gather(images: StepImages, device: torch.device) -> BatchImages:
-    """Launches only. images: with encodings, see `check_encoded`."""
+    """Launches only. ValueError for an image without an encoding."""
     encodings = [(encoding, part) for encoding, part in images.parts if encoding is not None]
+    if len(encodings) < len(images.parts):
+        raise ValueError("an image is to be computed, and its encoding is not here")
     if device.type == "cuda":
         for encoding, _ in encodings:  # from another stream, whose allocator must not take it back before this step
             for tensor in encoding:

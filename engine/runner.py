@@ -19,7 +19,6 @@ from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, sh
 from engine.graph_shapes import CHUNK_VALUES, Shape
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.head_follower import HeadFollower
-from engine.image_rows import check_encoded
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
@@ -205,11 +204,7 @@ class Runner:
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties. What drafts sees no images."""
         step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
-        if not self._drafts:
-            if step.layout.images is not None:
-                check_encoded(step.layout.images)
-            return step
-        return replace(step, layout=step.layout._replace(turns=None, images=None))
+        return replace(step, layout=step.layout._replace(turns=None, images=None)) if self._drafts else step
 
     def _run(self, step: Prepared) -> Launched:
         return self._begin(step)(step)

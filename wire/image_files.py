@@ -28,7 +28,7 @@ _OTHERS = {
     b"<?php": "PHP",
     b"<html": "HTML",
     b"<script": "HTML",
-    b"<svg": "SVG",
+    b"<svg ": "SVG",
 }
 
 

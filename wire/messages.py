@@ -31,10 +31,6 @@ def unpack_tokens(packed: bytes) -> "NDArray[np.int32]":
     return np.frombuffer(packed, _TOKEN)
 
 
-def pack_image(image: ImageSpan, data: bytes = b"") -> kv_pb2.Image:
-    return kv_pb2.Image(**image._asdict(), data=data)
-
-
 def unpack_images(images: Iterable[kv_pb2.Image]) -> tuple[ImageSpan, ...]:
     return tuple(ImageSpan(one.begin, one.end, one.digest, one.rows, one.columns) for one in images)
 

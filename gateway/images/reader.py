@@ -59,6 +59,7 @@ class Images:
     ) -> None:
         """Starts nothing. `token_id`: of the token that stands for a part of an image."""
         self.token_id = token_id
+        self.placeholder = ""  # stands for an image in a rendered chat; known from the first image on
         start = ReaderStart(str(folder), family, max_pixels)
         module = "gateway.images.processor_process"
         self._child = StandingChild[Answer](
@@ -83,8 +84,8 @@ class Images:
         except ApiError as error:
             log.error("no image can be read", reason=str(error))
 
-    async def read(self, parts: Sequence[ImagePart], param: str) -> tuple[str, list[FoundImage]]:
-        """What stands for an image in a rendered chat, and the images. Raises ApiError. `param`: of all of them."""
+    async def read(self, parts: Sequence[ImagePart], param: str) -> list[FoundImage]:
+        """Raises ApiError. `param`: the field of all of them."""
         check_count(param, len(parts), MAX_IMAGES, "images")
         if self._num_waiting + len(parts) > MAX_WAITING:
             raise overloaded(f"{self._num_waiting} images are waiting to be read; try again in a moment")
@@ -97,8 +98,9 @@ class Images:
         finally:
             self._num_waiting -= len(parts)
 
-    async def _read(self, parts: Sequence[ImagePart], param: str) -> tuple[str, list[FoundImage]]:
+    async def _read(self, parts: Sequence[ImagePart], param: str) -> list[FoundImage]:
         ready = await self._ready()
+        self.placeholder = ready.placeholder
         count = _limit(param)  # of fetched files; those in the request are bounded with its body
         fetched = await _all([self._fetch(part, count) for part in parts])
         files = await self._offload.run(
@@ -107,7 +109,7 @@ class Images:
         )
         _limit(param)(sum([len(file) for file, _ in files]))
         answers = await _all([self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)])
-        return ready.placeholder, [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
+        return [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
 
     async def _ready(self) -> ReaderReady:
         try:

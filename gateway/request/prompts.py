@@ -11,7 +11,6 @@ from gateway.images.reader import FoundImage, Images
 from gateway.request.image_places import find_images, put_images
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
-from gateway.router.engine_client import PromptImage
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
@@ -57,11 +56,11 @@ class Prompts:
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
         images = [await self._read_images(prompt) for prompt in prompts]
-        cost += sum([len(image.read.text) for _, found in images for image in found])
+        cost += sum([len(image.read.text) for found in images for image in found])
         encoded = await self.offload.run(
             cost,
             lambda: [
-                self._encode(prompt, inputs, add_special_tokens, salt, *found)
+                self._encode(prompt, inputs, add_special_tokens, salt, found)
                 for prompt, found in zip(prompts, images, strict=True)
             ],
         )
@@ -92,17 +91,17 @@ class Prompts:
         check_vocabulary(content, prompt.param, self.tokenizer.vocab_size)
         return 0
 
-    async def _read_images(self, prompt: Prompt) -> tuple[str, list[FoundImage]]:
-        """What stands for an image in the rendered chat, and its images. Raises ApiError."""
+    async def _read_images(self, prompt: Prompt) -> Sequence[FoundImage]:
+        """Raises ApiError."""
         parts = prompt.content.images if isinstance(prompt.content, Chat) else []
         if not parts:
-            return "", []
+            return ()
         if self.images is None:
             path = parts[0].param
             raise bad_request(f"{path}: this model takes no images; send text only", path, "unsupported_field")
-        placeholder, found = await self.images.read(parts, prompt.param)
+        found = await self.images.read(parts, prompt.param)
         check_text_bytes(sum([len(image.read.text) for image in found]), prompt.param, self.tokenizer.context_tokens)
-        return placeholder, found
+        return found
 
     def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:
         if not chat.messages:
@@ -141,34 +140,28 @@ class Prompts:
         tools: Sequence[TemplateInput],
         add_special_tokens: bool | None,
         salt: str,
-        placeholder: str,
         images: Sequence[FoundImage],
     ) -> EncodedPrompt:
-        """`placeholder`: what stands for each of the images in a rendered chat."""
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
-            if images:
-                text = put_images(text, placeholder, images, prompt.param)
+            if self.images is not None and images:
+                text = put_images(text, self.images.placeholder, images, prompt.param)
             ids = tuple(
                 model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
             )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
             before = model.last_with_text(ids) if content.is_open else ()
-            return EncodedPrompt(ids, before, start, images=self._find_images(ids, images, prompt.param))
-        if isinstance(content, str):
-            content = model.encode(content, add_special_tokens=add_special_tokens is not False)
-        return EncodedPrompt(
-            tuple(content), model.last_with_text(content), images=self._find_images(content, (), prompt.param)
-        )
-
-    def _find_images(self, ids: Sequence[int], images: Sequence[FoundImage], param: str) -> tuple[PromptImage, ...]:
-        """Where they are in the prompt. Raises ApiError if the prompt has image tokens for which there is no image."""
+            encoded = EncodedPrompt(ids, before, start)
+        else:
+            if isinstance(content, str):
+                content = model.encode(content, add_special_tokens=add_special_tokens is not False)
+            encoded = EncodedPrompt(tuple(content), model.last_with_text(content))
         if self.images is None:
-            return ()
-        (token,) = self.tokenizer.pieces([self.images.token_id])
-        return find_images(ids, self.images.token_id, token, images, param)
+            return encoded
+        (token,) = model.pieces([self.images.token_id])
+        return replace(encoded, images=find_images(encoded.ids, self.images.token_id, token, images, prompt.param))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
         given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages

@@ -19,7 +19,7 @@ from gateway.router.worker_client import GONE, PrefillClient
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
 from wire.logprobs import TokenLogprobs
-from wire.messages import pack_image, pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
+from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 from wire.timing import Timing
 
 NO_TIMING = Timing()
@@ -132,7 +132,10 @@ class Attempt:
         )
 
     def _pack_images(self, with_data: bool) -> list[kv_pb2.Image]:
-        return [pack_image(image.span, image.data if with_data else b"") for image in self._request.wanted.images]
+        return [
+            kv_pb2.Image(**image.span._asdict(), data=image.data if with_data else b"")
+            for image in self._request.wanted.images
+        ]
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
         """The answer goes to the session's inbox. The place is free at once, however slowly the client reads."""

@@ -42,16 +42,24 @@ class TextBlock(Body):
     text: str
 
 
-class ImageSource(Body):
+class Base64Source(Body):
+    """The file of an image."""
+
+    ignored = {}
+    types, types_rule = ("base64",), "it must be base64 or url"
+
+    type: Literal["base64"]
+    media_type: str
+    data: str = Field(description="The file in base64.")
+
+
+class UrlSource(Body):
     """Where an image is."""
 
     ignored = {}
-    types, types_rule = ("base64", "url"), "it must be base64 or url"
 
-    type: Literal["base64", "url"]
-    media_type: str | None = None
-    data: str | None = Field(None, description="The file in base64.")
-    url: str | None = Field(None, description="Of a host that is allowed, or a data URI.")
+    type: Literal["url"]
+    url: str = Field(description="Of a host that is allowed, or a data URI.")
 
 
 class ImageBlock(ImageBody):
@@ -60,16 +68,14 @@ class ImageBlock(ImageBody):
     ignored = _BLOCK
 
     type: Literal["image"]
-    source: ImageSource
+    source: Annotated[
+        Annotated[Base64Source, Tag("~base64")] | Annotated[UrlSource, Tag("~url")], by_type("base64", "url")
+    ]
 
     def image(self, path: str) -> ImagePart:
-        source, param = self.source, f"{path}.source"
-        if source.type == "url" and source.url is not None and source.data is None:
-            return ImagePart(source.url, f"{param}.url")
-        if source.type == "url" or source.data is None or source.media_type is None or source.url is not None:
-            needed = "url" if source.type == "url" else "media_type and data"
-            raise bad_request(f"{param} of the type {source.type} needs {needed}, and nothing else", param)
-        return ImagePart(f"data:{source.media_type};base64,{source.data}", f"{param}.data")
+        if isinstance(self.source, UrlSource):
+            return ImagePart(self.source.url, f"{path}.source.url")
+        return ImagePart(f"data:{self.source.media_type};base64,{self.source.data}", f"{path}.source.data")
 
 
 _TextOrImage = Annotated[

@@ -237,7 +237,7 @@ def test_a_cancelled_image_keeps_its_turn_until_the_process_is_done_with_it(
                 await asyncio.wait_for(images.read(files, "images"), 0.05)
         assert running == most == reader.AT_ONCE
         may_end.set()
-        _, found = await asyncio.wait_for(images.read(files, "images"), WAIT_S)
+        found = await asyncio.wait_for(images.read(files, "images"), WAIT_S)
         assert len(found) == 4 and most == reader.AT_ONCE and not running
 
     asyncio.run(test())
@@ -302,8 +302,8 @@ def test_prompts_are_as_transformers_has_them(tmp_path: Path, offload: Offload, 
         finally:
             await images.close()
 
-    placeholder, found = asyncio.run(read())
-    ids = SegmentEncoder(tokenizer).encode(put_images(rendered, placeholder, found, "messages"))
+    found = asyncio.run(read())
+    ids = SegmentEncoder(tokenizer).encode(put_images(rendered, images.placeholder, found, "messages"))
     leave_out_torchvision()
     processor = load_processor(tmp_path, family)
     nested = [[read_image(file) for file in files]]
