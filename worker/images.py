@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 import structlog
 import torch
@@ -121,13 +122,13 @@ class ImageEncoder:
             yield
             return
         os.setpriority(os.PRIO_PROCESS, 0, NICE)  # Linux: of this thread
-        had = self._steps.call(_leave_core)
+        had = self._steps.call(partial(_leave_core, self._steps))
         wait([had], STEP_S)
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            self._steps.call(lambda: torch.set_num_threads(had.result()))
+            self._steps.call(lambda: _give_cores(self._steps, had.result()))
 
     def _keep(self, digest: bytes, encoding: Encoding) -> None:
         self._kept[digest] = encoding
@@ -143,11 +144,17 @@ class ImageEncoder:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_core() -> int:
-    """How many threads this one had for a computation; now one fewer."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(num_threads - 1, 1))
+def _leave_core(steps: EngineThread) -> int:
+    """How many threads a step had; now one fewer. On the engine thread."""
+    num_threads, left = torch.get_num_threads(), max(torch.get_num_threads() - 1, 1)
+    torch.set_num_threads(left)
+    steps.core_share = left / num_threads
     return num_threads
+
+
+def _give_cores(steps: EngineThread, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    steps.core_share = 1.0
 
 
 def _count_bytes(encoding: Encoding) -> int:

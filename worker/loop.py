@@ -141,9 +141,10 @@ class WorkerLoop:
 
     def _plan_once(self) -> list[ScheduledSequence]:
         sizes = self.chunks
+        beside = max(int(sizes.beside * self.thread.core_share), 1)  # the answers take longer then, too
         with self.thread.lock:
             budget = replace(
-                self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside, by_goal=sizes.beside_by_goal
+                self._budget, prompt_tokens=sizes.alone, beside_answers=beside, by_goal=sizes.beside_by_goal
             )
             planned = schedule(self._scheduler, budget)
         self._extras.extend_plan(planned, self.thread.lock)
@@ -248,7 +249,7 @@ class WorkerLoop:
         # the device computes one step at a time: this one began after the last one ended
         flight.seconds = now - max(flight.started, self._last_over)
         self._last_over = now
-        self.chunks.note_step(*_count(flight.planned), flight.seconds)
+        self.chunks.note_step(*_count(flight.planned), flight.seconds * self.thread.core_share)
         chosen = []
         for index, (step, at) in enumerate(zip(flight.planned, answers.begins, strict=True)):
             begin = at + step.num_scored

@@ -61,6 +61,7 @@ class EngineThread:
         """
         self.lock = threading.Lock()
         self.predicted_s = 0.0  # of the current step; set by the step
+        self.core_share = 1.0  # of its cores that steps have; set by calls
         self._changed = threading.Condition(self.lock)
         self._step = step
         self._next_deadline = next_deadline

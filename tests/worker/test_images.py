@@ -101,9 +101,9 @@ def test_steps_leave_a_core_while_images_are_encoded(tower: Tower) -> None:
     steps.start()
     encoder = ImageEncoder(tower, steps, WorkerMetrics(build_scheduler(4, 4)))  # type: ignore[arg-type]
 
-    async def ask() -> list[int]:
-        def count() -> int:
-            return steps.call(torch.get_num_threads).result(WAIT_S)
+    async def ask() -> list[object]:
+        def count() -> tuple[int, float]:
+            return steps.call(lambda: (torch.get_num_threads(), steps.core_share)).result(WAIT_S)
 
         steps.call(lambda: torch.set_num_threads(3)).result(WAIT_S)
         tower.may_run.clear()
@@ -116,7 +116,7 @@ def test_steps_leave_a_core_while_images_are_encoded(tower: Tower) -> None:
 
     num_threads = torch.get_num_threads()
     try:
-        assert asyncio.run(asyncio.wait_for(ask(), WAIT_S)) == [2, 1, 3]
+        assert asyncio.run(asyncio.wait_for(ask(), WAIT_S)) == [(2, 2 / 3), 1, (3, 1.0)]
     finally:
         torch.set_num_threads(num_threads)
         encoder.close()
