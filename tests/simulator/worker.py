@@ -38,6 +38,7 @@ class VirtualThread:
     """Like worker.thread.EngineThread: runs steps while there is work, sleeps until woken or until a deadline."""
 
     lock = NO_LOCK
+    core_share = 1.0
 
     def __init__(self, worker: "SimWorker") -> None:
         self._worker = worker
