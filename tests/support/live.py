@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 HAND_OFF = "--local-prefill-max-tokens"
 HAND_OFF_FLAGS = (f"{HAND_OFF}=0",)  # force the transfer, although roles on one CPU share its cores
-CALM = ("--heartbeat-s=60", "--lease-s=120", "--stall-s=120")
+CALM = ("--heartbeat-s=60", "--lease-s=120", "--stall-s=120", "--patience-s=120")
 START_S = 240.0  # a loaded machine imports torch slowly
 POLL_S = 0.01
 WAIT_S = 180.0  # for events that take moments on an idle machine; bounds a hang, measures nothing
