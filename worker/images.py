@@ -118,17 +118,18 @@ class ImageEncoder:
         Threads of a step wait for each other at each product: with one of them beside this thread on a core, steps
         would take ten times as long.
         """
-        if self._steps is None:
+        steps = self._steps
+        if steps is None:
             yield
             return
         os.setpriority(os.PRIO_PROCESS, 0, NICE)  # Linux: of this thread
-        had = self._steps.call(partial(_leave_core, self._steps))
+        had = steps.call(partial(_leave_core, steps))
         wait([had], STEP_S)
         torch.set_num_threads(1)
         try:
             yield
         finally:
-            self._steps.call(lambda: _give_cores(self._steps, had.result()))
+            steps.call(lambda: _give_cores(steps, had.result()))
 
     def _keep(self, digest: bytes, encoding: Encoding) -> None:
         self._kept[digest] = encoding
