@@ -137,7 +137,8 @@ class Simulation:
                 )
 
     def _start(self, client: Conversation) -> None:
-        self._loop.create_task(self._converse(client))
+        # its end is an action of the loop: `result` there raises, so that what nobody foresaw ends the simulation
+        self._loop.create_task(self._converse(client)).add_done_callback(lambda task: task.cancelled() or task.result())
 
     async def _converse(self, client: Conversation) -> None:
         """One turn after the other."""

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from math import ceil
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -162,9 +161,8 @@ class Router:
 
     async def _wait_for_adapter(self, name: str) -> None:
         """While it is pending, for patience: then whoever holds it gets the error."""
-        for _try in range(ceil(self._patience_s / ADAPTER_POLL_S)):
-            if name not in self._fleet.adapters.pending:
-                return
+        until = self._clock() + self._patience_s
+        while name in self._fleet.adapters.pending and self._clock() < until:
             await asyncio.sleep(ADAPTER_POLL_S)
 
     async def _wait_for_places(self, request: Request) -> Waiter:
