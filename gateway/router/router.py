@@ -162,7 +162,7 @@ class Router:
     async def _wait_for_adapter(self, name: str) -> None:
         """While it is pending, for patience: then whoever holds it gets the error."""
         until = self._clock() + self._patience_s
-        while name in self._fleet.adapters.pending and self._clock() < until:
+        while name in self._fleet.adapters.pending and self._clock() < until:  # noqa: ASYNC110  the registry is pure
             await asyncio.sleep(ADAPTER_POLL_S)
 
     async def _wait_for_places(self, request: Request) -> Waiter:
