@@ -76,6 +76,7 @@ SYSTEMS: Mapping[str, System] = {
     "baton-handoff": System(BATON + "off --local-prefill-max-tokens 0"),
     "baton-colocated": System(BATON + "off --prefill-workers 0"),
     "baton-ngram": System(BATON + "ngram"),
+    "baton-goal": System(BATON + "off --itl-goal-ms 600"),
     "baton-int8": System(BATON + "off --quantization int8"),
     "vllm": _vllm(),
     "vllm-256": _vllm("--max-num-batched-tokens 256"),
@@ -130,6 +131,11 @@ GROUPS: Mapping[str, Group] = {
         "Long prompts beside streams, by how much of a prompt a step takes",
         ("baton", "vllm", "vllm-256"),
         ("interference", "ttft512"),
+    ),
+    "goal": Group(
+        "The same with a goal for the time between tokens, on AVX2",
+        ("baton", "baton-goal", "vllm-256"),
+        ("interference",),
     ),
     "colocated": Group(
         "Two workers, two that hand off although they share cores, or one that does both",
