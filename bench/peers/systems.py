@@ -133,7 +133,7 @@ GROUPS: Mapping[str, Group] = {
         ("interference", "ttft512"),
     ),
     "goal": Group(
-        "The same with a goal for the time between tokens, on AVX2",
+        "Long prompts beside streams, with a goal for the time between tokens and without",
         ("baton", "baton-goal", "vllm-256"),
         ("interference",),
     ),

@@ -59,9 +59,9 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def served(models: Models) -> Iterator[Served]:
+def served(models: Models, decode_tp: int) -> Iterator[Served]:
     """One adapter is there from the start."""
-    flags = ("--dtype=float32", "--draft-model=none", "--threads=1", "--decode-tp=2")
+    flags = ("--dtype=float32", "--draft-model=none", "--threads=1", f"--decode-tp={decode_tp}")
     env = {"BATON_ADMIN_KEY": ADMIN_KEY}
     with (
         serve(models.base, *flags, *CALM, f"--lora=one={models.folders[0]}", env=env) as live,
@@ -141,8 +141,9 @@ def check_deaths(service: Served, models: Models) -> None:
         wait_until(lambda: set(live.find(f"{role}-0")["adapters"].values()) == {"loaded"})  # noqa: B023
 
 
-def test_adapters(models: Models, tmp_path: Path) -> None:
-    with served(models) as service:
+@pytest.mark.parametrize("decode_tp", [1, 2])
+def test_adapters(models: Models, decode_tp: int, tmp_path: Path) -> None:
+    with served(models, decode_tp) as service:
         listed = HTTP.get(f"{service.live.url}/v1/models").json()["data"]
         assert [one["id"] for one in listed] == ["base", "one"] and listed[1]["parent"] == "base"
         check_equality(service, models, tmp_path / "changing")

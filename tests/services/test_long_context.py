@@ -1,4 +1,4 @@
-"""A conversation of 70,000 tokens, more than 16 bits count, through the service: its answers equal transformers'."""
+"""A conversation of 128k tokens through gateway, prefill and decode worker: its answers equal transformers'."""
 
 import shutil
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from demo.paths import TARGET_DIR
 from tests.support.checkpoints import write_checkpoint
 from tests.support.live import HTTP, WAIT_S, Live, serve_calmly
 
-CONTEXT, NUM_PROMPT, NUM_ANSWER = 1 << 17, 70_000, 12
+CONTEXT, NUM_PROMPT, NUM_ANSWER = 1 << 18, 128_000, 12
 FLAGS = ("--dtype=float32", "--kv-memory-mib=512", "--decode-max-running=2", "--prefill-max-running=2")
 
 
@@ -58,10 +58,10 @@ def reference(folder: Path, prompt_ids: Sequence[int]) -> list[int]:
     return found
 
 
-def test_70k_tokens_and_the_next_turn(folder: Path) -> None:
+def test_128k_tokens_and_the_next_turn(folder: Path) -> None:
     messages = [
         {"role": role, "content": " ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20))}
-        for turn in range(NUM_PROMPT // 690)
+        for turn in range(NUM_PROMPT // 700)
         for role in ("user", "assistant")
     ]
     messages.append({"role": "user", "content": "And then?"})
