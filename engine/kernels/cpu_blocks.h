@@ -1,13 +1,12 @@
-// Blocks of rows times 32 columns of packed weights, by vectors, AMX tiles or Arm's squares.
+// Blocks of rows times 32 columns of packed weights, by vectors or Arm's squares.
 //
 // A path has: kTileDepth, how far a tile reaches along K; kBlockWords and kRowWords, what a tile takes of the weights of
 // a block of columns and of a row of x; kMaxRows rows a pass; block_rows, the height of a block of x; chunk_tiles, how
 // many tiles of weights all blocks use before the next; place, which lays out a row's words; prepare, the weights for
-// several blocks, or, if it kAlwaysPrepares, for one; add.
+// several blocks of rows; add.
 #pragma once
 #include <vector>
 
-#include "cpu_amx.h"
 #include "cpu_products.h"
 
 namespace {
@@ -79,7 +78,7 @@ template <class MathOf> struct WordTiles {
 // With vectors. A block has up to kRows rows; blocks have about equal sizes.
 template <class Math> struct Vectors : WordTiles<Math> {
     using Sums = typename Math::Sums;
-    static constexpr bool kFillsBlocks = false, kAlwaysPrepares = false;
+    static constexpr bool kFillsBlocks = false;
     static constexpr int64_t kMaxRows = 128;  // per pass: at 2,048 values per row they fit into L2
     // Weight tiles that stay in L1 while all blocks of rows use them; few blocks leave less time to prefetch the next.
     static int64_t chunk_tiles(int64_t num_heights) { return Math::kParts > 1 ? 4 : num_heights > 4 ? 16 : 8; }
@@ -132,75 +131,13 @@ template <class Math> struct Vectors : WordTiles<Math> {
     }
 };
 
-#ifdef BATON_AMX
-// With AMX: a block of rows is one or two tiles of 16; x: [tiles of rows][tiles of depth][16 rows][16 words].
-template <class Math> struct Tiles : WordTiles<Math> {
-    static constexpr bool kFillsBlocks = true;  // with rows of zeros
-    static constexpr bool kAlwaysPrepares = false;
-    static constexpr int64_t kMaxRows = 256;  // per pass: fewer would read the weights too often for tiles
-    static int64_t chunk_tiles(int64_t) { return 32; }
-    static int64_t block_rows(int64_t num_rows) { return num_rows <= 16 ? 16 : 32; }
-    static void begin() {
-        const uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
-        configure_tiles(rows, 8);
-    }
-    static void end() { TILE_RELEASE(); }
-    static void place(const uint32_t* from, uint32_t* block, int64_t tile, int64_t row, int64_t, int64_t num_tiles) {
-        std::copy_n(from, 16, block + ((row / 16 * num_tiles + tile) * 16 + row % 16) * 16);
-    }
-    static const uint32_t* prepare(const uint32_t* w, int64_t, std::vector<uint32_t>&) { return w; }
-    // sums: [32][32]
-    static void add(int64_t num_rows, bool, const uint32_t* x, const uint32_t* w, int64_t first, int64_t num_tiles,
-                    int64_t all_tiles, typename Math::Sums* sums, const char* next, int64_t lines) {
-        const bool has_two = num_rows > 16;
-        const uint32_t *upper = x + first * kTileWords, *lower = upper + all_tiles * kTileWords;
-        float* const at = (float*)sums;
-        asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
-        TILE_LOAD(0, at, 128);
-        TILE_LOAD(1, at + 16, 128);
-        if (has_two) {
-            TILE_LOAD(2, at + 512, 128);
-            TILE_LOAD(3, at + 528, 128);
-        }
-        for (int64_t tile = 0; tile < num_tiles; ++tile, w += 2 * kTileWords) {
-            for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-            TILE_LOAD(6, w, 64);
-            TILE_LOAD(7, w + kTileWords, 64);
-            TILE_LOAD(4, upper + tile * kTileWords, 64);
-            if (has_two) TILE_LOAD(5, lower + tile * kTileWords, 64);
-            dot(has_two, Math{});
-        }
-        TILE_STORE(0, at, 128);
-        TILE_STORE(1, at + 16, 128);
-        if (has_two) {
-            TILE_STORE(2, at + 512, 128);
-            TILE_STORE(3, at + 528, 128);
-        }
-    }
-    static void dot(bool has_two, Pairs) {
-        TILE_DOT_BF16(0, 4, 6);
-        TILE_DOT_BF16(1, 4, 7);
-        if (!has_two) return;
-        TILE_DOT_BF16(2, 5, 6);
-        TILE_DOT_BF16(3, 5, 7);
-    }
-    static void dot(bool has_two, Dots) {
-        TILE_DOT_U8S8(0, 4, 6);
-        TILE_DOT_U8S8(1, 4, 7);
-        if (!has_two) return;
-        TILE_DOT_U8S8(2, 5, 6);
-        TILE_DOT_U8S8(3, 5, 7);
-    }
-};
-#endif
-
 #ifdef BATON_SQUARES
 // With Arm's products of 2 rows and 2 columns: a block has up to 4 pairs of rows, the last one perhaps with a row of
 // zeros; x: [tiles][8 pairs of words][rows][2 words].
 template <class Math> struct Squares : WordTiles<Math> {
     using Sums = typename Math::Sums;
     typedef uint64_t Longs __attribute__((vector_size(16)));
-    static constexpr bool kFillsBlocks = true, kAlwaysPrepares = false;
+    static constexpr bool kFillsBlocks = true;
     static constexpr int64_t kMaxRows = 128;
     static int64_t chunk_tiles(int64_t) { return 8; }
     static int64_t block_rows(int64_t num_rows) { return std::min<int64_t>((num_rows + 1) / 2 * 2, 8); }

@@ -6,7 +6,7 @@
 // those of word i + 4 in its high ones.
 // x is rounded to 13 bits, each group of a row by its largest value, or to 8 where weights have been rounded to 4 too,
 // which costs more; sums of a group's codes are exact. With AMX, many rows stay bfloat16.
-#include "cpu_multiply.h"
+#include "cpu_tiles.h"
 
 // What a group's tables hold besides its scales; Tables of engine/weights/groups.py. BatonProduct's form is
 // 2 * tables + (bits == 8), or kNarrow for 4 bits with scales times rows of 8 bits.
@@ -211,7 +211,7 @@ template <int form> struct Grouped {
     // After a row's codes: the value of code 1, the group's sum, what sums begin with.
     static constexpr int kRowParts = 8 * Group::kWords, kRowWords = kRowParts + 3;
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
-    static constexpr bool kFillsBlocks = false, kAlwaysPrepares = false;
+    static constexpr bool kFillsBlocks = false;
     static constexpr int kRowsAtOnce = 4;  // and vectors of columns: their sums stay in registers
     static constexpr int kAtOnce = kRegisters == 32 || sizeof(typename Group::Sums) == sizeof(Ints) ? 2 : 1;
 
@@ -335,16 +335,10 @@ template <int form> struct Grouped {
 constexpr int64_t kManyRows = 64;  // a prompt's: steps of decode, which drafts must not change, have fewer
 
 // Many rows: each tile of weights is widened to bfloat16 once for all rows of a pass.
-template <int form> struct WidenedTiles : Tiles<Pairs> {
+template <int form> struct WidenedTiles : StoredTiles<Pairs> {
     static constexpr int kBlockWords = Grouped<form>::kBlockWords;
-    static constexpr bool kAlwaysPrepares = true;
-    static constexpr int64_t kMaxRows = 512;
-    static const uint32_t* prepare(const uint32_t* w, int64_t num_tiles, std::vector<uint32_t>& memory) {
-        uint32_t* const widened = align(memory, num_tiles * 2 * kTileWords);
-        for (int64_t tile = 0; tile < num_tiles; ++tile)
-            Grouped<form>::widen(w + tile * kBlockWords, widened + tile * 2 * kTileWords);
-        return widened;
-    }
+    static constexpr bool kWidens = true;
+    static void widen(const uint32_t* w, uint32_t* to) { Grouped<form>::widen(w, to); }
 };
 #endif
 
@@ -422,7 +416,8 @@ extern "C" void baton_take_group_rows(const uint32_t* w, int form, int64_t depth
 extern "C" void baton_multiply_groups(const BatonProduct* product) {
     with_form(product->form, [=](auto path) {
 #ifdef BATON_AMX
-        if (product->math == kTiles && product->num_rows >= kManyRows) return multiply<WidenedTiles<path.kForm>>(*product);
+        if (product->math == kTiles && product->num_rows >= kManyRows) 
+            return multiply_tiles<WidenedTiles<path.kForm>>(*product);
 #endif
         multiply<decltype(path)>(*product);
     });

@@ -4,7 +4,7 @@
 //   [N / 32][K / depth of a tile][2 panels][16 words][16 columns] words of 4 bytes along K: 2 bfloat16 or 4 codes
 // N and K are zero-padded.
 // With 8-bit weights x is rounded to 8 bits too, each row by its largest value.
-#include "cpu_multiply.h"
+#include "cpu_tiles.h"
 
 enum Form { kBFloat16, k8Bits };
 
@@ -99,7 +99,7 @@ extern "C" void baton_take_rows(const uint32_t* w, const float* scale, int64_t d
 extern "C" void baton_multiply(const BatonProduct* product) {
 #ifdef BATON_AMX
     if (product->math == kTiles)
-        return product->form == k8Bits ? multiply<Tiles<Dots>>(*product) : multiply<Tiles<Pairs>>(*product);
+        return product->form == k8Bits ? multiply_tiles<StoredTiles<Dots>>(*product) : multiply_tiles<StoredTiles<Pairs>>(*product);
 #elif defined(BATON_SQUARES)
     if (product->math == kTiles)
         return product->form == k8Bits ? multiply<Squares<Dots>>(*product) : multiply<Squares<Pairs>>(*product);

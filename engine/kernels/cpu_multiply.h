@@ -25,34 +25,69 @@ enum Epilogue { kRounded, kFloats, kGated };
 namespace {
 
 constexpr int kPrefetchBytes = 8192;  // ahead, into L2: a core waits for fewer lines on their way into L1
+constexpr int64_t kStreamedBytes = 2 << 20;  // what is written next would push out what is read next
 constexpr int64_t kFewRows = 16;  // encoding these takes less time than waiting for other threads
 
-// Writes a row's 32 columns from `column` on. sums: of both panels.
-template <class Math>
-void write_out(const BatonProduct& of, int64_t row, int64_t column, const typename Math::Sums* sums, float unit) {
-    const auto value = [&](int v) {
-        const int64_t at = column + v * kLanes;
-        Floats found;
-        if constexpr (std::is_same_v<typename Math::Sums, Floats>) {
-            found = sums[v];
-        } else {  // codes that are too large by 128 added 128 * the sum of the column's codes
-            const Ints exact = Math::kOffset ? sums[v] - load<Ints>(of.shift + at) : sums[v];
-            found = __builtin_convertvector(exact, Floats) * (load<Floats>(of.scale + at) * unit);
+// Writes 32 columns, from `column` on, of `num_rows` rows from `row` on. sums: [num_rows][32]; units: each row's, or of
+// the first where values are floats.
+template <class Math, Epilogue epilogue, bool is_streamed = false>
+void write_rows_as(const BatonProduct& of, int64_t row, int64_t num_rows, int64_t column, const typename Math::Sums* sums,
+                   const float* units) {
+    constexpr int kAll = 2 * kVectors;
+    constexpr bool kHasCodes = !std::is_same_v<typename Math::Sums, Floats>;
+    for (const int64_t end = row + num_rows; row < end; ++row, ++units, sums += kAll) {
+        Floats values[kAll];
+        for (int v = 0; v < kAll; ++v) {
+            const int64_t at = column + v * kLanes;
+            if constexpr (kHasCodes) {  // codes that are too large by 128 added 128 * the sum of the column's codes
+                const Ints exact = Math::kOffset ? sums[v] - load<Ints>(of.shift + at) : sums[v];
+                values[v] = __builtin_convertvector(exact, Floats) * (load<Floats>(of.scale + at) * *units);
+            } else {
+                values[v] = sums[v];
+            }
+            if (of.bias) values[v] += load<Floats>(of.bias + at);
         }
-        return of.bias ? found + load<Floats>(of.bias + at) : found;
-    };
-    for (int v = 0; v < 2 * kVectors; ++v) {
-        const int64_t at = column + v * kLanes, left = of.num_columns - at;
-        if (of.epilogue == kFloats) {
-            store_part((float*)of.out + row * of.num_columns + at, value(v), left);
-        } else if (of.epilogue == kRounded) {
-            store_part((bfloat16*)of.out + row * of.num_columns + at, narrow(value(v)), left);
-        } else if (v < kVectors) {  // rounds where the slow twin rounds
-            const Floats gate = widen(narrow(silu(widen(narrow(value(v)))))), up = widen(narrow(value(v + kVectors)));
-            const int64_t to = column / 2 + v * kLanes;
-            store_part((bfloat16*)of.out + row * (of.num_columns / 2) + to, narrow(gate * up), of.num_columns / 2 - to);
+        if constexpr (epilogue == kGated) {  // rounds where the slow twin rounds
+            const int64_t width = of.num_columns / 2, to = column / 2;
+            for (int v = 0; v < kVectors; ++v) {
+                const Floats gate = widen(narrow(silu(widen(narrow(values[v]))))), up = widen(narrow(values[v + kVectors]));
+                store_part((bfloat16*)of.out + row * width + to + v * kLanes, narrow(gate * up), width - to - v * kLanes);
+            }
+#ifdef __AVX512BF16__
+        } else if (epilogue == kRounded && of.num_columns - column >= 32) {  // a line of the cache
+            const __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)values[1], (__m512)values[0]);
+            bfloat16* const to = (bfloat16*)of.out + row * of.num_columns + column;
+            if (is_streamed) _mm512_stream_si512((__m512i*)to, line);
+            else _mm512_storeu_si512(to, line);
+#endif
+        } else {
+            for (int v = 0; v < kAll; ++v) {
+                const int64_t at = column + v * kLanes, index = row * of.num_columns + at, left = of.num_columns - at;
+                if constexpr (epilogue == kFloats) store_part((float*)of.out + index, values[v], left);
+                else store_part((bfloat16*)of.out + index, narrow(values[v]), left);
+            }
         }
     }
+}
+// Whether lines of `out` are written past the caches, where each of them would first be read from memory.
+inline bool is_large(const BatonProduct& of) {
+    return of.num_rows * of.num_columns * 2 > kStreamedBytes && of.num_columns % 32 == 0 && (uintptr_t)of.out % 64 == 0;
+}
+template <class Math>
+void write_rows(const BatonProduct& of, int64_t row, int64_t num_rows, int64_t column, const typename Math::Sums* sums,
+                const float* units) {
+    if (of.epilogue == kFloats) return write_rows_as<Math, kFloats>(of, row, num_rows, column, sums, units);
+    if (of.epilogue == kGated) return write_rows_as<Math, kGated>(of, row, num_rows, column, sums, units);
+    if (is_large(of)) return write_rows_as<Math, kRounded, true>(of, row, num_rows, column, sums, units);
+    write_rows_as<Math, kRounded>(of, row, num_rows, column, sums, units);
+}
+
+// Fetches the lines that write_rows will change.
+inline void fetch_outputs(const BatonProduct& of, int64_t row, int64_t num_rows, int64_t column) {
+    const int64_t width = of.num_columns / (of.epilogue == kGated ? 2 : 1), bytes = of.epilogue == kFloats ? 4 : 2;
+    const char* at = (const char*)of.out + (row * width + column / (of.epilogue == kGated ? 2 : 1)) * bytes;
+    if (!is_large(of) || of.epilogue != kRounded)
+        for (; num_rows > 0; --num_rows, at += width * bytes) __builtin_prefetch(at, 1);
 }
 
 // Encodes rows [begin, begin + num_rows) of x into blocks of `height` rows at `to`. In a parallel region, shared out.
@@ -105,7 +140,7 @@ template <class Path> void multiply(const BatonProduct& of) {
                 for (int64_t tile = 0; tile < num_tiles; tile += chunk) {
                     const int64_t count = std::min(chunk, num_tiles - tile);
                     const uint32_t* const w = of.w + (block * num_tiles + tile) * Path::kBlockWords;
-                    const bool is_alone = num_heights == 1 && !Path::kAlwaysPrepares;
+                    const bool is_alone = num_heights == 1;
                     const uint32_t* const prepared = is_alone ? w : Path::prepare(w, count, weight_memory);
                     for (int64_t i = 0; i < num_heights; ++i) {
                         const char* next = (const char*)w;
@@ -114,8 +149,7 @@ template <class Path> void multiply(const BatonProduct& of) {
                                   count, num_tiles, sums + i * height * 2 * kVectors, next, i * lines < kLines ? lines : 0);
                     }
                 }
-                for (int64_t row = 0; row < num_rows; ++row)
-                    write_out<Math>(of, begin + row, block * 32, sums + row * 2 * kVectors, units[row]);
+                write_rows<Math>(of, begin, num_rows, block * 32, sums, units);
             }
             Path::end();
         }

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu_multiply.h"
+#include "cpu_tiles.h"
 namespace groups {
 #include "cpu_groups.cpp"
 }

@@ -1,0 +1,194 @@
+// Products of rows with packed weights by AMX tiles, for any number of rows.
+//
+//                     a pass's depth                       32 columns
+//                 +-------------------+                   +----------+
+//   a pass's rows |  x: kCachedBytes  |    a pass's depth |  w, one  |  from memory: read once a pass, the next block
+//   (in pairs of  |  at most, so that |                   |   block  |  is fetched into L2 meanwhile
+//   tiles: 32)    |  L2 keeps it      |                   +----------+
+//                 +-------------------+
+//
+// Rows are laid out once a pass, by all threads: [rows / 32][all tiles of depth][2 tiles][16 rows][16 words]. Two tiles
+// of rows times two of columns stay in registers over a pass's depth: 4 loads for 4 products, from L2. A deeper product
+// keeps its sums between passes over the depth, for a run of blocks, so that x is read again only once a run.
+#pragma once
+#include "cpu_amx.h"
+#include "cpu_multiply.h"
+
+#ifdef BATON_AMX
+namespace {
+
+constexpr int64_t kCachedBytes = 1 << 20;  // of x; L2 has 2 MiB, of which two blocks of w take 256 KiB at a depth of 2,048
+constexpr int64_t kPassRows = 256;  // weights that are read from memory for fewer rows leave tiles idle
+constexpr int64_t kRunBlocks = 16;  // at most: their sums take 512 KiB
+constexpr int kTile = kTileWords;
+
+#define BATON_DOT(c, a, b)                                                \
+    if constexpr (std::is_same_v<Math, Pairs>) TILE_DOT_BF16(c, a, b); \
+    else TILE_DOT_U8S8(c, a, b)
+
+// sums[16 * kTall][32] += x[num_tiles][kTall] times w[num_tiles][2]. kTall: tiles of rows, 1 or 2.
+// Next operands are loaded as soon as products have read the last ones: a core whose other thread is busy has few tiles
+// to rename. Calls `meanwhile` for each tile of depth: vectors have nothing to do while tiles are multiplied.
+template <class Math, int kTall, class Work>
+void add_depth(const uint32_t* x, const uint32_t* w, int64_t num_tiles, bool is_first, typename Math::Sums* sums,
+               Work meanwhile) {
+    float* const at = (float*)sums;
+    asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
+    if (is_first) {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    } else {
+        TILE_LOAD(0, at, 128);
+        TILE_LOAD(1, at + 16, 128);
+        if constexpr (kTall == 2) {
+            TILE_LOAD(2, at + 512, 128);
+            TILE_LOAD(3, at + 528, 128);
+        }
+    }
+    TILE_LOAD(6, w, 64);
+    TILE_LOAD(4, x, 64);
+    TILE_LOAD(7, w + kTile, 64);
+    if constexpr (kTall == 2) TILE_LOAD(5, x + kTile, 64);
+    for (int64_t tile = 1; tile < num_tiles; ++tile) {
+        x += kTall * kTile, w += 2 * kTile;
+        BATON_DOT(0, 4, 6);
+        BATON_DOT(1, 4, 7);
+        TILE_LOAD(4, x, 64);
+        if constexpr (kTall == 2) BATON_DOT(2, 5, 6);
+        TILE_LOAD(6, w, 64);
+        if constexpr (kTall == 2) {
+            BATON_DOT(3, 5, 7);
+            TILE_LOAD(5, x + kTile, 64);
+        }
+        TILE_LOAD(7, w + kTile, 64);
+        meanwhile();
+    }
+    BATON_DOT(0, 4, 6);
+    BATON_DOT(1, 4, 7);
+    if constexpr (kTall == 2) {
+        BATON_DOT(2, 5, 6);
+        BATON_DOT(3, 5, 7);
+    }
+    meanwhile();
+    TILE_STORE(0, at, 128);
+    TILE_STORE(1, at + 16, 128);
+    if constexpr (kTall == 2) {
+        TILE_STORE(2, at + 512, 128);
+        TILE_STORE(3, at + 528, 128);
+    }
+}
+#undef BATON_DOT
+
+// Weights that are stored in tiles: nothing to do.
+template <class MathOf> struct StoredTiles {
+    using Math = MathOf;
+    static constexpr int kTileDepth = 16 * Math::kPerWord, kBlockWords = 2 * kTile;
+    static constexpr bool kWidens = false;
+    static void widen(const uint32_t*, uint32_t*) {}
+};
+
+// Lays out rows [begin, begin + num_rows) of x, 16 at a time. In a parallel region, shared out.
+template <class Math>
+void lay_out_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64_t num_tiles, uint32_t* to, float* units) {
+    static thread_local std::vector<uint32_t> row_memory;
+    const bool is_copy = std::is_same_v<Math, Pairs> && of.depth % (16 * Math::kPerWord) == 0;
+#pragma omp for schedule(static)
+    for (int64_t first = 0; first < num_rows; first += 16) {
+        const int64_t tall = num_rows - first / 32 * 32 > 16 ? 2 : 1, count = std::min<int64_t>(num_rows - first, 16);
+        uint32_t* const encoded = is_copy ? nullptr : align(row_memory, 16 * num_tiles * 16);
+        const uint32_t* rows[16];
+        for (int64_t i = 0; i < count; ++i) {
+            const bfloat16* const row = of.x + (begin + first + i) * of.depth;
+            rows[i] = is_copy ? (const uint32_t*)row : encoded + i * num_tiles * 16;
+            if (is_copy) continue;
+            std::memset((void*)(rows[i] + (num_tiles - 1) * 16), 0, 64);
+            units[first + i] = Math::encode(row, of.depth, (uint32_t*)rows[i]);
+        }
+        uint32_t* at = to + first / 32 * 2 * num_tiles * kTile + first % 32 / 16 * kTile;
+        for (int64_t tile = 0; tile < num_tiles; ++tile, at += tall * kTile) {
+            for (int64_t i = 0; i < count; ++i) std::memcpy(at + i * 16, rows[i] + tile * 16, 64);
+            std::memset(at + count * 16, 0, (16 - count) * 64);
+        }
+    }
+}
+
+// Rows of sums that are still to be written.
+template <class Sums> struct Unwritten {
+    const Sums* sums;
+    const float* units;
+    int64_t row, num_rows, column;
+};
+
+template <class Source> void multiply_tiles(const BatonProduct& of) {
+    using Math = typename Source::Math;
+    using Sums = typename Math::Sums;
+    constexpr int64_t kLines = Source::kBlockWords / 16;
+    static thread_local std::vector<uint32_t> x_memory;
+    static thread_local std::vector<float> unit_memory(kPassRows);
+    const uint8_t tile_rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+    const int64_t num_tiles = (of.depth + Source::kTileDepth - 1) / Source::kTileDepth;
+    const int64_t num_blocks = (of.num_columns + 31) / 32;
+    const int64_t run = std::clamp<int64_t>(num_blocks / (2 * of.num_threads), 1, kRunBlocks);
+    float* const units = unit_memory.data();
+    for (int64_t begin = 0; begin < of.num_rows; begin += kPassRows) {
+        const int64_t num_rows = std::min(kPassRows, of.num_rows - begin), num_pairs = (num_rows + 31) / 32;
+        const int64_t part = std::min(num_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4));  // of the depth
+        const int64_t lines = (kLines + num_pairs - 1) / num_pairs;
+        uint32_t* const x = align(x_memory, num_pairs * 2 * num_tiles * kTile);
+        if (num_rows <= kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
+#pragma omp parallel num_threads(of.num_threads) if (of.num_threads > 1)
+        {
+            static thread_local std::vector<Sums> sums_memory;
+            static thread_local std::vector<uint32_t> widened_memory;
+            if (num_rows > kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
+            constexpr int64_t kPair = 32 * 2 * kVectors;
+            Sums* const sums = align(sums_memory, (part < num_tiles ? run * num_pairs : 2) * kPair);
+            uint32_t* const widened = Source::kWidens ? align(widened_memory, part * 2 * kTile) : nullptr;
+            Unwritten<Sums> unwritten{};
+            const auto write = [&](int64_t count) {
+                count = std::min(count, unwritten.num_rows);
+                write_rows<Math>(of, unwritten.row, count, unwritten.column, unwritten.sums, unwritten.units);
+                unwritten.sums += count * 2 * kVectors, unwritten.units += count;
+                unwritten.row += count, unwritten.num_rows -= count;
+            };
+            configure_tiles(tile_rows, 8);
+#pragma omp for schedule(dynamic, 1) nowait
+            for (int64_t first = 0; first < num_blocks; first += run) {
+                const int64_t last = std::min(first + run, num_blocks);
+                for (int64_t tile = 0; tile < num_tiles; tile += part)
+                    for (int64_t block = first; block < last; ++block) {
+                        const int64_t count = std::min(part, num_tiles - tile), rows_a_tile = (31 + count) / count;
+                        const uint32_t* w = of.w + (block * num_tiles + tile) * Source::kBlockWords;
+                        const char* next = (const char*)w + (num_pairs == 1 ? kPrefetchBytes : num_tiles * kLines * 64);
+                        const char* const end = next + count * kLines * 64;
+                        if constexpr (Source::kWidens) {
+                            for (int64_t i = 0; i < count; ++i) Source::widen(w + i * Source::kBlockWords, widened + i * 2 * kTile);
+                            w = widened;
+                        }
+                        const auto meanwhile = [&] {
+                            if (next < end)
+                                for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+                            if (unwritten.num_rows) write(rows_a_tile);
+                        };
+                        for (int64_t i = 0; i < num_pairs; ++i) {
+                            const int64_t left = std::min<int64_t>(num_rows - i * 32, 32);
+                            Sums* const at = sums + (part < num_tiles ? (block - first) * num_pairs + i : i % 2) * kPair;
+                            const uint32_t* const rows = x + i * 2 * num_tiles * kTile;
+                            if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
+                            else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
+                            if (tile + count < num_tiles) continue;
+                            unwritten = {at, units + i * 32, begin + i * 32, left, block * 32};
+                            fetch_outputs(of, begin + i * 32, left, block * 32);
+                        }
+                    }
+                write(32);
+            }
+            TILE_RELEASE();
+        }
+    }
+}
+
+}  // namespace
+#endif
