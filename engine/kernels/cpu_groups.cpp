@@ -297,22 +297,43 @@ template <int form> struct Grouped {
             }
         }
     }
-    // Words k / 2 of 32 columns of one group in bfloat16: a tile of PackedShape. to: [2 panels][16 words][16 columns]
-    static void widen(const uint32_t* w, uint32_t* to) {
-        for (int v = 0; v < 2 * kVectors; ++v) {
-            const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
-            const Floats scale = load_floats(tables), minimum = load_minimums(tables, scale);
-            const auto value = [=](Words words, int shift) {
-                const Floats codes = __builtin_convertvector((Ints)(words >> shift & ((1 << kBits) - 1)), Floats);
-                return __builtin_convertvector(narrow(keep(codes * scale) + minimum), Words);  // rounded before the sum
-            };
-            const int panel = v / kVectors, column = v % kVectors * kLanes;
-            for (int word = 0; word < 8; ++word) {
-                const Words words = load<Words>(w + panel * (kCodeWords / 2) + word % kBits * 16 + column);
-                uint32_t* const pairs = to + panel * kTileWords + 2 * word * 16 + column;
-                for (int pair = 0, shift = word / kBits * 4; pair < 2; ++pair, shift += 16)
-                    store(pairs + pair * 16, value(words, shift) | value(words, shift + 8) << 16);
-            }
+    // Codes of `words` from bit `shift` on, as floats.
+    static Floats codes_at(Words words, int shift) {
+#ifdef __AVX512F__
+        if constexpr (kBits == 4) {  // the instruction looks at 4 bits
+            const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            return (Floats)_mm512_permutexvar_ps((__m512i)(words >> shift), values);
+        }
+#endif
+        return __builtin_convertvector((Ints)(words >> shift & ((1 << kBits) - 1)), Floats);
+    }
+    // Words of two bfloat16 each, low and high.
+    static Words pair(Floats low, Floats high) {
+#ifdef __AVX512BF16__
+        constexpr auto index = [](int i) { return (uint32_t)i | (uint32_t)(i + 16) << 16; };
+        const __m512i order = _mm512_setr_epi32(index(0), index(1), index(2), index(3), index(4), index(5), index(6), index(7),
+            index(8), index(9), index(10), index(11), index(12), index(13), index(14), index(15));
+        return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+        return __builtin_convertvector(narrow(low), Words) | __builtin_convertvector(narrow(high), Words) << 16;
+#endif
+    }
+    // Part v of 2 * kVectors of words k / 2 of 32 columns of one group in bfloat16: of a tile of PackedShape.
+    // to: [2 panels][16 words][16 columns]
+    static void widen(const uint32_t* w, int v, uint32_t* to) {
+        const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
+        const Floats scale = load_floats(tables), minimum = load_minimums(tables, scale);
+        const auto value = [=](Words words, int shift) {
+            if constexpr (kIsWide) return keep(codes_at(words, shift) * scale) + minimum;  // rounded before the sum
+            return fuse(codes_at(words, shift), scale, minimum);  // code * scale is exact
+        };
+        const int panel = v / kVectors, column = v % kVectors * kLanes;
+        for (int word = 0; word < 8; ++word, to += 32) {
+            const Words words = load<Words>(w + panel * (kCodeWords / 2) + word % kBits * 16 + column);
+            uint32_t* const pairs = to + panel * kTileWords + column;
+            const int shift = word / kBits * 4;
+            store(pairs, pair(value(words, shift), value(words, shift + 8)));
+            store(pairs + 16, pair(value(words, shift + 16), value(words, shift + 24)));
         }
     }
     // The value of a column's codes of one group, in float32 like Groups.dense.
@@ -338,7 +359,7 @@ constexpr int64_t kManyRows = 64;  // a prompt's: steps of decode, which drafts 
 template <int form> struct WidenedTiles : StoredTiles<Pairs> {
     static constexpr int kBlockWords = Grouped<form>::kBlockWords;
     static constexpr bool kWidens = true;
-    static void widen(const uint32_t* w, uint32_t* to) { Grouped<form>::widen(w, to); }
+    static void widen(const uint32_t* w, int part, uint32_t* to) { Grouped<form>::widen(w, part, to); }
 };
 #endif
 

@@ -39,9 +39,7 @@ struct BatonLayer {
 
 namespace {
 
-constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
 constexpr int kRows = kRegisters == 32 ? 8 : 6;  // multiplied at a time with two vectors: sums leave registers for both and x
-constexpr int kSubRows = 16;  // query rows that share scores: the height of an AMX tile
 constexpr int64_t kFewTokens = 16;  // writing these takes less time than waiting for other threads
 constexpr int64_t kBytesAThread = 1 << 19;  // of KV: one thread reads less before another is awake
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -111,6 +109,8 @@ template <class T> struct Plain : WithVectors<Plain<T>> {
     using Page = T;
     using Operand = float;
     static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
+    static constexpr int kSubRows = 16;  // query rows that share scores
+    static constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
     static void begin(int64_t) {}
     static void end() {}
     static void store_probability(float* to, Floats p) { store(to, p); }
@@ -132,11 +132,11 @@ template <class T> struct Plain : WithVectors<Plain<T>> {
                     }
             }
     }
-    static void pack_values(const T* const* rows, int64_t num_keys, int64_t dim, int64_t, float* to) {
+    static void pack_values(const T* const* rows, int64_t num_keys, int64_t dim, int64_t capacity, float* to) {
         for (int64_t n = 0; n < num_keys; ++n)
             for (int64_t d = 0; d < dim; d += kLanes) {
                 const char* from = (const char*)(rows[n] + d);
-                float* at = to + d * kTile + n * kLanes;
+                float* at = to + d * capacity + n * kLanes;
                 if constexpr (sizeof(T) == 4) {
                     store(at, load_part<Words>(from, (dim - d) * 4));
                 } else {
@@ -156,7 +156,7 @@ template <int half, int... i> Shorts interleave(Shorts a, Shorts b, std::integer
 struct PairsOfPages : WithVectors<PairsOfPages> {
     using Page = bfloat16;
     using Operand = bfloat16;
-    static constexpr int kStep = 2 * kLanes;
+    static constexpr int kStep = 2 * kLanes, kSubRows = 16, kTile = 64;
     static void begin(int64_t) {}
     static void end() {}
     static void store_probability(bfloat16* to, Floats p) { store(to, narrow(p)); }
@@ -172,14 +172,14 @@ struct PairsOfPages : WithVectors<PairsOfPages> {
                 for (int i = 0; i < kLanes; ++i) store(to + (d / 2 + i) * 2 * kLanes, words[i]);
             }
     }
-    static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t, bfloat16* to) {
+    static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t capacity, bfloat16* to) {
         auto lanes = std::make_integer_sequence<int, 2 * kLanes>{};
         for (int64_t n = 0; n < num_keys; n += 2)
             for (int64_t d = 0; d < dim; d += 2 * kLanes) {
                 Shorts even = load_part<Shorts>((const char*)(rows[n] + d), (dim - d) * 2);
                 Shorts odd = load_part<Shorts>((const char*)(rows[n + 1] + d), (dim - d) * 2);
-                store(to + d * kTile + n * kLanes, interleave<0>(even, odd, lanes));
-                store(to + (d + kLanes) * kTile + n * kLanes, interleave<1>(even, odd, lanes));
+                store(to + d * capacity + n * kLanes, interleave<0>(even, odd, lanes));
+                store(to + (d + kLanes) * capacity + n * kLanes, interleave<1>(even, odd, lanes));
             }
     }
 };
@@ -188,33 +188,56 @@ struct PairsOfPages : WithVectors<PairsOfPages> {
 #if defined(BATON_AMX) && defined(__AVX512BF16__)
 #define BATON_AMX_PAIRS
 struct TilesOfPages : PairsOfPages {
-    static void begin(int64_t num_rows) {  // tiles 0, 1: accumulators; 2: A; 3, 4: B
-        const uint8_t height = std::min<int64_t>(num_rows, 16), rows[5] = {height, height, height, 16, 16};
-        configure_tiles(rows, 5);
+    static constexpr int kSubRows = 32;  // two tiles of rows times two of columns: four loads for four products
+    static constexpr int kTile = 256;    // from L2: a row's softmax and its output are touched less often
+    static void begin(int64_t num_rows) {  // tiles 0 to 3: sums; 4, 5: A; 6, 7: B
+        const uint8_t height = std::min<int64_t>(num_rows, 16), rows[8] = {height, height, height, height, height, height, 16, 16};
+        configure_tiles(rows, 8);
     }
     static void end() { TILE_RELEASE(); }
-    // Always reads and writes min(block's rows, 16) rows; depth and columns are zero-padded to 32.
+    // Reads and writes min(block's rows, 16) rows, or 32; depth and columns are zero-padded to 32.
     template <bool add>
     static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
-                         int64_t, int64_t depth, int64_t columns) {
-        int64_t panel = capacity * 16;
+                         int64_t rows, int64_t depth, int64_t columns) {
+        if (rows > 16) multiply_tiles<add, true>(a, lda, b, capacity * 16, c, ldc, depth, columns);
+        else multiply_tiles<add, false>(a, lda, b, capacity * 16, c, ldc, depth, columns);
+    }
+    template <bool add, bool has_two>
+    static void multiply_tiles(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel, float* c, int64_t ldc,
+                               int64_t depth, int64_t columns) {
         for (int64_t j = 0; j < columns; j += 32, b += 2 * panel) {
+            float *const upper = c + j, *const lower = upper + 16 * ldc;
             if constexpr (add) {
-                TILE_LOAD(0, c + j, ldc * 4);
-                TILE_LOAD(1, c + j + 16, ldc * 4);
+                TILE_LOAD(0, upper, ldc * 4);
+                TILE_LOAD(1, upper + 16, ldc * 4);
+                if constexpr (has_two) {
+                    TILE_LOAD(2, lower, ldc * 4);
+                    TILE_LOAD(3, lower + 16, ldc * 4);
+                }
             } else {
                 TILE_ZERO(0);
                 TILE_ZERO(1);
+                TILE_ZERO(2);
+                TILE_ZERO(3);
             }
             for (int64_t k = 0; k < depth; k += 32) {
-                TILE_LOAD(2, a + k, lda * 2);
-                TILE_LOAD(3, b + k * 16, 64);
-                TILE_LOAD(4, b + panel + k * 16, 64);
-                TILE_DOT_BF16(0, 2, 3);
-                TILE_DOT_BF16(1, 2, 4);
+                TILE_LOAD(4, a + k, lda * 2);
+                TILE_LOAD(6, b + k * 16, 64);
+                TILE_LOAD(7, b + panel + k * 16, 64);
+                if constexpr (has_two) TILE_LOAD(5, a + 16 * lda + k, lda * 2);
+                TILE_DOT_BF16(0, 4, 6);
+                TILE_DOT_BF16(1, 4, 7);
+                if constexpr (has_two) {
+                    TILE_DOT_BF16(2, 5, 6);
+                    TILE_DOT_BF16(3, 5, 7);
+                }
             }
-            TILE_STORE(0, c + j, ldc * 4);
-            TILE_STORE(1, c + j + 16, ldc * 4);
+            TILE_STORE(0, upper, ldc * 4);
+            TILE_STORE(1, upper + 16, ldc * 4);
+            if constexpr (has_two) {
+                TILE_STORE(2, lower, ldc * 4);
+                TILE_STORE(3, lower + 16, ldc * 4);
+            }
         }
     }
 };
@@ -242,7 +265,7 @@ struct Scratch {
 thread_local Scratch scratch;
 
 // Pointers to the K and V rows of a tile's keys; rows that pad the tile point at zeros.
-template <class Page> struct TileRows {
+template <class Page, int kTile> struct TileRows {
     const Page *keys[kTile], *values[kTile];
     int64_t num_keys, padded_keys;
 
@@ -311,6 +334,8 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
                   int64_t next_head) {
     using Page = typename Math::Page;
     using Operand = typename Math::Operand;
+    constexpr int64_t kSubRows = Math::kSubRows, kTile = Math::kTile;
+    using Rows = TileRows<Page, kTile>;
     const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
     const int64_t padded = round_up(dim, Math::kStep);
     const int64_t query_begin = batch.cu_seqlens_q[sequence];
@@ -322,7 +347,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
 
     scratch.reserve(padded_rows * (padded * (4 + sizeof(Operand)) + sizeof(Floats) + 4) +
                     2 * padded * kTile * sizeof(Operand) + kSubRows * kTile * (4 + sizeof(Operand)) +
-                    2 * sizeof(TileRows<Page>) + dim * sizeof(Page) + 16 * 64);
+                    2 * sizeof(Rows) + dim * sizeof(Page) + 16 * 64);
     Operand* queries = scratch.take<Operand>(padded_rows * padded);
     float* output = scratch.take<float>(padded_rows * padded);
     Floats* sums = scratch.take<Floats>(padded_rows);
@@ -331,8 +356,8 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     Operand* packed_values = scratch.take<Operand>(padded * kTile);
     float* scores = scratch.take<float>(kSubRows * kTile);
     Operand* probabilities = scratch.take<Operand>(kSubRows * kTile);
-    TileRows<Page>* tile = scratch.take<TileRows<Page>>(1);
-    TileRows<Page>* next = scratch.take<TileRows<Page>>(1);
+    Rows* tile = scratch.take<Rows>(1);
+    Rows* next = scratch.take<Rows>(1);
     Page* zeros = scratch.take<Page>(dim);
 
     std::fill_n(zeros, dim, Page{});
@@ -369,9 +394,9 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
         prefetch(next->keys, next->num_keys, dim);
         Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
         prefetch(next->values, next->num_keys, dim);
-        Math::pack_values(tile->values, tile->padded_keys, dim, padded, packed_values);
+        Math::pack_values(tile->values, tile->padded_keys, dim, kTile, packed_values);
         for (int64_t row = 0; row < rows; row += kSubRows) {
-            int64_t num_rows = std::min<int64_t>(kSubRows, rows - row);
+            int64_t num_rows = std::min(kSubRows, rows - row);
             int64_t last_position = first_position + (row + num_rows - 1) / group;
             int64_t visible = std::min(tile->num_keys, last_position + 1 - first_key);
             if (visible <= 0) continue;

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kCachedBytes = 1 << 20;  // of x; L2 has 2 MiB, of which two blocks of w take 256 KiB at a depth of 2,048
 constexpr int64_t kPassRows = 256;  // weights that are read from memory for fewer rows leave tiles idle
-constexpr int64_t kRunBlocks = 16;  // at most: their sums take 512 KiB
+constexpr int64_t kRunBlocks = 16, kRunBytes = 1 << 19;  // of blocks whose sums are kept
 constexpr int kTile = kTileWords;
 
 #define BATON_DOT(c, a, b)                                                \
@@ -86,7 +86,29 @@ template <class MathOf> struct StoredTiles {
     using Math = MathOf;
     static constexpr int kTileDepth = 16 * Math::kPerWord, kBlockWords = 2 * kTile;
     static constexpr bool kWidens = false;
-    static void widen(const uint32_t*, uint32_t*) {}
+    static void widen(const uint32_t*, int, uint32_t*) {}
+};
+
+// Tiles `count` of a block from `tile` on.
+struct Item {
+    const uint32_t* w;
+    int64_t block, tile, count;
+};
+
+// What is left to widen of an item.
+template <class Source> struct Widening {
+    Item item;
+    uint32_t* to;
+    int vector = 0;
+    void step() {  // half a tile
+        if (item.count <= 0) return;
+        for (const int end = vector + kVectors; vector < end; ++vector) Source::widen(item.w, vector, to);
+        if (vector < 2 * kVectors) return;
+        vector = 0, item.w += Source::kBlockWords, to += 2 * kTile, --item.count;
+    }
+    void finish() {
+        while (Source::kWidens && item.count > 0) step();
+    }
 };
 
 // Lays out rows [begin, begin + num_rows) of x, 16 at a time. In a parallel region, shared out.
@@ -124,17 +146,17 @@ template <class Sums> struct Unwritten {
 template <class Source> void multiply_tiles(const BatonProduct& of) {
     using Math = typename Source::Math;
     using Sums = typename Math::Sums;
-    constexpr int64_t kLines = Source::kBlockWords / 16;
+    constexpr int64_t kLines = Source::kBlockWords / 16, kRows = (Source::kWidens ? 2 : 1) * kPassRows;
     static thread_local std::vector<uint32_t> x_memory;
-    static thread_local std::vector<float> unit_memory(kPassRows);
+    static thread_local std::vector<float> unit_memory(kRows);
     const uint8_t tile_rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
     const int64_t num_tiles = (of.depth + Source::kTileDepth - 1) / Source::kTileDepth;
     const int64_t num_blocks = (of.num_columns + 31) / 32;
-    const int64_t run = std::clamp<int64_t>(num_blocks / (2 * of.num_threads), 1, kRunBlocks);
     float* const units = unit_memory.data();
-    for (int64_t begin = 0; begin < of.num_rows; begin += kPassRows) {
-        const int64_t num_rows = std::min(kPassRows, of.num_rows - begin), num_pairs = (num_rows + 31) / 32;
+    for (int64_t begin = 0; begin < of.num_rows; begin += kRows) {
+        const int64_t num_rows = std::min(kRows, of.num_rows - begin), num_pairs = (num_rows + 31) / 32;
         const int64_t part = std::min(num_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4));  // of the depth
+        const int64_t run = std::clamp(num_blocks / (2 * of.num_threads), (int64_t)1, std::min(kRunBlocks, kRunBytes / (num_pairs * 4096)));
         const int64_t lines = (kLines + num_pairs - 1) / num_pairs;
         uint32_t* const x = align(x_memory, num_pairs * 2 * num_tiles * kTile);
         if (num_rows <= kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
@@ -145,7 +167,7 @@ template <class Source> void multiply_tiles(const BatonProduct& of) {
             if (num_rows > kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
             constexpr int64_t kPair = 32 * 2 * kVectors;
             Sums* const sums = align(sums_memory, (part < num_tiles ? run * num_pairs : 2) * kPair);
-            uint32_t* const widened = Source::kWidens ? align(widened_memory, part * 2 * kTile) : nullptr;
+            uint32_t* const widened = Source::kWidens ? align(widened_memory, 2 * part * 2 * kTile) : nullptr;
             Unwritten<Sums> unwritten{};
             const auto write = [&](int64_t count) {
                 count = std::min(count, unwritten.num_rows);
@@ -156,33 +178,39 @@ template <class Source> void multiply_tiles(const BatonProduct& of) {
             configure_tiles(tile_rows, 8);
 #pragma omp for schedule(dynamic, 1) nowait
             for (int64_t first = 0; first < num_blocks; first += run) {
-                const int64_t last = std::min(first + run, num_blocks);
-                for (int64_t tile = 0; tile < num_tiles; tile += part)
-                    for (int64_t block = first; block < last; ++block) {
-                        const int64_t count = std::min(part, num_tiles - tile), rows_a_tile = (31 + count) / count;
-                        const uint32_t* w = of.w + (block * num_tiles + tile) * Source::kBlockWords;
-                        const char* next = (const char*)w + (num_pairs == 1 ? kPrefetchBytes : num_tiles * kLines * 64);
-                        const char* const end = next + count * kLines * 64;
-                        if constexpr (Source::kWidens) {
-                            for (int64_t i = 0; i < count; ++i) Source::widen(w + i * Source::kBlockWords, widened + i * 2 * kTile);
-                            w = widened;
-                        }
-                        const auto meanwhile = [&] {
-                            if (next < end)
-                                for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-                            if (unwritten.num_rows) write(rows_a_tile);
-                        };
-                        for (int64_t i = 0; i < num_pairs; ++i) {
-                            const int64_t left = std::min<int64_t>(num_rows - i * 32, 32);
-                            Sums* const at = sums + (part < num_tiles ? (block - first) * num_pairs + i : i % 2) * kPair;
-                            const uint32_t* const rows = x + i * 2 * num_tiles * kTile;
-                            if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
-                            else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
-                            if (tile + count < num_tiles) continue;
-                            unwritten = {at, units + i * 32, begin + i * 32, left, block * 32};
-                            fetch_outputs(of, begin + i * 32, left, block * 32);
-                        }
+                const int64_t width = std::min(run, num_blocks - first), num_items = width * ((num_tiles + part - 1) / part);
+                const auto find = [&](int64_t item) {  // blocks of a part of the depth, then those of the next part
+                    const int64_t tile = item / width * part, block = first + item % width;
+                    return Item{of.w + (block * num_tiles + tile) * Source::kBlockWords, block, tile, std::min(part, num_tiles - tile)};
+                };
+                Widening<Source> widening{};
+                if (Source::kWidens) widening = {find(0), widened}, widening.finish();
+                for (int64_t item = 0; item < num_items; ++item) {
+                    const auto [stored, block, tile, count] = find(item);
+                    const uint32_t* const w = Source::kWidens ? widened + item % 2 * part * 2 * kTile : stored;
+                    widening = {item + 1 < num_items ? find(item + 1) : Item{}, widened + (item + 1) % 2 * part * 2 * kTile};
+                    const int64_t ahead = num_tiles * kLines * 64 * (Source::kWidens ? 2 : 1), rows_a_tile = (31 + count) / count;
+                    const char* next = (const char*)stored + (num_pairs == 1 ? kPrefetchBytes : ahead);
+                    const char* const end = next + count * kLines * 64;
+                    int64_t calls = 0;
+                    const auto meanwhile = [&] {
+                        if (next < end)
+                            for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+                        if (unwritten.num_rows) write(rows_a_tile);
+                        if (Source::kWidens && ++calls % std::max<int64_t>(num_pairs / 2, 1) == 0) widening.step();
+                    };
+                    for (int64_t i = 0; i < num_pairs; ++i) {
+                        const int64_t left = std::min<int64_t>(num_rows - i * 32, 32);
+                        Sums* const at = sums + (part < num_tiles ? (block - first) * num_pairs + i : i % 2) * kPair;
+                        const uint32_t* const rows = x + i * 2 * num_tiles * kTile;
+                        if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
+                        else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
+                        if (tile + count < num_tiles) continue;
+                        unwritten = {at, units + i * 32, begin + i * 32, left, block * 32};
+                        fetch_outputs(of, begin + i * 32, left, block * 32);
                     }
+                    widening.finish();
+                }
                 write(32);
             }
             TILE_RELEASE();
