@@ -72,6 +72,15 @@ class Trust:
     secret: str = field(default="", repr=False)
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
 
+    def find_weaknesses(self) -> dict[str, str]:
+        """What a user should know of it: event for the log |-> reason."""
+        if self.tls is not None or self.secret:
+            return {}
+        reason = (
+            "any user of this machine can drain it and read the KV of prompts: set the same BATON_FLEET_SECRET in all"
+        )
+        return {"no fleet secret": reason}
+
     def watch_handshakes(self) -> None:
         """Count and explain failed TLS handshakes from now on. gRPC reports each only in its log."""
         if self.tls is not None:
