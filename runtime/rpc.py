@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from runtime.addresses import bare, bracketed, is_any
-from runtime.malformed import MalformedInterceptor
+from runtime.malformed import MalformedInterceptor, check_answers
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
 KEEPALIVE_MS = 20_000
@@ -72,8 +72,11 @@ def open_channel(
         ("grpc.enable_http_proxy", 0),
     )
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    return grpc.aio.secure_channel(target, credentials, options=options)
+        channel = grpc.aio.insecure_channel(target, options=options)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options=options)
+    check_answers(channel)
+    return channel
 
 
 def find_distrust(error: grpc.aio.AioRpcError) -> str | None:

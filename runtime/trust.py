@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from runtime import rpc
 from runtime.config_parts import ProcessConfig
 from runtime.logs import tap_native_stderr
+from runtime.malformed import METHOD_KINDS
 from runtime.settings import ConfigError
 
 log = structlog.get_logger()
@@ -93,7 +94,7 @@ class Trust:
             credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
         channel = rpc.open_channel(address, server_name, dns_server, credentials)
         # Not done with interceptors, which change how cancellation propagates.
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if self.secret else ():
+        for kind in METHOD_KINDS if self.secret else ():
             setattr(channel, kind, _with_metadata(getattr(channel, kind), ((SECRET_KEY, self.secret),)))
         return channel
 

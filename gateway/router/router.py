@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import structlog
@@ -200,7 +200,12 @@ class Router:
 
     def _pump(self) -> None:
         """Something changed, or a worker answered, or was silent: so time counts. Wakes those whose wait is over."""
-        for waiter in self._queue.decide(self._clock()):
+        try:
+            over: Iterable[Waiter] = self._queue.decide(self._clock())
+        except Exception:  # a bug there is no reason to lose those that it has decided on, or who called us
+            log.exception("the queue could not decide; it is asked again after the next change")
+            over = [waiter for waiter in self._decided if waiter.places or waiter.error]
+        for waiter in over:
             decided = self._decided[waiter]
             if not decided.done():  # else the request was cancelled this very moment, and leaves
                 decided.set_result(None)

@@ -1,4 +1,8 @@
-"""One worker: its last status, what follows from that, and calls. Lives on the asyncio thread."""
+"""One worker: its last status, what follows from that, and calls. Lives on the asyncio thread.
+
+Its tasks run until the client is closed. One that fails is a bug: it is logged and begun again, and the worker gets no
+work until it answers again.
+"""
 
 import asyncio
 import time
@@ -69,6 +73,8 @@ class WorkerClient:
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
         self._is_doubted = False  # a call found no worker since it last answered
+        self._bug = ""  # what ended one of the tasks since it last answered
+        self._logged_bug = ""
         self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
         self._pause_s = 0.0  # between the last poll and the next
         self._next_poll = 0.0  # when to ask for its status again
@@ -80,14 +86,31 @@ class WorkerClient:
     # -- asking for its status --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._spawn(self._poll())
-        self._spawn(self._report_quiet())
-        self._spawn(self.adapters.run())
+        for work in (self._poll, self._report_quiet, self.adapters.run):
+            self._keep(work)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(_report_bug)
-        self._tasks.append(task)
+    def _keep(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run it until it returns or the client is closed; again where it fails."""
+        self._tasks.append(asyncio.get_running_loop().create_task(self._run(work)))
+
+    async def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        task = asyncio.current_task()
+        while True:
+            try:
+                return await work()
+            except (Exception, asyncio.CancelledError) as bug:
+                if isinstance(bug, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise  # else gRPC cancelled a call
+                self._note_bug(bug)
+            await asyncio.sleep(RETRY_S)
+
+    def _note_bug(self, bug: BaseException) -> None:
+        """Called while it is handled. One that comes again and again is logged once."""
+        self._bug = f"has a link that failed ({bug!r})"
+        if self._bug != self._logged_bug:
+            self._logged_bug = self._bug
+            log.exception("a link to a worker failed and is begun again", address=self.address)
+        self._poll_soon()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -128,7 +151,7 @@ class WorkerClient:
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None
         self._heard = self._clock()
-        self._trouble = ""
+        self._trouble = self._bug = ""
         self._is_doubted = False
         self._end_poll(min(POLL_S, self._heartbeat_s / 3))  # so that one late answer is not silence
 
@@ -160,6 +183,8 @@ class WorkerClient:
         """Why this worker cannot take work; None when it can."""
         if (stall := self.find_stall()) is not None:
             return stall
+        if self._bug:
+            return self._bug
         if self.status.draining:
             return "is draining"
         if self.is_leaving:
@@ -266,12 +291,6 @@ class WorkerClient:
                 self._is_doubted = True
                 self._poll_soon()
             raise
-
-
-def _report_bug(task: asyncio.Task[None]) -> None:
-    """A client's tasks run until cancelled. One that ends otherwise leaves it dead, which must not be silent."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a link to a worker stopped working", exc_info=task.exception())
 
 
 class PrefillClient(WorkerClient):
