@@ -16,6 +16,7 @@ from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import choose_transport
 from protos import decode_pb2, kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.tasks import keep_running
 from worker.metrics import WorkerMetrics
 from worker.process import Worker
 
@@ -131,7 +132,7 @@ class KVPeers:
         self._known[peer.address] = known
         self._metrics.probed_bytes_per_s.labels(known.transport).set(known.bytes_per_s)
         if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = asyncio.create_task(keep_running(self._watch, "looking for dead peers"))
         log.info(
             "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=known.transport, why=known.why,
             gigabytes_per_s=round(known.bytes_per_s / 1e9, 2),

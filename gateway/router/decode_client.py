@@ -109,6 +109,8 @@ class DecodeClient(WorkerClient):
 
     async def _listen(self) -> None:
         """Keep one Steps stream open. Each has a new name, so no update of an old one can be taken for another's."""
+        if self._stream:  # this has failed, and runs again
+            self._end_stream("broke its stream")
         while True:
             detail = "closed its stream"
             try:
@@ -117,13 +119,14 @@ class DecodeClient(WorkerClient):
                 detail = f"broke its stream ({error.details()})"
             except grpc.aio.AioRpcError as error:
                 detail = f"broke its stream ({error.code().name})"
-            except Exception as bug:
-                detail = f"broke its stream ({bug!r})"
-                self._note_bug(bug)
-            self._stream = ""  # the worker ends the sessions of a stream with it
-            self._lose_all(f"{self.address} {detail}")
-            self.on_change()
+            self._end_stream(detail)
             await asyncio.sleep(RETRY_S)
+
+    def _end_stream(self, detail: str) -> None:
+        """The worker ends the sessions of a stream with it."""
+        self._stream = ""
+        self._lose_all(f"{self.address} {detail}")
+        self.on_change()
 
     async def _follow(self, name: str) -> None:
         """Deliver what the stream `name` brings until it ends. Raises grpc.aio.AioRpcError."""

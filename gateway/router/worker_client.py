@@ -18,6 +18,7 @@ from gateway.router.placement import Role, WorkerView
 from gateway.router.worker_adapters import WorkerAdapters
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
+from runtime.tasks import keep_running
 from wire.stalls import find_stuck
 
 log = structlog.get_logger()
@@ -74,7 +75,6 @@ class WorkerClient:
         self._trouble = "has not answered yet"
         self._is_doubted = False  # a call found no worker since it last answered
         self._bug = ""  # what ended one of the tasks since it last answered
-        self._logged_bug = ""
         self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
         self._pause_s = 0.0  # between the last poll and the next
         self._next_poll = 0.0  # when to ask for its status again
@@ -90,26 +90,11 @@ class WorkerClient:
             self._keep(work)
 
     def _keep(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Run it until it returns or the client is closed; again where it fails."""
-        self._tasks.append(asyncio.get_running_loop().create_task(self._run(work)))
-
-    async def _run(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        task = asyncio.current_task()
-        while True:
-            try:
-                return await work()
-            except (Exception, asyncio.CancelledError) as bug:
-                if isinstance(bug, asyncio.CancelledError) and (task is None or task.cancelling()):
-                    raise  # else gRPC cancelled a call
-                self._note_bug(bug)
-            await asyncio.sleep(RETRY_S)
+        running = keep_running(work, "a link to a worker", self._note_bug, address=self.address)
+        self._tasks.append(asyncio.get_running_loop().create_task(running))
 
     def _note_bug(self, bug: BaseException) -> None:
-        """Called while it is handled. One that comes again and again is logged once."""
         self._bug = f"has a link that failed ({bug!r})"
-        if self._bug != self._logged_bug:
-            self._logged_bug = self._bug
-            log.exception("a link to a worker failed and is begun again", address=self.address)
         self._poll_soon()
 
     async def close(self) -> None:
