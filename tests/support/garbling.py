@@ -26,6 +26,7 @@ class Garbler(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         serialize = handler.response_serializer or bytes
+        inner: Any = handler
 
         def garble(answer: Any) -> bytes:
             if not self.wanted[method]:
@@ -35,5 +36,5 @@ class Garbler(grpc.aio.ServerInterceptor):
             return GARBAGE
 
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(handler.unary_stream, handler.request_deserializer, garble)
-        return grpc.unary_unary_rpc_method_handler(handler.unary_unary, handler.request_deserializer, garble)
+            return grpc.unary_stream_rpc_method_handler(inner.unary_stream, handler.request_deserializer, garble)
+        return grpc.unary_unary_rpc_method_handler(inner.unary_unary, handler.request_deserializer, garble)

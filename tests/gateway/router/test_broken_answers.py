@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -160,9 +161,10 @@ async def test_a_task_of_a_link_that_ends_makes_the_worker_not_ready_and_begins_
 ) -> None:
     async with ring() as opened:
         (link,) = opened.fleet.decode.values()
-        owner = link.adapters if task == "adapters" else link
+        owner: Any = link.adapters if task == "adapters" else link
+        seen: list[int] = []
         name = {"poll": "_learn", "listen": "_deliver", "abort": "_send_aborts", "adapters": "run"}[task]
-        works, seen = getattr(owner, name), []
+        works = getattr(owner, name)
 
         def fail_once(*args: object) -> object:
             if not seen:
