@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from cli.status import read_status
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.addresses import is_loopback
 from runtime.config_parts import ProcessConfig
+from runtime.malformed import ask_twice
 from runtime.trust import load_trust
 
 TIMEOUT_S = 15.0  # for one answer
@@ -77,7 +79,7 @@ async def _drain(address: str, config: ProcessConfig, is_waiting: bool) -> int:
     async with load_trust(config).open_channel(address) as channel:
         for stub in (decode_pb2_grpc.DecodeStub(channel), prefill_pb2_grpc.PrefillStub(channel)):
             try:
-                answer = await stub.Drain(decode_pb2.DrainRequest(), timeout=TIMEOUT_S)
+                answer = await ask_twice(partial(stub.Drain, decode_pb2.DrainRequest(), timeout=TIMEOUT_S))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     continue
@@ -105,7 +107,7 @@ async def _watch(address: str, stub: decode_pb2_grpc.DecodeStub | prefill_pb2_gr
     num_left = -1
     while time.monotonic() < deadline:
         try:
-            status = await stub.Status(decode_pb2.StatusRequest(), timeout=TIMEOUT_S)
+            status = await ask_twice(lambda: stub.Status(decode_pb2.StatusRequest(), timeout=TIMEOUT_S))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 print(f"{address} has ended")

@@ -13,6 +13,7 @@ from cli.plan import ProcessSpec
 from runtime.child import ChildProcess
 from runtime.events import Event, ModelState, Ready, parse_event
 from runtime.hardware import CPU_ISA
+from wire.private_folders import IS_PRIVATE
 
 READ_BYTES = 1 << 16
 LINE_LIMIT_BYTES = 1 << 20
@@ -29,7 +30,9 @@ class Process(ChildProcess):
         events, events_end = socket.socketpair()
         log, log_end = os.pipe()
         inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("BATON_") or name == CPU_ISA
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("BATON_") or name in (CPU_ISA, IS_PRIVATE)
         }
         environment = {**inherited, **spec.environment}  # BATON_PORT is the service's port, not a worker's
         command = (*spec.command, f"--ready-fd={events_end.fileno()}")

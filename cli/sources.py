@@ -26,7 +26,8 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings, each
     "decode": DecodeConfig,
     "doctor": ServeConfig,
 }
-OTHER_VARIABLES = ("config", "url", "cpu_isa")  # of the program itself, of commands that call a service, of kernels
+# Of the program itself, of commands that call a service, of kernels, of folders.
+OTHER_VARIABLES = ("config", "url", "cpu_isa", "cache_is_private")
 
 Source = Callable[[App, tuple[str, ...], ArgumentCollection], Any]
 

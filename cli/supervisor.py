@@ -10,7 +10,7 @@ While it serves, the gateway may ask for the workers of a model to be stopped, a
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 from cli.plan import ProcessSpec, pin_ports, plan_restart
@@ -151,7 +151,7 @@ class Supervisor:
                 self._tell(model, "waking", percent=int(100 * sum(done) / len(self._models[model])))
         elif isinstance(event, SetAwake):  # one change of a model at a time: the gateway waits for its answer
             change = self._wake(event.model) if event.is_awake else self._put_to_sleep(event.model)
-            self._changing[event.model] = asyncio.create_task(change)
+            self._changing[event.model] = asyncio.create_task(self._change(event.model, change))
 
     def _find_model(self, worker: str) -> str:
         return next(model for model, names in self._models.items() if worker in names)
@@ -160,6 +160,15 @@ class Supervisor:
         self._gateway[0].send(ModelState(model, state, **fields))
 
     # -- models that sleep -------------------------------------------------------------------------------------------
+
+    async def _change(self, model: str, change: Coroutine[None, None, None]) -> None:
+        """The gateway hears of each change's end, as it waits for that."""
+        try:
+            await change
+        except Exception as bug:
+            self._screen.say(f"{model} cannot be changed: {bug!r}", level="error")
+            self._changing.pop(model, None)
+            self._tell(model, "failed", reason=repr(bug))
 
     async def _put_to_sleep(self, model: str) -> None:
         """Drain and end its workers; one that dies meanwhile is not started again."""

@@ -39,6 +39,7 @@ from runtime.events import NO_HAND_OFF, ModelState
 from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
+from runtime.tasks import keep_running
 from runtime.trust import Trust, load_trust
 
 log = structlog.get_logger()
@@ -98,11 +99,15 @@ async def _serve(
     rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
+    serving.add_done_callback(lambda _: shutdown.begin("the REST server ended"))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
     reading = served.start_images()
-    first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
+    first_loads = [
+        asyncio.create_task(keep_running(partial(loader.load_first, paths[name]), "loading adapters of --lora"))
+        for name, loader in loaders.items()
+    ]
     ops.follow(Probes(lambda: None, served.check_ready, registry))
     await _wait_until_ready(fleet, served.models)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
@@ -204,7 +209,7 @@ async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[Mod
                 sleepers.learn(event)
 
     sleepers.look()
-    return [asyncio.create_task(follow())]
+    return [asyncio.create_task(keep_running(follow, "following models that sleep"))]
 
 
 def _build_router(

@@ -75,6 +75,7 @@ class RequestMetrics:
         meaning = f"Choices answered in full, by whether {SHARE_HELD:.0%} of those tokens did."
         self.goal_answers = count("goal_answers", meaning, "outcome", "owner")
         self.refused = count("requests_refused", "Requests refused with 429.", "reason", "owner")
+        self.failed = count("requests_failed", "Requests that ended with an error of any kind.", "code")
 
     def label_owner(self, owner: str) -> str:
         """Bounds the number of labels. `owner`: as in TokenizedRequest."""
@@ -83,10 +84,14 @@ class RequestMetrics:
             return owner
         return "other" if owner else "none"
 
-    def count_refusal(self, error: BaseException, owner: str) -> None:
-        """Of a request that ends with `error`: nothing unless it is a 429."""
-        if isinstance(error, ApiError) and error.status == 429:
-            self.refused.labels(error.code, self.label_owner(owner)).inc()
+    def count_failure(self, error: BaseException, owner: str = "") -> None:
+        """Of a request that ends with `error`. `owner`: as in TokenizedRequest, where it is known."""
+        if isinstance(error, ApiError):
+            self.failed.labels(error.code or str(error.status)).inc()
+            if error.status == 429:
+                self.refused.labels(error.code, self.label_owner(owner)).inc()
+        elif isinstance(error, Exception):
+            self.failed.labels("bug").inc()
 
     def describe_goals(self) -> dict[str, Any]:
         """What was held, broken and refused so far."""

@@ -4,7 +4,8 @@
 
 Each process owns one folder, which it locks: only there it writes and evicts, so its files are bounded. It reads those
 of the other owners, too. A file is whole or it is not used: its checksum covers what it is of as well as its bytes, so
-a torn, changed or foreign file is a miss.
+a torn, changed or foreign file is a miss. Checksums are against accidents: that no other user writes here is for
+wire/private_folders.py. All names are looked up below a descriptor that it has checked, and no link is followed.
 """
 
 import fcntl
@@ -16,12 +17,12 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from errno import EPERM
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 import structlog
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.reader import PageStore
 from wire.page_keys import NamedPage
+from wire.private_folders import open_child, open_guarded, open_private
 
 MAGIC = b"BATONKV1"  # a change of the format is another number
 HEADER = struct.Struct(
@@ -36,6 +38,7 @@ HEADER = struct.Struct(
 )  # magic, what the pages are, key, whether draft KV is complete, CRC-32 of all else
 LOAD_BYTES = 16 << 20  # pages loaded or saved at once
 NUM_READERS = 4  # threads: one checks 2 GB/s
+OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 PAUSE_S = 60.0  # between attempts to write, after one failed, and between warnings about bad files
 log = structlog.get_logger()
 
@@ -54,29 +57,31 @@ class PageFiles:
         self._silent_until = 0.0  # no warnings about bad files before
         self.num_bad = 0  # files that could not be used
         home = root / pages_of.hex()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        home.mkdir(mode=0o700, exist_ok=True)
-        if (owner := home.stat().st_uid) != os.geteuid():
-            raise PermissionError(EPERM, f"it belongs to user {owner}, who could write wrong KV there")
-        self.store = _name_store(home / "id")  # equal for all owners of this home
-        self._fd, self.folder = _lock_one(home)
-        self._others: list[Path] = []
+        self._root = _open_root(root)
+        finalize(self, os.close, self._root)  # not when it is closed: a thread may be writing then
+        self._home = open_child(self._root, home.name, home)
+        finalize(self, os.close, self._home)
+        self.store = _name_store(self._home)  # equal for all owners of this home
+        self._lock_fd, self._own = _lock_one(self._home, home)
+        self.folder = home / self._own  # for messages
+        self._others: list[str] = []
         self.look_for_others()
-        self._strangers = _list_strangers(root, self.folder)
+        self._strangers = _list_strangers(self._root, f"{home.name}/{self._own}")
         self._read_folder()
-        if (room := shutil.disk_usage(root).free + self.num_bytes) < max_bytes:
+        free = os.fstatvfs(self._root)
+        if (room := free.f_bavail * free.f_frsize + self.num_bytes) < max_bytes:
             log.warning("less room for KV than allowed", folder=str(root), mib=room >> 20, allowed_mib=max_bytes >> 20)
 
     def _read_folder(self) -> None:
         found = []
-        with os.scandir(self.folder) as entries:
+        with _opened(self._home, self._own) as fd, os.scandir(fd) as entries:
             for entry in entries:
-                key = bytes.fromhex(entry.name) if len(entry.name) == 32 and _is_hex(entry.name) else b""
+                key = bytes.fromhex(entry.name) if _is_hex(entry.name) and entry.is_file(follow_symlinks=False) else b""
                 if key:
-                    stat = entry.stat()
+                    stat = entry.stat(follow_symlinks=False)
                     found.append((stat.st_mtime_ns, key, stat.st_size))
                 elif entry.name != LOCK:
-                    Path(entry.path).unlink()  # one that was being written
+                    os.unlink(entry.name, dir_fd=fd)  # one that was being written
         for _, key, size in sorted(found):
             self._sizes[key] = size
             self.num_bytes += size
@@ -84,8 +89,7 @@ class PageFiles:
 
     def look_for_others(self) -> None:
         """Read from folders of owners that came after this one, too."""
-        with os.scandir(self.folder.parent) as entries:
-            self._others = [Path(entry.path) for entry in entries if entry.is_dir() and Path(entry.path) != self.folder]
+        self._others = [name for name in _list_owners(self._home) if name != self._own]
 
     @property
     def num_files(self) -> int:
@@ -93,7 +97,7 @@ class PageFiles:
 
     def has(self, key: bytes) -> bool:
         """Whether a file is there; perhaps it cannot be used."""
-        return key in self._sizes or any((other / key.hex()).exists() for other in self._others)
+        return key in self._sizes or any(_exists(self._home, f"{other}/{key.hex()}") for other in self._others)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These were useful now. The first becomes the youngest: the others are of no use without it."""
@@ -106,10 +110,10 @@ class PageFiles:
 
     def read(self, key: bytes, row: NDArray[np.uint8]) -> bool | None:
         """Fill `row`; returns whether it has the draft model's KV. None: there is no such file that can be used."""
-        for folder in (self.folder, *self._others):
-            path, header = folder / key.hex(), bytearray(HEADER.size)
+        for owner in (self._own, *self._others):
+            header = bytearray(HEADER.size)
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(f"{owner}/{key.hex()}", os.O_RDONLY | OPEN, dir_fd=self._home)
             except OSError:
                 continue
             try:
@@ -120,21 +124,20 @@ class PageFiles:
                     with suppress(OSError):
                         os.utime(fd)
                     return bool(has_draft)
-                self._drop_bad(key, path, f"{num_read} bytes, or what they are of, or their checksum")
+                self._drop_bad(key, owner, f"{num_read} bytes, or what they are of, or their checksum")
             except OSError as error:
-                self._drop_bad(key, path, str(error))
+                self._drop_bad(key, owner, str(error))
             finally:
                 os.close(fd)
         return None
 
-    def _drop_bad(self, key: bytes, path: Path, reason: str) -> None:
+    def _drop_bad(self, key: bytes, owner: str, reason: str) -> None:
         self.num_bad += 1
         if (now := time.monotonic()) >= self._silent_until:
             self._silent_until = now + PAUSE_S
-            log.warning(
-                "a KV file cannot be used: counts as missing", path=str(path), wrong=reason, so_far=self.num_bad
-            )
-        if path.parent == self.folder:
+            path = str(self.folder.with_name(owner) / key.hex())
+            log.warning("a KV file cannot be used: counts as missing", path=path, wrong=reason, so_far=self.num_bad)
+        if owner == self._own:
             self._drop(key)
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -146,17 +149,19 @@ class PageFiles:
             return
         fields = HEADER.pack(MAGIC, self._pages_of, key, has_draft, 0)
         header = HEADER.pack(MAGIC, self._pages_of, key, has_draft, _sum(fields, row))
-        path = self.folder / key.hex()
-        new = path.with_suffix(".new")
+        path = f"{self._own}/{key.hex()}"
+        new = f"{path}.new"
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN, 0o600, dir_fd=self._home)
             try:
                 num_written = os.writev(fd, [header, row.data])
                 while num_written < size:
                     num_written += os.pwrite(fd, row.data[num_written - HEADER.size :], num_written)
             finally:
                 os.close(fd)
-            new.replace(path)
+            os.replace(new, path, src_dir_fd=self._home, dst_dir_fd=self._home)
+        except FileExistsError:  # another thread is writing it
+            return
         except OSError as error:
             self._paused_until = time.monotonic() + PAUSE_S
             log.warning(
@@ -164,7 +169,7 @@ class PageFiles:
                 reason=str(error), seconds=PAUSE_S,
             )  # fmt: skip
             with suppress(OSError):
-                new.unlink()
+                os.unlink(new, dir_fd=self._home)
             return
         with self._lock:
             self.num_bytes += size - self._sizes.pop(key, 0)
@@ -180,7 +185,7 @@ class PageFiles:
                 stranger = self._strangers.pop(0)[0] if self._strangers else None
                 key = next(iter(self._sizes), b"")
             if stranger is not None:
-                _remove_unlocked(stranger)
+                _remove_unlocked(self._root, stranger)
             else:
                 self._drop(key)
 
@@ -188,11 +193,11 @@ class PageFiles:
         with self._lock:
             self.num_bytes -= self._sizes.pop(key, 0)
         with suppress(OSError):
-            (self.folder / key.hex()).unlink()
+            os.unlink(f"{self._own}/{key.hex()}", dir_fd=self._home)
 
     def close(self) -> None:
         """Another process may own the folder from now on."""
-        os.close(self._fd)
+        os.close(self._lock_fd)
 
 
 class PageTiers:
@@ -275,30 +280,51 @@ def identify(*facts: object) -> bytes:
 LOCK = "owner"  # the file whose lock is held by a folder's owner
 
 
-def _name_store(path: Path) -> str:
-    """A name that follows from the file's random content, whatever became of that."""
-    with suppress(FileExistsError), path.open("xb") as file:
-        file.write(secrets.token_bytes(16))
-    return blake2b(path.read_bytes(), digest_size=8).hexdigest()
+def _open_root(root: Path) -> int:
+    """A descriptor of what all homes are in. Raises UnsafeFolderError, OSError.
+
+    The one in memory is ours. The one that --kv-disk names is the user's: homes, the folders in it, are ours.
+    """
+    return open_private(root) if root == host_folder() else open_guarded(root)
 
 
-def _lock_one(home: Path) -> tuple[int, Path]:
-    """The first folder of this home that no process owns, and the descriptor that holds its lock."""
+@contextmanager
+def _opened(parent: int, name: str) -> Iterator[int]:
+    """A descriptor of a folder of ours that exists. Raises UnsafeFolderError, OSError."""
+    fd = open_child(parent, name, Path(name), is_made=False)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _name_store(home: int) -> str:
+    """A name that follows from the random content of a home's file, whatever became of that."""
+    with suppress(FileExistsError):
+        new = os.open("id", os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN, 0o600, dir_fd=home)
+        with os.fdopen(new, "wb") as file:
+            file.write(secrets.token_bytes(16))
+    with os.fdopen(os.open("id", os.O_RDONLY | OPEN, dir_fd=home), "rb") as file:
+        return blake2b(file.read(), digest_size=8).hexdigest()
+
+
+def _lock_one(home: int, path: Path) -> tuple[int, str]:
+    """The first folder of this home that no process owns: the descriptor that holds its lock, and its name."""
     number = 0
     while True:
-        folder = home / str(number)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if (fd := _lock(folder)) is not None:
-            return fd, folder
+        os.close(open_child(home, str(number), path / str(number)))
+        if (fd := _lock(home, str(number))) is not None:
+            return fd, str(number)
         number += 1
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(parent: int, folder: str) -> int | None:
     """A descriptor that holds the folder's lock until it is closed; None if a process has it."""
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path = f"{folder}/{LOCK}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | OPEN, 0o600, dir_fd=parent)
     with suppress(OSError):  # another has it, or has just removed the folder
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), (folder / LOCK).stat()):
+        if os.path.samestat(os.fstat(fd), os.stat(path, dir_fd=parent, follow_symlinks=False)):
             return fd
     os.close(fd)
     return None
@@ -310,28 +336,49 @@ def host_folder() -> Path:
 
 
 def remove_unowned(root: Path) -> None:
-    """Remove all files that no process owns now."""
-    for folder, _ in _list_strangers(root, root):
-        _remove_unlocked(folder)
+    """Remove all files that no process owns now. A root that others can write is left alone."""
+    with suppress(OSError):
+        fd = _open_root(root)
+        try:
+            for folder, _ in _list_strangers(fd):
+                _remove_unlocked(fd, folder)
+        finally:
+            os.close(fd)
 
 
-def _list_strangers(root: Path, own: Path) -> list[tuple[Path, int]]:
+def _list_owners(home: int) -> list[str]:
+    """The names of the folders of a home: ours, and no links."""
+    owners = []
+    for name in os.listdir(home):
+        with suppress(OSError), _opened(home, name):
+            owners.append(name)
+    return owners
+
+
+def _list_strangers(root: int, own: str = "") -> list[tuple[str, int]]:
     """Folders that no process owns now, such as those of other models, and their bytes; least recently used first."""
     found = []
-    for folder in root.glob("*/*"):
-        if folder != own and (folder / LOCK).exists() and (fd := _lock(folder)) is not None:
-            sizes = [entry.stat().st_size for entry in os.scandir(folder)]
-            found.append((folder.stat().st_mtime_ns, folder, sum(sizes)))
-            os.close(fd)
+    for home in filter(_is_hex, os.listdir(root)):
+        with suppress(OSError), _opened(root, home) as fd:
+            for name in _list_owners(fd):
+                if f"{home}/{name}" != own and _exists(fd, f"{name}/{LOCK}") and (lock := _lock(fd, name)) is not None:
+                    os.close(lock)
+                    with _opened(fd, name) as folder, os.scandir(folder) as entries:
+                        size = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+                        found.append((os.fstat(folder).st_mtime_ns, f"{home}/{name}", size))
     return [(folder, size) for _, folder, size in sorted(found)]
 
 
-def _remove_unlocked(folder: Path) -> None:
+def _remove_unlocked(root: int, folder: str) -> None:
     """Remove an owner's folder, unless a process owns it."""
     with suppress(OSError):
-        if (fd := _lock(folder)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(fd)
+        if (lock := _lock(root, folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True, dir_fd=root)
+            os.close(lock)
+
+
+def _exists(parent: int, path: str) -> bool:
+    return os.access(path, os.F_OK, dir_fd=parent)
 
 
 def _sum(header: bytes | bytearray, row: NDArray[np.uint8]) -> int:
@@ -340,4 +387,5 @@ def _sum(header: bytes | bytearray, row: NDArray[np.uint8]) -> int:
 
 
 def _is_hex(name: str) -> bool:
-    return not set(name) - set("0123456789abcdef")
+    """Whether it is the name of a home or a key: 16 bytes."""
+    return len(name) == 32 and not set(name) - set("0123456789abcdef")

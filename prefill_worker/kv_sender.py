@@ -4,7 +4,8 @@ Runs on the asyncio thread.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from kvtransfer.checksums import parts_of
 from kvtransfer.layout import find_bad_ranks
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
+from worker.peer_links import PeerLinks
 from worker.process import Worker
 
 log = structlog.get_logger()
@@ -36,7 +38,6 @@ class OfferFailedError(Exception):
 class _Target:
     """A decode worker."""
 
-    channel: grpc.aio.Channel
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
@@ -45,7 +46,7 @@ class _Target:
 
 
 class KVSender:
-    """Owns the channels to decode workers, one per address."""
+    """Knows the decode workers that it is connected to."""
 
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay held while a decode worker reads them."""
@@ -53,8 +54,9 @@ class KVSender:
         self._pools = worker.pools
         self._timeout_s = timeout_s
         self._metrics = metrics
-        self._open_channel = worker.trust.open_channel
-        self._targets: dict[str, _Target] = {}  # address |-> decode worker
+        self._targets = PeerLinks(
+            worker.trust.open_channel, lambda channel: _Target(decode_pb2_grpc.DecodeStub(channel))
+        )
 
     def transports(self) -> dict[str, str]:
         """Address |-> transport, for every decode worker after its handshake."""
@@ -70,40 +72,49 @@ class KVSender:
         time and bytes to `result`. Raises OfferFailedError.
         """
         ticket = request.ticket
-        target = await self._greet(ticket)
         offer = kv_pb2.OfferRequest(
             ticket=ticket, incarnation=self._me.incarnation, begin=positions.start, end=positions.stop,
             request_id=request.request_id,
         )  # fmt: skip
-        for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
-            await pool.offer(part, held, target.num_summed)
-        self._metrics.offers_sent.inc()
-        answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
-        if not answer.accepted:
-            self._metrics.offers_refused.labels(answer.reason).inc()
-            if answer.reason == "handshake":
+        async with self._greeted(ticket) as target:
+            for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
+                await pool.offer(part, held, target.num_summed)
+            answer = await self._offer(target, offer)
+            if answer.reason == "handshake":  # others came, and it has forgotten us
                 target.incarnation = ""
+                await self._greet(target, ticket)
+                answer = await self._offer(target, offer)
+        if not answer.accepted:
             raise OfferFailedError(
                 grpc.StatusCode.ABORTED, f"{ticket.address} refused the offer ({answer.reason}): {answer.detail}"
             )
-        self._metrics.offers_accepted.inc()
         result.transfer_seconds += answer.seconds
         result.transfer_bytes += answer.bytes
         result.transport = target.transport
 
+    async def _offer(self, target: _Target, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
+        self._metrics.offers_sent.inc()
+        answer: kv_pb2.OfferResponse = await self._ask(offer.ticket, target.stub.Offer(offer, timeout=self._timeout_s))
+        if answer.accepted:
+            self._metrics.offers_accepted.inc()
+        else:
+            self._metrics.offers_refused.labels(answer.reason).inc()
+        return answer
+
     async def renew(self, ticket: kv_pb2.Ticket) -> None:
         """Restart the lease of the ticket's session. Raises OfferFailedError if the session is gone."""
-        target = await self._greet(ticket)
-        call = target.stub.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=self._timeout_s)
-        await self._ask(ticket, call)
+        async with self._greeted(ticket) as target:
+            call = target.stub.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=self._timeout_s)
+            await self._ask(ticket, call)
 
-    async def _greet(self, ticket: kv_pb2.Ticket) -> _Target:
+    @asynccontextmanager
+    async def _greeted(self, ticket: kv_pb2.Ticket) -> AsyncIterator[_Target]:
         """The ticket's decode worker, after a handshake with the incarnation in the ticket."""
-        target = self._targets.get(ticket.address)
-        if target is None:
-            self._forget_lost()
-            channel = self._open_channel(ticket.address)
-            target = self._targets[ticket.address] = _Target(channel, decode_pb2_grpc.DecodeStub(channel))
+        async with self._targets.use(ticket.address) as target:
+            await self._greet(target, ticket)
+            yield target
+
+    async def _greet(self, target: _Target, ticket: kv_pb2.Ticket) -> None:
         async with target.greeting:
             if target.incarnation != ticket.incarnation:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
@@ -114,18 +125,11 @@ class KVSender:
                 target.num_summed = len(answer.peer.ranks) if answer.wants_checksums else 0
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
-        return target
 
     def _check_ranks(self, peer: kv_pb2.Peer) -> None:
         for pool in self._pools:
             if (problem := find_bad_ranks(pool.own.parts, peer)) is not None:
                 raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {peer.address}: {problem}")
-
-    def _forget_lost(self) -> None:
-        """Drop decode workers without a connection; live ones shake hands again. Channels close after their calls."""
-        for address, target in list(self._targets.items()):
-            if target.channel.get_state() is not grpc.ChannelConnectivity.READY and not target.greeting.locked():
-                del self._targets[address]
 
     async def _ask(self, ticket: kv_pb2.Ticket, call: Awaitable[ResponseT]) -> ResponseT:
         try:
@@ -136,5 +140,4 @@ class KVSender:
             raise OfferFailedError(grpc.StatusCode.ABORTED, detail) from error  # UNAVAILABLE would blame this worker
 
     async def close(self) -> None:
-        for target in self._targets.values():
-            await target.channel.close()
+        await self._targets.close()

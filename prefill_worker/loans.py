@@ -21,6 +21,7 @@ from runtime.config import PrefillConfig
 from wire.page_keys import PageKey
 from worker.kv_cache import Restore, plan_loan
 from worker.kv_peers import HandshakeRefusedError, KnownPeer, KVPeers
+from worker.peer_links import PeerLinks
 from worker.process import Worker
 from worker.reading import RECHECK_S, Reading
 from worker.thread import EngineThread
@@ -82,8 +83,7 @@ class Borrower:
         self._me = worker.me
         self._kv = worker.scheduler.kv
         self._thread = thread
-        self._open_channel = worker.trust.open_channel
-        self._channels: dict[str, grpc.aio.Channel] = {}  # address |-> to that lender
+        self._lenders = PeerLinks(worker.trust.open_channel, prefill_pb2_grpc.PrefillStub)
         self._failed: dict[str, float] = {}  # incarnation |-> time.monotonic() of its last failure
         reading = self.reading
         metrics.gauge("kv_tokens_borrowed", "Prompt tokens whose KV was read from peers", lambda: reading.num_tokens)
@@ -113,10 +113,10 @@ class Borrower:
         num_tokens = min(source.tokens, len(keys) * self._kv.page_tokens) - begin * self._kv.page_tokens
         if num_tokens <= 0 or not self.reading.is_preferred(num_tokens):
             return False
-        stub = prefill_pb2_grpc.PrefillStub(self._channel_to(source.address))
         reader = self._me if self.peers.wants_checksums else None
         request = prefill_pb2.LendRequest(incarnation=source.incarnation, keys=keys, begin=begin, reader=reader)
-        response: prefill_pb2.LendResponse = await stub.Lend(request, timeout=LEND_S)
+        async with self._lenders.use(source.address) as lender:
+            response: prefill_pb2.LendResponse = await lender.Lend(request, timeout=LEND_S)
         num_pages, num_slots = len(response.offer.pages), len(response.offer.slots)
         if not num_pages:
             return False
@@ -132,14 +132,6 @@ class Borrower:
         await self.peers.read(response.offer, known, (restore.pages, restore.slots))
         return response.has_draft, len(restore.slots)
 
-    def _channel_to(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            is_ready = grpc.ChannelConnectivity.READY  # those of lenders that are gone close after their calls
-            self._channels = {one: it for one, it in self._channels.items() if it.get_state() is is_ready}
-            self._channels[address] = self._open_channel(address)
-        return self._channels[address]
-
     async def close(self) -> None:
         await self.peers.close()
-        for channel in self._channels.values():
-            await channel.close()
+        await self._lenders.close()

@@ -1,13 +1,14 @@
-"""Answers malformed protobuf messages with INVALID_ARGUMENT; gRPC would log a traceback and answer UNKNOWN.
+"""Malformed protobuf messages are errors of their call, on both sides.
 
-Also shortens errors that quote too much of a request, so that they fit a header; gRPC would fail with INTERNAL or
-nothing.
+A request: INVALID_ARGUMENT; gRPC would log a traceback and answer UNKNOWN. An answer: BrokenAnswerError; gRPC would
+return None. Also shortens errors that quote too much of a request, so that they fit a header; gRPC would fail with
+INTERNAL or nothing.
 """
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,6 +19,65 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Refuse = Callable[[Context], Awaitable[NoReturn]]  # ends a call
 
 MALFORMED = "the request is no message of this method"
+METHOD_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+ResponseT = TypeVar("ResponseT")
+
+
+class BrokenAnswerError(grpc.aio.AioRpcError):
+    """An answer is no message of its method. Whether the server did what was asked is not known: the call is lost."""
+
+    def __init__(self, method: str) -> None:
+        detail = f"what came is no answer of {method}"
+        super().__init__(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), detail)
+
+
+def check_answers(channel: grpc.aio.Channel) -> None:
+    """From now on calls of this channel raise BrokenAnswerError. Before any stub is made of it."""
+    for kind in METHOD_KINDS:
+        setattr(channel, kind, _checked(getattr(channel, kind)))
+
+
+def _checked(open_method: Callable[..., Any]) -> Callable[..., Any]:
+    def open_checked(method: str, *args: Any, response_deserializer: Any = None, **more: Any) -> Any:
+        if response_deserializer is None:
+            return open_method(method, *args, **more)
+        opened = open_method(method, *args, response_deserializer=_forgive(response_deserializer), **more)
+        return lambda *args, **options: _CheckedCall(opened(*args, **options), method)
+
+    return open_checked
+
+
+class _CheckedCall:
+    """A call whose answers are messages."""
+
+    def __init__(self, call: Any, method: str) -> None:
+        self._call = call
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if (answer := (yield from self._call.__await__())) is None:
+            raise BrokenAnswerError(self._method)
+        return answer
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            async for answer in self._call:
+                if answer is None:
+                    raise BrokenAnswerError(self._method)
+                yield answer
+        finally:
+            self._call.cancel()  # if it has not ended
+
+
+async def ask_twice(call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
+    """The answer to a call that may be made again if its first answer is broken."""
+    try:
+        return await call()
+    except BrokenAnswerError:
+        return await call()
 
 
 async def refuse_plainly(context: Context) -> NoReturn:

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +12,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from runtime.addresses import bare, bracketed, is_any
-from runtime.malformed import MalformedInterceptor
+from runtime.malformed import MalformedInterceptor, check_answers
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
 KEEPALIVE_MS = 20_000
+MAX_WATCHES = 100  # of Health/Watch in one connection: they last as long as it does
 STOP_GRACE_S = 2.0  # for running calls when a server stops
 FIELD_AT_FAULT = "baton-field"  # trailing metadata of INVALID_ARGUMENT: the message field that is wrong
 PARAM_AT_FAULT = "baton-param"  # beside it: the client's field, if the grammar names it; else empty
@@ -72,8 +74,11 @@ def open_channel(
         ("grpc.enable_http_proxy", 0),
     )
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=options)
-    return grpc.aio.secure_channel(target, credentials, options=options)
+        channel = grpc.aio.insecure_channel(target, options=options)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options=options)
+    check_answers(channel)
+    return channel
 
 
 def find_distrust(error: grpc.aio.AioRpcError) -> str | None:
@@ -136,12 +141,24 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # untyped
     def __init__(self, find_trouble: Callable[[], str | None]) -> None:
         super().__init__()
         self._find_trouble = find_trouble
+        self._num_watches: Counter[str] = Counter()  # peer, which is one connection |-> its Watch calls
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
         answer = await super().Check(request, context)
         return _NOT_SERVING if self._find_trouble() else answer
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        peer = context.peer()
+        if self._num_watches[peer] >= MAX_WATCHES:
+            detail = f"this connection has {MAX_WATCHES} Watch calls already, the most that it may have"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
+        self._num_watches[peer] += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._num_watches -= Counter((peer,))  # keeps no zeros
 
 
 async def start(

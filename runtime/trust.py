@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from runtime import rpc
 from runtime.config_parts import ProcessConfig
 from runtime.logs import tap_native_stderr
+from runtime.malformed import METHOD_KINDS
 from runtime.settings import ConfigError
 
 log = structlog.get_logger()
@@ -72,6 +73,15 @@ class Trust:
     secret: str = field(default="", repr=False)
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
 
+    def find_weaknesses(self) -> dict[str, str]:
+        """What a user should know of it: event for the log |-> reason."""
+        if self.tls is not None or self.secret:
+            return {}
+        reason = (
+            "any user of this machine can drain it and read the KV of prompts: set the same BATON_FLEET_SECRET in all"
+        )
+        return {"no fleet secret": reason}
+
     def watch_handshakes(self) -> None:
         """Count and explain failed TLS handshakes from now on. gRPC reports each only in its log."""
         if self.tls is not None:
@@ -84,7 +94,7 @@ class Trust:
             credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
         channel = rpc.open_channel(address, server_name, dns_server, credentials)
         # Not done with interceptors, which change how cancellation propagates.
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream") if self.secret else ():
+        for kind in METHOD_KINDS if self.secret else ():
             setattr(channel, kind, _with_metadata(getattr(channel, kind), ((SECRET_KEY, self.secret),)))
         return channel
 

@@ -16,6 +16,7 @@ from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import choose_transport
 from protos import decode_pb2, kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.tasks import keep_running
 from worker.metrics import WorkerMetrics
 from worker.process import Worker
 
@@ -23,6 +24,8 @@ log = structlog.get_logger()
 
 PROBE_BYTES = 16 << 20  # enough for a steady rate, little enough to take milliseconds
 LOOK_S = 1.0  # between checks for dead peers
+MAX_PEERS = 256  # each takes mappings or connections, and a line of Status; more than there are workers of a role
+MAX_GREETINGS = 64  # handshakes that run at once: each opens readers and reads PROBE_BYTES
 Targets = tuple[list[int], list[int]]  # the pages and the slots that an offer is read to
 
 
@@ -58,6 +61,7 @@ class Landed(NamedTuple):
 class KVPeers:
     """Owns the readers, one per prefill worker address; a new incarnation replaces the old one.
 
+    An incarnation has one address. Of MAX_PEERS the one that was idle for longest makes room.
     A reader keeps its peer's pool in memory: a dead peer's reader is closed within LOOK_S, or after its running read.
     """
 
@@ -68,7 +72,7 @@ class KVPeers:
         self.wants_checksums = config.verify_transfers
         self._wanted = config.transport
         self._is_required = config.require_transport
-        self._known: dict[str, KnownPeer] = {}  # address |-> peer
+        self._known: dict[str, KnownPeer] = {}  # address |-> peer; the one used last is the last
         # address |-> held during a handshake; exists while a handshake runs or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.reading: dict[asyncio.Task[Any] | None, KnownPeer] = {}  # task with a running read |-> its peer
@@ -94,27 +98,41 @@ class KVPeers:
 
     async def shake_hands(self, peer: kv_pb2.Peer) -> KnownPeer:
         """Compare layouts, open readers and measure. Idempotent per incarnation. Raises HandshakeRefusedError."""
+        if peer.address not in self._greeting and len(self._greeting) >= MAX_GREETINGS:
+            raise HandshakeRefusedError(f"{MAX_GREETINGS} handshakes are running: {peer.address} is to try again")
         async with self._greeting.setdefault(peer.address, asyncio.Lock()):
             known = self._known.get(peer.address)
             if known is None or known.peer.incarnation != peer.incarnation:
                 known = await self._add(peer, known)
+            self._mark_used(known)
             return known
+
+    def _mark_used(self, known: KnownPeer) -> None:
+        if self._known.get(known.peer.address) is known:
+            self._known[known.peer.address] = self._known.pop(known.peer.address)
 
     async def _add(self, peer: kv_pb2.Peer, before: KnownPeer | None) -> KnownPeer:
         mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_states(self._me, peer)
         for ours, theirs in zip(self._pools, (peer, peer.states), strict=False):
             mismatch = mismatch or find_bad_ranks(ours.own.parts, theirs)
+        mismatch = mismatch or self._find_other_address(peer)
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
             known = await self._open(peer)
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
+        if (late := self._find_other_address(peer)) is not None:
+            await known.close()
+            raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {late}")
         forgotten = self._forget(lambda other: other is before or self._is_dead(other))
+        idle = [other for other in self._known.values() if other not in self.reading.values()]
+        surplus = idle[: max(0, len(self._known) + 1 - MAX_PEERS)]
+        forgotten += self._forget(lambda other: other in surplus)
         self._known[peer.address] = known
         self._metrics.probed_bytes_per_s.labels(known.transport).set(known.bytes_per_s)
         if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = asyncio.create_task(keep_running(self._watch, "looking for dead peers"))
         log.info(
             "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=known.transport, why=known.why,
             gigabytes_per_s=round(known.bytes_per_s / 1e9, 2),
@@ -122,6 +140,12 @@ class KVPeers:
         for old in forgotten:
             await old.close()
         return known
+
+    def _find_other_address(self, peer: kv_pb2.Peer) -> str | None:
+        other = self.find(peer.incarnation)
+        if other is None or other.peer.address == peer.address:
+            return None
+        return f"incarnation {peer.incarnation} has shaken hands from {other.peer.address}"
 
     async def _open(self, peer: kv_pb2.Peer) -> KnownPeer:
         """Raises ReadError, or ValueError if the transport that is required is not possible."""
@@ -162,6 +186,7 @@ class KVPeers:
         num_bytes, started, task = 0, time.perf_counter(), asyncio.current_task()
         self._check_sums(offer, known)
         self.reading[task] = known
+        self._mark_used(known)
         try:
             for pool, reader, part, into in zip(self._pools, known.readers, parts_of(offer), targets, strict=False):
                 if into:

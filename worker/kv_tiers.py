@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from protos import decode_pb2
+from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
 from worker.kv_cache import Restore, RestorePlan, plan_restore
 from worker.metrics import WorkerMetrics
@@ -49,7 +50,7 @@ class KVTiers:
         loop = asyncio.get_running_loop()
         for _, cache in zip(self._pools, self._caches, strict=False):
             cache.on_named = lambda: loop.call_soon_threadsafe(self._has_named.set)
-        self._keep(asyncio.create_task(self._save()))
+        self._keep(asyncio.create_task(keep_running(self._save, "saving KV to files")))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
         reading = self._reading

@@ -191,7 +191,7 @@ async def _serve(
     health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
     ops.follow(probes)
     shutdown.listen()
-    for weakness, reason in engine.find_weaknesses().items():
+    for weakness, reason in (engine.find_weaknesses() | trust.find_weaknesses()).items():
         log.warning(weakness, reason=reason)
     detail = engine.describe()
     log.info("ready", address=address, ops=ops.address, incarnation=built.incarnation, **detail)

@@ -27,6 +27,7 @@ from runtime.settings import ConfigError
 from runtime.trust import Trust
 from wire.kv_layout import KvPart
 from wire.page_keys import NamedPage
+from wire.private_folders import UnsafeFolderError
 from worker.rank_children import RankChildren
 from worker.rank_reads import RanksReader, find_failure
 
@@ -175,5 +176,6 @@ def _build_tiers(
             if gib:
                 tiers.append(PageFiles(root, pages_of, (gib << 30) // (1 + has_states) // pool.num_ranks))
         except OSError as error:
-            raise ConfigError(f"{option}={getattr(config, option)} cannot be used: {root}: {error.strerror}") from error
+            why = error.strerror if isinstance(error, UnsafeFolderError) else f"{root}: {error.strerror}"
+            raise ConfigError(f"{option}={getattr(config, option)} cannot be used: {why}") from error
     return PageTiers(pool, tiers)

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import structlog
 
+from wire.private_folders import UnsafeFolderError, open_private
+
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
 BUILD_S = 120
@@ -113,20 +115,29 @@ def cache_folder() -> Path:
 def list_cache_folders() -> list[Path]:
     """$XDG_CACHE_HOME/baton or ~/.cache/baton, then a folder under the system's temporary one: at least one in all.
 
-    Code is loaded from there, so folders that this user does not own, or that others may write, are left out.
+    Code is loaded from there, so folders are left out where another user could write: the log says so once.
     Raises OSError if there is none and none can be made.
     """
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folders = []
     for folder in (Path(home) / "baton", Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"):
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
+            os.close(open_private(folder))
+        except UnsafeFolderError as error:
+            _report_left_out(folder, error.strerror)
         except OSError:
             continue
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
-            folders.append(folder)
-    return folders or [Path(tempfile.mkdtemp(prefix="baton-"))]
+        else:
+            folders += [folder] if os.access(folder, os.W_OK) else []
+    if not folders:
+        folders = [Path(tempfile.mkdtemp(prefix="baton-"))]
+        os.close(open_private(folders[0]))
+    return folders
+
+
+@cache  # once for each
+def _report_left_out(folder: Path, reason: str) -> None:
+    log.warning("a cache folder is not used", folder=str(folder), reason=reason)
 
 
 @cache  # so that the warning comes once

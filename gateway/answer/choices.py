@@ -82,9 +82,20 @@ async def begin(
     try:
         return Totals(await served.prepare(raw, request_id, arrived_s, headers), arrived_s, trace)
     except BaseException as error:
+        _note_failure(served, error, request_id)
         if trace is not None:
             trace.close(error)
         raise
+
+
+def _note_failure(
+    served: ServedModel, error: BaseException, request_id: str, owner: str = "", num_tokens: int = 0
+) -> None:
+    """Counts it, and logs what is no fault of the client's; bugs are logged where they end."""
+    served.metrics.count_failure(error, owner)
+    if isinstance(error, ApiError) and error.status >= 500:
+        facts = {"status": error.status, "code": error.code, "reason": error.message}
+        _log.warning("request not answered", request_id=request_id, tokens=num_tokens, **facts)
 
 
 async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, OutputDelta], None]:
@@ -121,7 +132,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
     except BaseException as error:
-        served.metrics.count_refusal(error, job.generations[0].owner)
+        _note_failure(served, error, job.generations[0].request_id, job.generations[0].owner, totals.num_completion)
         failure = error if totals.num_open else None  # else the client left with the whole answer
         if isinstance(error, CancelledError | GeneratorExit):
             for meter in meters:

@@ -90,7 +90,7 @@ class Service(Protocol):
     def live_gaps(self) -> Gaps:
         """Between tokens of answers that are not of lines."""
 
-    def check_ready(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         """Why no model can be served now; None when one can."""
 
     def load(self) -> Load:
@@ -213,7 +213,7 @@ class BatchRunner:
 
     def _fill(self, now: float) -> None:
         """Starts lines, or drops some for live answers."""
-        if self._served.check_ready() is not None:  # draining, or no worker is there
+        if self._served.find_obstacle() is not None:  # draining, or no worker is there
             return
         load, running = self._served.load(), [(job, number) for job in self._jobs for number in job.running]
         num_lines = len(running)

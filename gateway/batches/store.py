@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from gateway.errors import ApiError, overloaded
+from wire.private_folders import open_private
 
 _log = structlog.get_logger()
 
@@ -127,10 +128,9 @@ class BatchStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """`max_bytes`: of all files; above it no more are taken. Raises OSError, ValueError if it cannot be used."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not (folder / "lock").exists():
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "lock").exists():
             raise ValueError(f"--batch-dir {folder} has files of others; name an empty folder")
-        folder.chmod(0o700)
+        os.close(open_private(folder))
         self.folder = folder
         self.on_change: Callable[[], None] = lambda: None  # called when there is a batch to run, or to end
         self._max_bytes = max_bytes

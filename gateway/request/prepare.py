@@ -239,9 +239,16 @@ class ServedModels:
         )
 
     def check_ready(self) -> str | None:
+        """Why no model is ready; None when one is."""
+        return _join_reasons([one.ring.check_ready() for one in self.models])
+
+    def find_obstacle(self) -> str | None:
         """Why no model can be served now; None when one can."""
-        reasons = [one.ring.check_ready() for one in self.models]
-        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
+        return _join_reasons([one.ring.find_obstacle() for one in self.models])
+
+
+def _join_reasons(reasons: Sequence[str | None]) -> str | None:
+    return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:

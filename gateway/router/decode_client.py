@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,6 +21,7 @@ from gateway.router.placement import Role
 from gateway.router.request import AttemptFailed
 from gateway.router.worker_client import RETRY_S, WorkerClient
 from protos import decode_pb2, decode_pb2_grpc
+from runtime.malformed import BrokenAnswerError
 from runtime.rpc import new_incarnation
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
@@ -100,30 +102,42 @@ class DecodeClient(WorkerClient):
 
     def start(self) -> None:
         super().start()
-        self._spawn(self._listen())
-        self._spawn(self._abort_unwanted())
+        self._keep(self._listen)
+        self._keep(self._abort_unwanted)
 
     # -- its stream --------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         """Keep one Steps stream open. Each has a new name, so no update of an old one can be taken for another's."""
+        if self._stream:  # this has failed, and runs again
+            self._end_stream("broke its stream")
         while True:
-            name = new_incarnation()
             detail = "closed its stream"
             try:
-                async for events in self._stub.Steps(decode_pb2.StepsRequest(gateway=name)):
-                    if self._stream != name:
-                        self._stream, self._stream_incarnation = name, events.incarnation
-                        self.on_change()
-                    now = self._clock()
-                    for delta in events.deltas:
-                        self._deliver(delta, now)
+                await self._follow(new_incarnation())
+            except BrokenAnswerError as error:
+                detail = f"broke its stream ({error.details()})"
             except grpc.aio.AioRpcError as error:
                 detail = f"broke its stream ({error.code().name})"
-            self._stream = ""  # the worker ends the sessions of a stream with it
-            self._lose_all(f"{self.address} {detail}")
-            self.on_change()
+            self._end_stream(detail)
             await asyncio.sleep(RETRY_S)
+
+    def _end_stream(self, detail: str) -> None:
+        """The worker ends the sessions of a stream with it."""
+        self._stream = ""
+        self._lose_all(f"{self.address} {detail}")
+        self.on_change()
+
+    async def _follow(self, name: str) -> None:
+        """Deliver what the stream `name` brings until it ends. Raises grpc.aio.AioRpcError."""
+        async with aclosing(aiter(self._stub.Steps(decode_pb2.StepsRequest(gateway=name)))) as stream:
+            async for events in stream:
+                if self._stream != name:
+                    self._stream, self._stream_incarnation = name, events.incarnation
+                    self.on_change()
+                now = self._clock()
+                for delta in events.deltas:
+                    self._deliver(delta, now)
 
     def _deliver(self, delta: decode_pb2.SessionDelta, now: float) -> None:
         session = self._sessions.get(delta.handle)

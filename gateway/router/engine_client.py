@@ -126,7 +126,10 @@ class EngineClient(Protocol):
         """Now, of this gateway's requests and all workers."""
 
     def check_ready(self) -> str | None:
-        """Why the service cannot serve now; None when it can, or a request makes it so."""
+        """Why the service is not ready: the first obstacle to a request for the base model or any adapter."""
+
+    def find_obstacle(self, adapter: str = "") -> str | None:
+        """Why a request, for the base model or an adapter, cannot be served now; None when it can, or makes it so."""
 
     def is_awake(self) -> bool:
         """Whether workers run; else requests wait until they do."""

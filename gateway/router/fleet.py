@@ -204,7 +204,10 @@ class Fleet:
 
     def _notify(self) -> None:
         for on_change in self._subscribers:
-            on_change()
+            try:
+                on_change()
+            except Exception:  # a bug there must not end the link or the request that brought the change
+                self._log.exception("a change of the workers was not followed")
 
     def of_role(self, role: Role) -> Mapping[str, WorkerClient]:
         """address |-> worker"""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import structlog
@@ -69,17 +69,20 @@ class Router:
         )
 
     def check_ready(self) -> str | None:
+        adapters = ("", *self._fleet.adapters.pending)
+        return next(filter(None, map(self.find_obstacle, adapters)), None)
+
+    def find_obstacle(self, adapter: str = "") -> str | None:
         if self.gate.is_draining():
             return DRAINING
-        if self.model.state == "failed":
+        if self.model.has_just_failed:
             return f"the model could not be woken: {self.model.reason}"
         if self.model.state != "awake":
             return None  # the next request wakes it
         if unready := find_unready(self._fleet.views(), self._placer.no_prefill):
             return unready.detail
-        for name, reason in self._fleet.adapters.pending.items():
-            return f"adapter {name} is not loaded yet: {reason}"
-        return None
+        reason = self._fleet.adapters.pending.get(adapter)
+        return f"adapter {adapter} is not loaded yet: {reason}" if reason else None
 
     def load(self) -> Load:
         return Load(len(self.gate), self._queue.num_waiting, *count_places(self._queue.views()))
@@ -113,17 +116,17 @@ class Router:
         self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
         now = self._clock()
+        first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
         with self.gate.waiting():
-            wake_s = await self.model.enter(self._request_timeout_s)
-        self._queue.begin_choice(admitted)
+            wake_s = await self._wake(first_by)
         if wake_s:
             admitted.note(f"the model was asleep: the request waited {wake_s:.1f} s until it was awake")
         with ExitStack() as held:
             held.enter_context(self.model.inside())
             with self.gate.waiting():
-                await self._wait_for_adapter(wanted.adapter)
+                await self._wait_for_adapter(wanted.adapter, first_by)
+            self._queue.begin_choice(admitted)
             adapter = held.enter_context(self._fleet.adapters.hold(wanted.adapter))
-            first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
             request = Request(
                 wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter, wake_s=wake_s
             )
@@ -159,11 +162,26 @@ class Router:
             finally:
                 record.close(self._clock())
 
-    async def _wait_for_adapter(self, name: str) -> None:
-        """While it is pending, for patience: then whoever holds it gets the error."""
+    async def _wake(self, first_by: float | None) -> float:
+        """Wait until the model is awake; returns the seconds that it took. Raises ApiError."""
+        left_s = self._request_timeout_s if first_by is None else first_by - self._clock()
+        try:
+            return await self.model.enter(min(left_s, self._request_timeout_s))
+        except ApiError as error:
+            if first_by is not None and self._clock() >= first_by:
+                raise missed_deadline() from error
+            raise
+
+    async def _wait_for_adapter(self, name: str, first_by: float | None) -> None:
+        """Wait up to `patience_s` for a pending adapter; `hold` then raises. ApiError at the deadline."""
         until = self._clock() + self._patience_s
-        while name in self._fleet.adapters.pending and self._clock() < until:  # noqa: ASYNC110  the registry is pure
-            await asyncio.sleep(ADAPTER_POLL_S)
+        until = until if first_by is None else min(until, first_by)
+        while name in self._fleet.adapters.pending:  # the registry is pure
+            if (left_s := until - self._clock()) <= 0:
+                if until == first_by:
+                    raise missed_deadline()
+                return
+            await asyncio.sleep(min(left_s, ADAPTER_POLL_S))
 
     async def _wait_for_places(self, request: Request) -> Waiter:
         """Raises ApiError where the request gets none."""
@@ -200,7 +218,12 @@ class Router:
 
     def _pump(self) -> None:
         """Something changed, or a worker answered, or was silent: so time counts. Wakes those whose wait is over."""
-        for waiter in self._queue.decide(self._clock()):
+        try:
+            over: Iterable[Waiter] = self._queue.decide(self._clock())
+        except Exception:  # a bug there is no reason to lose those that it has decided on, or who called us
+            log.exception("the queue could not decide; it is asked again after the next change")
+            over = [waiter for waiter in self._decided if waiter.places or waiter.error]
+        for waiter in over:
             decided = self._decided[waiter]
             if not decided.done():  # else the request was cancelled this very moment, and leaves
                 decided.set_result(None)

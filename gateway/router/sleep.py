@@ -16,6 +16,7 @@ from gateway.router.placement import Role, find_unready
 from gateway.router.sleep_policy import ModelView, State, decide
 from runtime.events import ModelState, SetAwake
 
+UNREADY_S = 30.0  # that the service is not ready after a wake that failed
 log = structlog.get_logger()
 
 
@@ -27,6 +28,7 @@ class ModelGate:
         self.state: State = "awake"
         self.percent = 0  # of the weights that the workers of a waking model have read
         self.reason = ""  # why it could not be woken
+        self._changed_at = clock()
         self.is_closed = False  # lets no new requests in, although it is awake: others are to have their turn
         self.num_inside = 0
         self.idle_since = self.awake_since = clock()
@@ -37,6 +39,11 @@ class ModelGate:
     @property
     def is_open(self) -> bool:
         return self.state == "awake" and not self.is_closed
+
+    @property
+    def has_just_failed(self) -> bool:
+        """Later it is like asleep: nothing would wake it if readiness probes kept requests away for good."""
+        return self.state == "failed" and self._clock() - self._changed_at < UNREADY_S
 
     def describe(self) -> str:
         """The state in words."""
@@ -87,7 +94,7 @@ class ModelGate:
         """Those that wait go on, or get the error."""
         if state == "awake" and self.state != "awake":
             self.awake_since = self.idle_since = self._clock()
-        self.state, self.percent, self.reason = state, 0, reason
+        self.state, self.percent, self.reason, self._changed_at = state, 0, reason, self._clock()
         if state == "failed":
             failed, self._waiting = self._waiting, {}
             for opened in failed:

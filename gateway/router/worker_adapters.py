@@ -9,6 +9,7 @@ import structlog
 
 from gateway.router.adapters import Adapter, AdapterRegistry
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from runtime.malformed import ask_twice
 
 log = structlog.get_logger()
 
@@ -103,7 +104,7 @@ class WorkerAdapters:
     async def load(self, name: str, path: str, digest: str = "") -> str:
         """Returns the digest of what the folder has; `digest`: what it must have. Raises grpc.aio.AioRpcError."""
         request = decode_pb2.LoadAdapterRequest(name=name, path=path, digest=digest)
-        found = str((await self._stub.LoadAdapter(request, timeout=LOAD_S)).digest)
+        found = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         self._failures.pop(found, None)
         self._dropped.discard(found)
         self.loaded |= {found}

@@ -1,4 +1,8 @@
-"""One worker: its last status, what follows from that, and calls. Lives on the asyncio thread."""
+"""One worker: its last status, what follows from that, and calls. Lives on the asyncio thread.
+
+Its tasks run until the client is closed. One that fails is a bug: it is logged and begun again, and the worker gets no
+work until it answers again.
+"""
 
 import asyncio
 import time
@@ -14,6 +18,7 @@ from gateway.router.placement import Role, WorkerView
 from gateway.router.worker_adapters import WorkerAdapters
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
+from runtime.tasks import keep_running
 from wire.stalls import find_stuck
 
 log = structlog.get_logger()
@@ -69,6 +74,7 @@ class WorkerClient:
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
         self._is_doubted = False  # a call found no worker since it last answered
+        self._bug = ""  # what ended one of the tasks since it last answered
         self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
         self._pause_s = 0.0  # between the last poll and the next
         self._next_poll = 0.0  # when to ask for its status again
@@ -80,14 +86,16 @@ class WorkerClient:
     # -- asking for its status --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._spawn(self._poll())
-        self._spawn(self._report_quiet())
-        self._spawn(self.adapters.run())
+        for work in (self._poll, self._report_quiet, self.adapters.run):
+            self._keep(work)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(_report_bug)
-        self._tasks.append(task)
+    def _keep(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        running = keep_running(work, "a link to a worker", self._note_bug, address=self.address)
+        self._tasks.append(asyncio.get_running_loop().create_task(running))
+
+    def _note_bug(self, bug: BaseException) -> None:
+        self._bug = f"has a link that failed ({bug!r})"
+        self._poll_soon()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -128,7 +136,7 @@ class WorkerClient:
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None
         self._heard = self._clock()
-        self._trouble = ""
+        self._trouble = self._bug = ""
         self._is_doubted = False
         self._end_poll(min(POLL_S, self._heartbeat_s / 3))  # so that one late answer is not silence
 
@@ -160,6 +168,8 @@ class WorkerClient:
         """Why this worker cannot take work; None when it can."""
         if (stall := self.find_stall()) is not None:
             return stall
+        if self._bug:
+            return self._bug
         if self.status.draining:
             return "is draining"
         if self.is_leaving:
@@ -266,12 +276,6 @@ class WorkerClient:
                 self._is_doubted = True
                 self._poll_soon()
             raise
-
-
-def _report_bug(task: asyncio.Task[None]) -> None:
-    """A client's tasks run until cancelled. One that ends otherwise leaves it dead, which must not be silent."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a link to a worker stopped working", exc_info=task.exception())
 
 
 class PrefillClient(WorkerClient):

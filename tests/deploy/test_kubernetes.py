@@ -25,6 +25,7 @@ from runtime import rpc
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
 from runtime.trust import TLS_FILES, TlsFiles, Trust
 from tests.support import command_line
+from wire.private_folders import IS_PRIVATE
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -213,8 +214,14 @@ def test_no_secret_is_in_the_files_and_every_pod_gets_the_fleets(fleet: Fleet) -
         given = {entry["name"]: entry for entry in pod.container["env"]}
         assert given["BATON_FLEET_SECRET"]["valueFrom"] == {"secretKeyRef": {"name": "baton-fleet", "key": "secret"}}
         for name, entry in given.items():
-            assert not name.startswith("BATON_") or "secretKeyRef" in entry["valueFrom"]
+            is_secret = name.startswith("BATON_") and name != IS_PRIVATE
+            assert not is_secret or "secretKeyRef" in entry["valueFrom"]
         assert not any("key=" in flag or "secret=" in flag for flag in pod.flags)
+
+
+def test_pods_trust_their_own_volumes_which_are_writable_by_all(fleet: Fleet) -> None:
+    for pod in fleet.pods.values():
+        assert {"name": IS_PRIVATE, "value": "1"} in pod.container["env"]
 
 
 def test_pods_meet_the_restricted_profile(fleet: Fleet) -> None:

@@ -29,6 +29,7 @@ from engine.kernels.cpu_math import choose_math
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import BUILDS, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
+from wire.private_folders import UnsafeFolderError
 
 CONTEXTS = (1, 15, 16, 17, 100, 1000)
 
@@ -238,6 +239,25 @@ def test_a_cache_others_can_write_is_not_trusted(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "baton").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() != tmp_path / "baton"
+
+
+def test_a_cache_that_is_a_link_or_below_a_folder_of_all_is_left_out_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "baton").symlink_to(tmp_path)
+    with capture_logs() as logs:
+        assert build.cache_folder() == build.cache_folder() != tmp_path / "cache" / "baton"
+        (tmp_path / "cache" / "baton").unlink()
+        (tmp_path / "cache").chmod(0o777)
+        assert build.cache_folder() == build.cache_folder() != tmp_path / "cache" / "baton"
+    assert [("is a link" in one["reason"], "mode 0777" in one["reason"]) for one in logs] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
+    with pytest.raises(UnsafeFolderError):
+        build.cache_folder()
 
 
 @needs_compiler

@@ -20,6 +20,7 @@ import pytest
 from tests.support.fault_answers import Truth, ask
 from tests.support.fleet import HOST, ProcessFleet, run_fleet
 from tests.support.live import HTTP, wait_until
+from wire.private_folders import IS_PRIVATE
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
@@ -58,6 +59,8 @@ def _run_mounted(folder: Path, mounts: str) -> Iterator[ProcessFleet]:
     for name in ("cache", "tmp"):
         (folder / name).mkdir()
     setup = f"export XDG_CACHE_HOME={folder / 'cache'} TMPDIR={folder / 'tmp'}"
+    if not IS_ROOT:  # root's folders seem to be another user's in a user namespace
+        setup += f" {IS_PRIVATE}=1"
     with _run_wrapped(folder, setup, [*UNSHARE.split(), str(inner)]) as fleet:
         yield fleet
 

@@ -17,6 +17,7 @@ from kvtransfer import page_files
 from kvtransfer.page_files import HEADER, LOCK, PageFiles, PageTiers, identify, remove_unowned
 from tests.support.pool_process import build_pool
 from wire.page_keys import NamedPage
+from wire.private_folders import IS_PRIVATE, UnsafeFolderError
 
 KIND = identify("a model")
 PAGES = 8
@@ -171,8 +172,72 @@ def test_files_are_their_owners_only_and_remains_of_a_kill_go(pool: Pool, tmp_pa
 def test_a_folder_of_another_user_is_refused(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_tiers(pool, tmp_path).close()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="who could write wrong KV"):
+    with pytest.raises(UnsafeFolderError, match=f"belongs to user {os.getuid()}"):
         open_tiers(pool, tmp_path)
+
+
+def test_a_folder_on_disk_that_others_can_write_is_refused(pool: Pool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(0o777)
+    with pytest.raises(UnsafeFolderError, match=f"{disk} has mode 0777"):
+        open_tiers(pool, disk)
+    disk.chmod(0o1777)
+    home = disk / KIND.hex()
+    home.symlink_to(tmp_path)
+    with pytest.raises(UnsafeFolderError, match=f"{home} is a link"):
+        open_tiers(pool, disk)
+    assert not (tmp_path / "0").exists()
+
+
+def test_the_folder_in_memory_is_ours_or_nothing_is_read_written_or_removed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user leaves it in /dev/shm: writable by all, or a link to a folder of ours."""
+    elsewhere, shared = tmp_path / "elsewhere", tmp_path / "shm"
+    tiers = open_tiers(pool, elsewhere)
+    tiers.save(named(pool, [0]))
+    tiers.close()
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(page_files, "host_folder", lambda: shared / "baton-kv")
+    monkeypatch.setenv(IS_PRIVATE, "1")  # it says nothing of our own folder
+    (shared / "baton-kv").symlink_to(elsewhere)
+    with pytest.raises(UnsafeFolderError, match="baton-kv is a link"):
+        open_tiers(pool, shared / "baton-kv")
+    remove_unowned(shared / "baton-kv")
+    assert file_of(tiers, 0).exists()
+    (shared / "baton-kv").unlink()
+    (shared / "baton-kv").mkdir()
+    (shared / "baton-kv").chmod(0o777)
+    with pytest.raises(UnsafeFolderError, match="baton-kv has mode 0777"):
+        open_tiers(pool, shared / "baton-kv")
+    assert not list((shared / "baton-kv").iterdir())
+
+
+def test_what_is_put_in_the_place_of_a_folder_or_file_is_not_used(pool: Pool, tmp_path: Path) -> None:
+    tiers = open_tiers(pool, tmp_path / "kv")
+    tiers.save(named(pool, [0, 1, 2]))
+    path, private = file_of(tiers, 0), tmp_path / "private"
+    private.write_bytes(b"a letter")
+    file_of(tiers, 3).with_name(f"{file_of(tiers, 3).name}.new").symlink_to(private)
+    tiers.save(named(pool, [3]))
+    assert private.read_bytes() == b"a letter" and not file_of(tiers, 3).exists()
+    file_of(tiers, 2).rename(tmp_path / "moved")
+    file_of(tiers, 2).symlink_to(tmp_path / "moved")
+    assert tiers.load(keys_of([2]), [5]) == []
+    (tmp_path / "kv").rename(tmp_path / "away")
+    path.parent.mkdir(parents=True)
+    planted = (tmp_path / "away" / path.relative_to(tmp_path / "kv")).with_name(file_of(tiers, 1).name)
+    shutil.copy(planted, path)
+    assert tiers.load(keys_of([0]), [5]) == [False]
+    assert (pool.load([5]) == pool.load([0])).all()
+    tiers.save(named(pool, [4]))
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    tiers.close()
+    again = open_tiers(pool, tmp_path / "away")
+    assert not (again.tiers[0].folder / file_of(tiers, 2).name).is_symlink()
+    assert again.find(keys_of([0, 1, 2])) == 2
 
 
 def test_the_first_tier_that_has_a_page_is_read(pool: Pool, tmp_path: Path) -> None:

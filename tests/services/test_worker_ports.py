@@ -68,6 +68,7 @@ def test_rubbish_and_silent_sockets_disturb_nobody(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError):
                 asyncio.run(ask_status(Trust(), ready))
     assert "call without the fleet secret refused" in log["decode"].read_text()
+    assert not any("no fleet secret" in log[role].read_text() for role in trusts)
     for path in log.values():
         assert "Traceback" not in path.read_text()
 
@@ -118,6 +119,8 @@ def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_pa
 def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
     with worker("decode", tmp_path / "decode", "--host=::1", "--ops-host=::1") as decode:
         assert decode.address.startswith("[::1]:")
+        [line] = [line for line in (tmp_path / "decode").read_text().splitlines() if "no fleet secret" in line]
+        assert "BATON_FLEET_SECRET" in line  # it was started by hand, without one
         assert asyncio.run(ask_status(Trust(), decode)).peer.address == decode.address
         assert decode.ops_address.startswith("[::1]:")
         metrics = HTTP.get(f"http://{decode.ops_address}/metrics", timeout=60)

@@ -66,6 +66,9 @@ class FakeEngineClient:
     def check_ready(self) -> str | None:
         return self.unready
 
+    def find_obstacle(self, adapter: str = "") -> str | None:
+        return self.unready
+
     def is_awake(self) -> bool:
         return self.unready is None
 

@@ -96,9 +96,9 @@ async def respond(
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
         if raw.deadline_ms is not None:
             hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
-        ring = served.ring
+        ring, adapter = served.ring, totals.job.generations[0].adapter
         response: Response = EventStream(
-            pieces, writer, hold_s, lambda: ring.is_awake() and ring.check_ready() is None, totals.warnings
+            pieces, writer, hold_s, lambda: ring.is_awake() and ring.find_obstacle(adapter) is None, totals.warnings
         )
     else:
 

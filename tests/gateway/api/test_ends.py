@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.errors import ApiError, not_ready, overloaded, took_too_long
 from tests.support.adapters import APIS
@@ -27,7 +28,15 @@ def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault:
     bug = None if error else fault
     served.engine.reset(Script(served.ids("hello world")[:num_tokens], error=error, bug=bug))
     before, num_before = count_whole(served), served.count("generation_tokens_total")
-    outcome = api.ask(served, {}, stream, headers={"x-request-id": "mine-1"})
+    code = "bug" if bug else error.code if error else "incomplete_answer"
+    num_failed = served.count("requests_failed_total", code=str(code))
+    with capture_logs() as logs:
+        outcome = api.ask(served, {}, stream, headers={"x-request-id": "mine-1"})
+    assert served.count("requests_failed_total", code=str(code)) == num_failed + 1
+    failed = [one for one in logs if one["event"] == "request not answered"]
+    lines = [(one["request_id"].partition(".")[0], one["code"], one["tokens"]) for one in failed]
+    is_ours = bug is None and (error is None or error.status >= 500)
+    assert lines == [("mine-1", code, num_tokens)] * is_ours
     text = served.tokenizer.decode(served.engine.script.token_ids) if stream else ""
     assert "".join(outcome.texts) == text
     assert outcome.headers["x-request-id"] == "mine-1"
@@ -56,8 +65,10 @@ def count_whole(served: Served) -> list[float]:
 @pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
 def test_a_full_queue_refuses_before_anything_begins(served: Served, api: Api, stream: bool) -> None:
     served.engine.refusal = overloaded("too many")
+    num_refused = served.count("requests_failed_total", code="overloaded")
     outcome = api.ask(served, {"n": 2} if api.knows({"n": 2}) else {}, stream)
     assert (outcome.status, outcome.retry_after) == (429, 1)
+    assert served.count("requests_failed_total", code="overloaded") == num_refused + 1
     assert not served.engine.generations and not served.engine.num_inside
 
 

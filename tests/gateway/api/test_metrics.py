@@ -70,8 +70,8 @@ def test_tokens_and_answers_are_judged_by_the_goal_and_counted_for_a_few_owners(
     )
     assert one.value("goal_answers_total", outcome="held", owner="key-a") == 1
     assert one.value("goal_answers_total", outcome="broken", owner="user-b") == 1
-    one.metrics.count_refusal(missed_deadline(), "user-b")
-    one.metrics.count_refusal(not_ready("none"), "user-b")
+    one.metrics.count_failure(missed_deadline(), "user-b")
+    one.metrics.count_failure(not_ready("none"), "user-b")
     for number in range(2 * MAX_OWNERS):
         one.choice(f"user-{number}").finish("stop")
     one.choice().finish("stop")

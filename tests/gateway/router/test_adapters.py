@@ -304,6 +304,28 @@ def test_a_request_waits_for_an_adapter_of_the_start_no_longer_than_its_patience
         assert not fleet.fleet.adapters.named and not fleet.fleet.adapters.pending
 
 
+def test_an_adapter_that_cannot_load_holds_up_its_own_requests_only() -> None:
+    with virtual_fleet(patience_s=5.0, max_queue=2) as fleet:
+        loads = Loads(fleet)
+        fleet.decodes[0].folders.pop("/a")
+        fleet.loop.create_task(loads.loader.load_first({"one": "/a"}))
+        fleet.run(POLL_S)
+        router = fleet.router
+        assert router.check_ready() == router.find_obstacle("one") and "adapter one is not" in str(router.check_ready())
+        assert router.find_obstacle() is None, "the base model is served"
+        hurried = fleet.ask(replace(named("one"), request_id="hurried", deadline_s=1.0))
+        waiting = fleet.ask(named("one"))
+        refused = fleet.ask(replace(named("one"), request_id="refused"))
+        assert refused.error is not None and refused.error.status == 429, "those that wait for an adapter count"
+        fleet.run(1.0)
+        assert hurried.error is not None and (hurried.error.status, hurried.error.code) == (429, "deadline")
+        finish(fleet, fleet.ask(replace(wanted(), request_id="base")))
+        fleet.run(4.5)
+        assert waiting.error is not None and waiting.error.status == 503
+        loads.unload("one")
+        fleet.run(2 * AGAIN_S)
+
+
 def test_adapters_share_no_pages() -> None:
     keys = set()
     for digest in ("", "A", "B"):

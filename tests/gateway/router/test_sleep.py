@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
+from gateway.router.sleep import UNREADY_S, ModelGate, Sleepers
 from runtime.events import ModelState, SetAwake
 from tests.support.fake_workers import FakeDecode
 from tests.support.virtual_fleet import GOALS, Client, VirtualFleet, virtual_fleet, wanted
@@ -49,9 +50,9 @@ class Models:
         """Its newest one."""
         return [one for one in self.fleet.decodes if one.peer.model == name][-1]
 
-    def ask(self, name: str, request: str = "r") -> Client:
+    def ask(self, name: str, request: str = "r", **fields: Any) -> Client:
         self.fleet.router = self.routers[name]
-        return self.fleet.ask(wanted(request, max_tokens=1))
+        return self.fleet.ask(wanted(request, max_tokens=1, **fields))
 
     def tell(self, name: str, state: str, **fields: object) -> None:
         """What `baton serve` reports."""
@@ -159,6 +160,26 @@ def test_a_wake_that_fails_is_a_503_with_the_reason_and_is_tried_again() -> None
         both.start_workers("b")
         both.answer("b")
         assert client.tokens == [7]
+
+
+def test_after_a_wake_that_failed_the_service_is_ready_again_soon_so_that_a_request_can_come() -> None:
+    with models() as both:
+        both.ask("b")
+        both.end_workers("a")
+        both.tell("b", "failed", reason="no memory")
+        router = both.routers["b"]
+        assert router.check_ready() == router.find_obstacle() == "the model could not be woken: no memory"
+        both.fleet.run(UNREADY_S)
+        assert router.check_ready() is router.find_obstacle() is None
+
+
+def test_a_deadline_holds_while_the_model_is_not_awake() -> None:
+    with models() as both:
+        busy, late = both.ask("a"), both.ask("b", deadline_s=0.5)
+        both.fleet.run(0.5)
+        assert late.error is not None and (late.error.status, late.error.code) == (429, "deadline")
+        both.answer("a")
+        assert busy.tokens == [7]
 
 
 def test_waiting_ends_with_the_requests_time_or_its_client() -> None:
