@@ -11,6 +11,7 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.access.keys import Keys
 from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
@@ -86,7 +87,7 @@ async def _serve(
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
     app.include_router(build_batch_router(served, store))
-    batches = BatchRunner(store, app, served, config.api_key, config.body_limit_bytes) if store else None
+    batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -140,6 +141,7 @@ def _build_models(
     options = ApiOptions(
         api_keys=config.api_key,
         admin_key=config.admin_key,
+        hosts=config.allowed_host,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
@@ -168,7 +170,8 @@ def _build_models(
         models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
     if labelled is not None:
         registry.register(labelled)
-    return ServedModels(models, registry), routers, loaders
+    keys = Keys(options.api_keys, options.admin_key)
+    return ServedModels(models, registry, keys), routers, loaders
 
 
 def _build_fleet(

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.settings import MAX_PORT
@@ -50,6 +51,19 @@ def is_host_port(text: str) -> bool:
 def is_host_pattern(text: str) -> bool:
     """Whether it is a host's name or address, or *.SUFFIX for all names below one."""
     return re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-f:]+", text, re.ASCII | re.IGNORECASE) is not None
+
+
+def matches_host(patterns: Iterable[str], host: str) -> bool:
+    """Whether one of the patterns (see `is_host_pattern`) is the host, or stands for it. All in lower case."""
+    return any(
+        host.endswith(one[1:]) and find_ip(host) is None if one.startswith("*.") else host == one for one in patterns
+    )
+
+
+def split_host(authority: str) -> str:
+    """The host of `host:port` or `host`, in lower case; empty for what is neither."""
+    match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:,\s]+)(:\d*)?", authority.lower())
+    return match[1].removesuffix(".") if match else ""
 
 
 def find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

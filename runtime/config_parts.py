@@ -55,6 +55,10 @@ MODEL = 'a folder, a hub id or "demo"'
 Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
 
+def _are_hosts(hosts: Sequence[str]) -> bool:
+    return all(host == "*" or is_host_pattern(host) for host in hosts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Settings):
     """What every process has."""
@@ -222,6 +226,9 @@ class PublicConfig(GoalConfig):
     """Seconds without a request after which the workers of a model are stopped, until the next request; 0: never."""
     max_awake: Annotated[int, count(0)] = 0
     """Most models with running workers; the others sleep until a request comes. 0: all."""
+    allowed_host: Annotated[tuple[str, ...], needs(_are_hosts, f'{HOSTS}, or "*"')] = ()
+    """Name by which the service is called, besides localhost and IP addresses, where no key is asked for; *.SUFFIX for
+    all below one, "*" for any; repeat."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: Positive = 1024

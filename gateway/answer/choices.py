@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import structlog
 
+from gateway.access.keys import Key
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
@@ -75,12 +76,12 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 
 
 async def begin(
-    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, key: Key, headers: ReadHeaders
 ) -> Totals:
-    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals. Raises ApiError."""
+    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals; `key`: its API key. Raises ApiError."""
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
-        return Totals(await served.prepare(raw, request_id, arrived_s, headers), arrived_s, trace)
+        return Totals(await served.prepare(raw, request_id, arrived_s, key), arrived_s, trace)
     except BaseException as error:
         if trace is not None:
             trace.close(error)

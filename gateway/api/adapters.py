@@ -1,18 +1,19 @@
-"""The endpoints that load and unload adapters (LoRA), as in vLLM. AccessCheck has compared the admin key."""
+"""The endpoints that load and unload adapters (LoRA), as in vLLM."""
 
 from collections.abc import Mapping
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
+from gateway.api.http.access import admin_only
 from gateway.api.http.body import Body, any_value
-from gateway.api.http.middleware import LOAD_PATH, UNLOAD_PATH
 from gateway.api.http.read_body import limited_route
 from gateway.errors import bad_request, check_count
 from gateway.request.prepare import ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from runtime.config_parts import MAX_NAME_CHARS
 
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 MAX_PATH_CHARS = 4096  # Linux's PATH_MAX
 
 
@@ -40,6 +41,7 @@ def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoad
     router = APIRouter(route_class=limited_route(served))
 
     @router.post(LOAD_PATH)
+    @admin_only
     async def load(body: LoadRequest) -> PlainTextResponse:
         """Loads the adapter in a folder of the workers' hosts, or with load_inplace what it has now."""
         name, path = body.lora_name, body.lora_path
@@ -58,6 +60,7 @@ def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoad
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(UNLOAD_PATH)
+    @admin_only
     async def unload(body: UnloadRequest) -> PlainTextResponse:
         """Unloads an adapter; requests that run keep it to their end."""
         if not body.lora_name:

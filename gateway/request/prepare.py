@@ -11,6 +11,7 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry
 
+from gateway.access.keys import Key, Keys
 from gateway.batches.pace import Gaps
 from gateway.errors import bad_request, check_count, missed_deadline
 from gateway.metrics import RequestMetrics
@@ -24,8 +25,6 @@ from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-
-_KEY_HEADERS = ("authorization", "x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,7 @@ class ApiOptions:
     max_image_pixels: int = 1 << 26
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
+    hosts: tuple[str, ...] = ()  # names by which the service is called where no key is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,10 @@ class ServedModel(Prompts):
         }
         return self.tracing.begin(f"{operation} {served}", arrived_s, headers, attributes)
 
-    async def prepare(
-        self, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
-    ) -> PreparedRequest:
+    async def prepare(self, raw: GenerateRequest, request_id: str, arrived_s: float, key: Key) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError.
 
-        `arrived_s`: by time.perf_counter; the deadline counts from then. `headers`: with its API key.
+        `arrived_s`: by time.perf_counter; the deadline counts from then. `key`: its API key.
         """
         await asyncio.sleep(0)  # lets other requests run: reading a long one took milliseconds
         name = self.names.check(raw.model)
@@ -108,7 +106,7 @@ class ServedModel(Prompts):
             speculation=rules.check_speculation(raw),
             cache_salt=raw.cache_salt,
             priority=raw.priority,
-            owner=self._find_owner(raw, headers),
+            owner=_find_owner(raw, key),
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
@@ -164,15 +162,6 @@ class ServedModel(Prompts):
             visible_controls=visible,
         )
 
-    def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
-        """A name for the request's API key and user that metrics and logs may show."""
-        given = [str(value).rpartition(" ")[2] for name, value in headers() or () if name in _KEY_HEADERS]
-        sent = {word.encode("latin-1", "replace") for word in given}
-        number = next((at for at, key in enumerate(self.options.api_keys, 1) if key.encode() in sent), 0)
-        if raw.user:
-            return "user-" + blake2b(f"{number} {raw.user!r}".encode(), digest_size=4).hexdigest()
-        return f"key-{number}" if number else ""
-
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -185,12 +174,20 @@ class ServedModel(Prompts):
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
 
+def _find_owner(raw: GenerateRequest, key: Key) -> str:
+    """A name for the request's API key and user that metrics and logs may show."""
+    if raw.user:
+        return "user-" + blake2b(f"{key.name} {raw.user!r}".encode(), digest_size=4).hexdigest()
+    return key.name
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModels:
     """All models of a service, and what REST and gRPC do alike for each of them."""
 
     models: Sequence[ServedModel]  # the first answers requests that name none
     registry: CollectorRegistry  # of all metrics
+    keys: Keys
 
     def start_images(self) -> list[asyncio.Task[None]]:
         """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""

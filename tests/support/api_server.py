@@ -18,6 +18,7 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from gateway.access.keys import Keys
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions, ServedModels
@@ -111,7 +112,7 @@ def run_api(
         await served.close()
 
     model = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
-    served = ServedModels([model], registry)
+    served = ServedModels([model], registry, Keys(options.api_keys, options.admin_key))
     app = build_app(served)
     extend(app, served)
     http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -15,9 +15,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gateway.access.keys import Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
-from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id, unique_id, waking_timeout, warning_headers
+from gateway.api.access import REQUEST_ID_HEADER, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels, detokenize, tokenize
@@ -51,7 +52,7 @@ class _StalledClientError(Exception):
 def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
     malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
-    return [_KeyInterceptor(served.options.api_keys), malformed]
+    return [_KeyInterceptor(served.keys), malformed]
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:
@@ -117,7 +118,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             arrived_s = time.perf_counter()
             raw = read()
             served = self._served.find(raw.model)
-            totals = await begin(served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
+            key = self._served.keys.check(context.invocation_metadata() or ())
+            totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
             context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
             async with aclosing(stream_choices(served, totals)) as pieces:
                 async for index, piece in pieces:
@@ -237,8 +239,8 @@ async def _refuse(context: Context, error: ApiError) -> NoReturn:
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a valid API key, except the health check."""
 
-    def __init__(self, api_keys: Sequence[str]) -> None:
-        self._api_keys = tuple(api_keys)
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
 
     async def intercept_service(
         self,
@@ -246,9 +248,8 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         if handler_call_details.method != _OPEN_METHOD:
-            given = _find(handler_call_details.invocation_metadata, "authorization") or b""
             try:
-                check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
+                self._keys.check(handler_call_details.invocation_metadata or ())
             except ApiError as error:
                 refusal = error
 

@@ -11,11 +11,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from gateway.api.access import find_key
+from gateway.access.keys import Key
 from gateway.api.http.answer import json_response
 from gateway.api.http.body import Body, only_null
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
-from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value, owner_of
+from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.request.prepare import ServedModels
 
@@ -63,12 +63,8 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
         if store is None:
             why = "start the gateway with --batch-dir DIR if files and batches should be kept and answered here"
             raise ApiError(403, why, None, "no_batch_dir")
-        headers = request.headers
-        authorization, given = headers.get("authorization", ""), headers.get("x-api-key")
-        key = find_key(
-            authorization.encode("latin-1"), served.options.api_keys, given.encode("latin-1") if given else None
-        )
-        return store, owner_of(key or "")
+        key: Key = request.state.key
+        return store, key.owner
 
     @router.post("/v1/files")
     async def upload_file(request: Request) -> Response:

@@ -141,7 +141,7 @@ def wait_until_cut(server: uvicorn.Server, begun: float) -> float:
 
 
 def request(path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"GET {path} HTTP/1.1", "host: x", *lines, "", "")).encode()
+    return "\r\n".join((f"GET {path} HTTP/1.1", "host: localhost", *lines, "", "")).encode()
 
 
 def last(path: str) -> bytes:

@@ -101,7 +101,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
     ],
 )
 def test_a_body_that_never_comes_is_given_up(served: Served, length: int, told: tuple[int, str, str]) -> None:
-    head = ["POST /v1/completions HTTP/1.1", "host: x", f"content-length: {length}"]
+    head = ["POST /v1/completions HTTP/1.1", "host: localhost", f"content-length: {length}"]
     head += [f"{name}: {value}" for name, value in served.metadata]
     with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall("\r\n".join([*head, "", "{"]).encode())
