@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from runtime.settings import MAX_PORT
 
 _DNS = "dns:"
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Routed within a site, or by relays that no longer exist: `is_global` calls them public.
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "fec0::/10", "192.88.99.0/24")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,12 @@ def is_public(host: str) -> bool:
     address = find_ip(host)
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped
-        if inner is None and (address.sixtofour or address.teredo or address in _NAT64):
+        if inner is None and (address.sixtofour or address.teredo):
             return False
         address = inner or address
-    return address is not None and address.is_global and not (address.is_multicast or address.is_reserved)
+    if address is None or any(address in network for network in _NOT_PUBLIC):
+        return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def is_any(host: str) -> bool:

@@ -8,9 +8,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.access import REQUEST_ID_HEADER, pick_request_id
 from gateway.api.http.errors import error_response
-from gateway.errors import ApiError
+from gateway.errors import ApiError, bad_request
 
 _log = structlog.get_logger()
+_TWO_LENGTHS = bad_request("Content-Length and Transfer-Encoding are both given; send one of them", None, "two_lengths")
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Then a proxy in front may see another end of the body than we do, and another next request."""
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
 
 
 class RequestScope:
@@ -35,6 +41,10 @@ class RequestScope:
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
+            if _has_two_lengths(scope):
+                close = {"connection": "close"}
+                await error_response(_TWO_LENGTHS, scope["path"], close)(scope, receive, send_with_id)
+                return
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:

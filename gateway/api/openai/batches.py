@@ -1,12 +1,13 @@
 """OpenAI's files and batches. What runs the batches: gateway/batches/."""
 
+import re
 from math import ceil
 from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import Field
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -22,6 +23,7 @@ from gateway.request.prepare import ServedModels
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_NAME_CHARS = 255
 _FORM_BYTES = 64 << 10  # of an upload beside its file
+_BOUNDARY = re.compile(r""";\s*boundary="?([\w'()+,./:=?-]{1,70})"?\s*(?:;|$)""", re.ASCII | re.IGNORECASE)
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 
@@ -155,18 +157,24 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
 
 
 async def _read_form(served: ServedModels, request: Request, most: int) -> FormData:
-    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file."""
+    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file. Its names are UTF-8, whatever it says."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(415, f"the body is {kind[:100]!r}; send multipart/form-data", None, "unsupported_media_type")
+    boundary = _BOUNDARY.search(kind)
+    if boundary is None:
+        raise bad_request(f"the Content-Type {kind[:100]!r} has no boundary of 1 to 70 characters", None)
     options, limit = served.options, most + _FORM_BYTES
     chunks = limited_chunks(request, limit, "send fewer lines, or delete files")
-    parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
+    headers = Headers({"content-type": f'multipart/form-data; boundary="{boundary[1]}"'})
+    parser = MultiPartParser(headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
     try:
         async with in_time(options.body_timeout_s * ceil(limit / options.max_body_bytes)):
             return await parser.parse()
     except MultiPartException as error:
         raise bad_request(f"the body is not valid multipart/form-data: {error.message}", None) from error
+    except ValueError as error:  # of a part's header
+        raise bad_request("the body is not valid multipart/form-data: a part's header cannot be read", None) from error
 
 
 def _check_form(form: FormData) -> UploadFile:
