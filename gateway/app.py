@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
+from gateway.access.allowance import LIMIT_HEADERS
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
 from gateway.api.http.access import Access
 from gateway.api.http.errors import add_error_handlers
@@ -90,7 +91,7 @@ def build_app(served: ServedModels) -> FastAPI:
         allow_origins=served.options.cors_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "retry-after"],
+        expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "retry-after", *LIMIT_HEADERS],
     )
     app.add_middleware(RequestScope)
     add_document(app, needs_key=not served.keys.is_open)

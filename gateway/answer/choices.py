@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import string
+import time
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ class Totals:
 
     def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
+        self.job.key.allowance.spend(time.perf_counter(), len(piece.token_ids))
         self.num_reasoning += piece.num_reasoning_tokens
         self.num_open -= piece.finish_reason is not None
         if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
@@ -83,6 +85,7 @@ async def begin(
     try:
         return Totals(await served.prepare(raw, request_id, arrived_s, key), arrived_s, trace)
     except BaseException as error:
+        served.metrics.count_refusal(error, key.name)
         if trace is not None:
             trace.close(error)
         raise

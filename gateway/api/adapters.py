@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from gateway.api.http.access import admin_only
@@ -42,7 +43,7 @@ def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoad
 
     @router.post(LOAD_PATH)
     @admin_only
-    async def load(body: LoadRequest) -> PlainTextResponse:
+    async def load(body: LoadRequest, request: Request) -> PlainTextResponse:
         """Loads the adapter in a folder of the workers' hosts, or with load_inplace what it has now."""
         name, path = body.lora_name, body.lora_path
         if not name or not path:
@@ -50,7 +51,7 @@ def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoad
             raise bad_request("Both 'lora_name' and 'lora_path' must be provided.", param, "missing_field")
         check_count("lora_name", len(name), MAX_NAME_CHARS, "characters")
         check_count("lora_path", len(path), MAX_PATH_CHARS, "characters")
-        base = served.find(body.base_model_name or None).names
+        base = served.find(body.base_model_name or None, request.state.key).names
         base.check(body.base_model_name or None)
         if any(name in one.names.listed for one in served.models):
             raise bad_request(f"lora_name '{name}' is the model's own name; choose another", "lora_name")
@@ -61,11 +62,12 @@ def build_adapter_router(served: ServedModels, loaders: Mapping[str, AdapterLoad
 
     @router.post(UNLOAD_PATH)
     @admin_only
-    async def unload(body: UnloadRequest) -> PlainTextResponse:
+    async def unload(body: UnloadRequest, request: Request) -> PlainTextResponse:
         """Unloads an adapter; requests that run keep it to their end."""
         if not body.lora_name:
             raise bad_request("'lora_name' must be provided.", "lora_name", "missing_field")
-        await loaders[served.find(body.lora_name).names.listed[0]].unload(body.lora_name)
+        base = served.find(body.lora_name, request.state.key).names
+        await loaders[base.listed[0]].unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
 from gateway.batches.pace import Gaps
-from gateway.errors import bad_request, check_count, missed_deadline
+from gateway.errors import ApiError, bad_request, check_count, missed_deadline
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
-from gateway.router.engine_client import EngineClient, Load, TokenizedRequest
+from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
@@ -43,6 +43,7 @@ class ApiOptions:
     max_image_pixels: int = 1 << 26
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
+    salts_by_key: bool = False  # keys do not share KV of equal prompts
     hosts: tuple[str, ...] = ()  # names by which the service is called where no key is asked for
 
 
@@ -83,6 +84,9 @@ class ServedModel(Prompts):
         `arrived_s`: by time.perf_counter; the deadline counts from then. `key`: its API key.
         """
         await asyncio.sleep(0)  # lets other requests run: reading a long one took milliseconds
+        key.allowance.check(time.perf_counter(), key.name)
+        cache_salt = key.salted(raw.cache_salt) if self.options.salts_by_key else raw.cache_salt
+        priority = key.order(raw.priority)
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
@@ -104,8 +108,8 @@ class ServedModel(Prompts):
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=rules.check_speculation(raw),
-            cache_salt=raw.cache_salt,
-            priority=raw.priority,
+            cache_salt=cache_salt,
+            priority=DEFAULT_PRIORITY if priority is None else priority,
             owner=_find_owner(raw, key),
             adapter=name if name in self.names.adapters else "",
         )
@@ -113,7 +117,7 @@ class ServedModel(Prompts):
         late_s = time.perf_counter() - arrived_s
         try:
             async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
-                prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
+                prompts = await self.encode(raw.prompts, tools, salt=cache_salt)
         except TimeoutError:
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
@@ -141,6 +145,7 @@ class ServedModel(Prompts):
             generations.append(one)
         num_prompt_places = sum(len(one.prompt_ids) for one in generations if one.num_prompt_logprobs is not None)
         rules.check_num_logprobs(raw, len(generations), sum(one.max_tokens for one in generations) + num_prompt_places)
+        key.allowance.begin(time.perf_counter(), key.name, sum(len(prompt.ids) for prompt in prompts))
         # control tokens that calls, reasoning or the grammar use
         visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
@@ -149,6 +154,7 @@ class ServedModel(Prompts):
             prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
         return PreparedRequest(
             model=name,
+            key=key,
             generations=tuple(generations),
             num_per_prompt=n,
             prompts=tuple(prompts),
@@ -172,6 +178,12 @@ class ServedModel(Prompts):
             if chat.header and not self.keeps_header:
                 self.metrics.headers_left_out.inc()
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
+
+
+def may_use(key: Key, served: ServedModel, name: str | None) -> bool:
+    """Whether a key's requests may have the name, which is an adapter's, or the model's: then any of its own counts."""
+    own = (name,) if name in served.names.adapters else served.names.listed
+    return not key.models or not set(own).isdisjoint(key.models)
 
 
 def _find_owner(raw: GenerateRequest, key: Key) -> str:
@@ -200,9 +212,19 @@ class ServedModels:
             if one.images is not None:
                 await one.images.close()
 
-    def find(self, model: str | None) -> ServedModel:
-        """The model that has the name, or the first: it refuses a name that none has."""
-        return next((one for one in self.models if one.names.has(model)), self.models[0])
+    def find(self, model: str | None, key: Key) -> ServedModel:
+        """The model that has the name, or the first: it refuses a name that none has. Without a name the key's first.
+
+        Raises ApiError 403 if the key may not use it.
+        """
+        found = next((one for one in self.models if one.names.has(model)), self.models[0])
+        if not model:
+            found = next((one for one in self.models if may_use(key, one, None)), found)
+        if not may_use(key, found, model):
+            shown = "this service's models" if not model else f"the model {model[:MAX_NAME_CHARS]!r}"
+            message = f"the key {key.name} may not use {shown}; it has {', '.join(key.models)}"
+            raise ApiError(403, message, "model", "model_not_allowed")
+        return found
 
     @property
     def options(self) -> ApiOptions:
@@ -213,12 +235,11 @@ class ServedModels:
         """The longest context."""
         return max(one.tokenizer.context_tokens for one in self.models)
 
-    def names(self) -> Iterator[tuple[str, ServedModel]]:
-        """Each name that requests may have, and its model: models first, then their adapters."""
-        for one in self.models:
-            yield from ((name, one) for name in one.names.listed)
-        for one in self.models:
-            yield from ((name, one) for name in list(one.names.adapters))
+    def names(self, key: Key) -> Iterator[tuple[str, ServedModel]]:
+        """Each name that the key's requests may have, and its model: models first, then their adapters."""
+        named = [(name, one) for one in self.models for name in one.names.listed]
+        named += [(name, one) for one in self.models for name in one.names.adapters]
+        return ((name, one) for name, one in named if may_use(key, one, name))
 
     @property
     def live_gaps(self) -> Gaps:

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gateway.access.keys import Keys
+from gateway.access.keys import Key, Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, pick_request_id, unique_id, waking_timeout, warning_headers
@@ -35,6 +35,7 @@ _OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
 _CODES = {  # HTTP status |-> gRPC code
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -85,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             raw = tokenize_request(request)
-            served = self._served.find(raw.model)
+            served = self._served.find(raw.model, self._key(context))
             token_ids = await tokenize(served, raw)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
 
@@ -94,15 +95,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            text = await detokenize(self._served.find(model), model, token_ids, "token_ids", with_control_tokens=False)
+            served = self._served.find(model, self._key(context))
+            text = await detokenize(served, model, token_ids, "token_ids", with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
             check_known(request)
-        models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in self._served.names()]
+            names = self._served.names(self._key(context))
+            models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)
+
+    def _key(self, context: Context) -> Key:
+        """Of the call. Raises ApiError if it is not accepted any more."""
+        return self._served.keys.check(context.invocation_metadata() or ())
 
     async def _stream(
         self,
@@ -117,8 +124,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context) as request_id:
             arrived_s = time.perf_counter()
             raw = read()
-            served = self._served.find(raw.model)
-            key = self._served.keys.check(context.invocation_metadata() or ())
+            key = self._key(context)
+            served = self._served.find(raw.model, key)
             totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
             context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
             async with aclosing(stream_choices(served, totals)) as pieces:

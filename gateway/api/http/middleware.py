@@ -6,6 +6,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key
 from gateway.api.access import REQUEST_ID_HEADER, pick_request_id
 from gateway.api.http.errors import error_response
 from gateway.errors import ApiError, bad_request
@@ -20,7 +21,10 @@ def _has_two_lengths(scope: Scope) -> bool:
 
 
 class RequestScope:
-    """Gives each request an id (in logs, answer and state) and an arrival time; turns bugs into a 500."""
+    """Gives each request an id (in logs, answer and state) and an arrival time; turns bugs into a 500.
+
+    Answers say what their key has left.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -37,7 +41,10 @@ class RequestScope:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id
+                key: Key = scope["state"].get(KEY_OF_REQUEST, ANYBODY)
+                headers.update(key.allowance.headers(time.perf_counter()))
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):

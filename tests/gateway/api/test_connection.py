@@ -126,6 +126,11 @@ def server(app: App) -> Iterator[uvicorn.Server]:
     thread.join(PATIENCE_S)
 
 
+def test_load_balancers_close_idle_connections_before_we_do() -> None:
+    """They keep one for 60 s by default, and fail a request that they send on one that we close meanwhile."""
+    assert ServerConfig(App(), 90.0, 1).timeout_keep_alive > 60
+
+
 def wait_until(is_true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_true():
