@@ -5,6 +5,10 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import structlog
+
+from gateway.access.keys import Key
+
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-baton-warning"
 MAX_WARNING_CHARS = 1024
@@ -17,6 +21,12 @@ def pick_request_id(given: str | None) -> str:
     if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return f"req-{secrets.token_hex(12)}"
+
+
+def log_key(key: Key) -> None:
+    """Lines of this request's log have its key's name from now on."""
+    if key.name:
+        structlog.contextvars.bind_contextvars(key=key.name)
 
 
 def unique_id(request_id: str) -> str:

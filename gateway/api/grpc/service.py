@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from gateway.access.keys import Key, Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
-from gateway.api.access import REQUEST_ID_HEADER, pick_request_id, unique_id, waking_timeout, warning_headers
+from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels, detokenize, tokenize
@@ -109,7 +109,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _key(self, context: Context) -> Key:
         """Of the call. Raises ApiError if it is not accepted any more."""
-        return self._served.keys.check(context.invocation_metadata() or ())
+        key = self._served.keys.check(context.invocation_metadata() or ())
+        log_key(key)
+        return key
 
     async def _stream(
         self,

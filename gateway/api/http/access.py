@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.keys import KEY_OF_REQUEST, Keys
+from gateway.api.access import log_key
 from gateway.errors import ApiError, bad_request
 from runtime.addresses import find_ip, matches_host, split_host
 
@@ -83,6 +84,8 @@ class Access:
             state[KEY_OF_REQUEST] = self._keys.check_admin(scope["headers"])
         elif need is Need.API_KEY and KEY_OF_REQUEST not in state:
             state[KEY_OF_REQUEST] = self._keys.check(scope["headers"])
+        if KEY_OF_REQUEST in state:
+            log_key(state[KEY_OF_REQUEST])
         if _CONTROL.search(scope["path"]):
             raise bad_request(
                 "the path has control characters; call one that is in /openapi.json", None, "invalid_path"

@@ -28,6 +28,7 @@ class ServerConfig(uvicorn.Config):
         super().__init__(
             app,
             http=BoundedConnection,
+            ws="none",  # no route is one: an upgrade is a request like others, with the same checks
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=stop_s,

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from cli.service import CommandError
 from gateway.access.allowance import LIMIT_HEADERS, Allowance
 from gateway.access.key_file import MAX_KEYS, KeyFile, read_entries
 from gateway.access.keys import ANYBODY, Key, Keys
+from gateway.answer import choices
 from gateway.api.openai.batches import build_batch_router
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
@@ -79,6 +81,22 @@ def test_a_key_is_known_by_its_name_and_gets_its_priority(tmp_path: Path) -> Non
             assert post(served, key, **given).status_code == 200
             assert (served.engine.sent[-1]["owner"], served.engine.sent[-1]["priority"]) == (key, priority)
         assert post(served, "carol").status_code == 401
+
+
+def test_lines_of_the_log_have_the_keys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[str, object]]()
+
+    class Log:
+        def info(self, event: str, **_: object) -> None:
+            said.append((event, structlog.contextvars.get_contextvars().get("key")))
+
+    monkeypatch.setattr(choices, "_log", Log())
+    with serve(tmp_path, line("alice"), line("bob")) as served:
+        stub: Any = inference_pb2_grpc.InferenceStub(served.channel)
+        for key in ("alice", "bob"):
+            assert post(served, key).status_code == 200
+            list(stub.Generate(inference_pb2.GenerateRequest(text="hi"), metadata=[("authorization", f"Bearer {key}")]))
+    assert said == [("answered", key) for key in ("alice", "alice", "bob", "bob")]
 
 
 def test_a_key_uses_its_models_only(tmp_path: Path) -> None:
