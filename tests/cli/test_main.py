@@ -170,7 +170,12 @@ def test_workers_get_what_is_theirs() -> None:
 
 
 def test_who_may_call_is_the_gateways() -> None:
-    access = {"api_keys_file": "/k.toml", "allowed_host": ("a", "*.b"), "tls_cert": "/c", "tls_key": "/k"}
+    access: dict[str, Any] = {
+        "api_keys_file": "/k.toml",
+        "allowed_host": ("a", "*.b"),
+        "tls_cert": "/c",
+        "tls_key": "/k",
+    }
     for by_key in (None, False, True):
         config = replace(CONFIG, cache_salt_by_key=by_key, **access)
         found: Any = parse(*plan_gateway(config, (), ("c:1",), ("baton",)).command[1:])

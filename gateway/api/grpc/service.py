@@ -129,7 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             key = self._key(context)
             served = self._served.find(raw.model, key)
             totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
-            context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
+            context.set_trailing_metadata(_trailing_metadata(totals.job.warnings, key))
             async with aclosing(stream_choices(served, totals)) as pieces:
                 async for index, piece in pieces:
                     message = write(piece, _shared_fields(index, piece, totals, raw.with_timing))
@@ -138,7 +138,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                             await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
-            context.set_trailing_metadata(tuple(warning_headers(totals.warnings()).items()))
+            context.set_trailing_metadata(_trailing_metadata(totals.warnings(), key))
+
+
+def _trailing_metadata(warnings: Sequence[str], key: Key) -> tuple[tuple[str, str], ...]:
+    """What REST says in headers."""
+    return *warning_headers(warnings).items(), *key.allowance.headers(time.perf_counter()).items()
 
 
 def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:

@@ -71,14 +71,14 @@ def post(served: Served, key: str, path: str = "/v1/completions", **fields: Any)
 
 def test_a_key_is_known_by_its_name_and_gets_its_priority(tmp_path: Path) -> None:
     with serve(tmp_path, line("alice", priority=3), line("bob")) as served:
-        for key, given, priority in (
-            ("alice", {}, 3),
-            ("alice", {"priority": 0}, 3),
-            ("bob", {}, 5),
-            ("bob", {"priority": 0}, 0),
-            ("alice", {"priority": 8}, 8),
+        for key, asked, priority in (
+            ("alice", None, 3),
+            ("alice", 0, 3),
+            ("alice", 8, 8),
+            ("bob", None, 5),
+            ("bob", 0, 0),
         ):
-            assert post(served, key, **given).status_code == 200
+            assert post(served, key, priority=asked).status_code == 200
             assert (served.engine.sent[-1]["owner"], served.engine.sent[-1]["priority"]) == (key, priority)
         assert post(served, "carol").status_code == 401
 
@@ -144,7 +144,12 @@ def test_beyond_its_requests_a_key_is_told_to_wait(tmp_path: Path, path: str) ->
 def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path) -> None:
     with serve(tmp_path, line("alice", tokens_per_minute=100)) as served:
         num_prompt, num_answer = len(served.ids("hi")), len(served.ids(ANSWER)) + 1
-        left = 100.0
+        stub: Any = inference_pb2_grpc.InferenceStub(served.channel)
+        call = stub.Generate(inference_pb2.GenerateRequest(text="hi"), metadata=[("authorization", "Bearer alice")])
+        assert list(call)
+        trailing = dict(call.trailing_metadata())
+        left = 100.0 - num_prompt - num_answer
+        assert int(trailing["x-ratelimit-remaining-tokens"]) in (left, left + 1)
         while left > num_prompt:
             answer = post(served, "alice")
             assert answer.status_code == 200
@@ -170,7 +175,7 @@ def test_keys_do_not_share_kv_unless_they_are_to(tmp_path: Path) -> None:
     with serve(tmp_path, line("alice"), line("bob"), salts_by_key=True) as served:
         salts = list[str]()
         for key, own in (("alice", ""), ("bob", ""), ("alice", "x"), ("alice", "")):
-            assert post(served, key, **({"cache_salt": own} if own else {})).status_code == 200
+            assert post(served, key, cache_salt=own or None).status_code == 200
             salts.append(served.engine.sent[-1]["cache_salt"])
         assert len(set(salts)) == 3 and salts[0] == salts[3] and all(salts)
     assert (Keys().are_several, Keys(("a",)).are_several, Keys(("a", "b")).are_several) == (False, False, True)
