@@ -56,6 +56,11 @@ class Allowance:
         self._requests.used += 1
         self._tokens.used += num_tokens
 
+    def give_back(self, num_tokens: int) -> None:
+        """What `begin` took: no worker answered."""
+        for amount, taken in ((self._requests, 1), (self._tokens, num_tokens)):
+            amount.used = max(amount.used - taken, 0.0)
+
     def spend(self, now: float, num_tokens: int) -> None:
         """Takes the tokens of an answer."""
         self._tokens.refill(now)

@@ -126,6 +126,8 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                         yield index, piece
     except BaseException as error:
         served.metrics.count_refusal(error, job.generations[0].owner)
+        if isinstance(error, ApiError) and not totals.num_completion:
+            job.key.allowance.give_back(totals.num_prompt)
         failure = error if totals.num_open else None  # else the client left with the whole answer
         if isinstance(error, CancelledError | GeneratorExit):
             for meter in meters:

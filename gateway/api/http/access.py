@@ -107,8 +107,8 @@ class Access:
         host = split_host(given)
         if host == "localhost" or find_ip(host) or "*" in self._hosts or matches_host(self._hosts, host):
             return
-        shown = given[:200]
-        message = f"this service has no key and is not called {shown!r}: start it with --allowed-host={host[:200]}"
+        advice = f"start it with --allowed-host={host[:200]}" if host else "send its name or address as Host"
+        message = f"this service asks for no key and is not called {given[:200]!r}; {advice}"
         raise ApiError(403, message, None, "host_not_allowed")
 
     def _check_origin(self, origin: bytes, host: bytes) -> None:

@@ -26,7 +26,7 @@ from gateway.answer import choices
 from gateway.api.openai.batches import build_batch_router
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
-from gateway.errors import ApiError
+from gateway.errors import ApiError, overloaded
 from gateway.router.adapters import Adapter
 from protos import inference_pb2, inference_pb2_grpc
 from runtime import file_watch
@@ -139,6 +139,16 @@ def test_beyond_its_requests_a_key_is_told_to_wait(tmp_path: Path, path: str) ->
         assert post(served, "bob", path).status_code == 200
         assert not set(LIMIT_HEADERS) & set(post(served, "bob", path).headers)
         assert served.count("requests_refused_total", reason="rate_limit_exceeded", owner="few") == 2
+
+
+def test_a_request_that_no_worker_answers_takes_nothing(tmp_path: Path) -> None:
+    """So lines of batches, which are sent again, do not use up what their key has."""
+    with serve(tmp_path, line("few", requests_per_minute=2, tokens_per_minute=1000)) as served:
+        served.engine.reset(Script(error=overloaded("full")))
+        for _ in range(4):
+            assert post(served, "few").json()["error"]["code"] == "overloaded"
+        served.engine.reset(served.script(ANSWER))
+        assert post(served, "few").headers["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path) -> None:
