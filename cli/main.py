@@ -23,6 +23,7 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "launch": ("launch",),
     "status": ("status",),
     "certs": ("certs",),
+    "keys": ("keys",),
     "drain": ("drain",),
     "bench": ("plan", "bench"),
 }

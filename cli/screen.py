@@ -36,10 +36,11 @@ class Screen:
     What cannot be written is lost, because the reader has left or the disk is full: the service goes on.
     """
 
-    def __init__(self, model: str, needs_key: bool) -> None:
+    def __init__(self, model: str, needs_key: bool, has_tls: bool = False) -> None:
         """`model` is the served name. Logging is set up already, so that writing to stderr never fails."""
         self._model = model
         self._needs_key = needs_key
+        self._scheme = "https" if has_tls else "http"
         self._is_for_machines = not sys.stderr.isatty()
         terminals = [stream for stream in (unfailing(sys.stdout), sys.stderr) if stream.isatty()]
         self._console = Console(file=terminals[0], highlight=False) if terminals else None
@@ -85,7 +86,7 @@ class Screen:
     def serving(self, gateway: Ready) -> None:
         """The whole service is up: how to call it."""
         self._progress.stop()
-        url = f"http://{reachable(gateway.address)}"
+        url = f"{self._scheme}://{reachable(gateway.address)}"
         note = gateway.detail.get(NO_HAND_OFF, "")
         snippets = build_snippets(url, self._model, self._needs_key)
         lines = (*([f"\n{note}"] if note else []), "", *snippets, "", "Ctrl-C stops the service.")

@@ -72,7 +72,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     """
     setup_logging("serve", config.log_level)
     names = name_models(config.model, config.served_name)
-    screen = Screen(next(iter(names)), needs_key=bool(config.api_key))
+    needs_key = bool(config.api_key or config.api_keys_file)
+    screen = Screen(next(iter(names)), needs_key, has_tls=bool(config.tls_cert))
     if not config.tls_dir and not config.fleet_secret:
         config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:

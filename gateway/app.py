@@ -9,10 +9,12 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
+from gateway.access.allowance import LIMIT_HEADERS
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
+from gateway.api.http.access import Access
 from gateway.api.http.errors import add_error_handlers
-from gateway.api.http.middleware import OPEN_PATHS, AccessCheck, RequestScope
-from gateway.api.http.service_routes import PAGE_PATHS, build_page_router, build_status_router
+from gateway.api.http.middleware import RequestScope
+from gateway.api.http.service_routes import build_page_router, build_status_router
 from gateway.api.openapi import add_document
 from gateway.api.routes import build_api_router
 from gateway.images.families import find_family
@@ -77,25 +79,20 @@ def _build_images(tokenizer: Tokenizer, options: ApiOptions, offload: Offload) -
 
 def build_app(served: ServedModels) -> FastAPI:
     """The REST API, to be served by uvicorn."""
-    app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
+    app = FastAPI(title="Baton", version="1", openapi_url=None, redirect_slashes=False, responses=_ERRORS)
+    access = app.state.access = Access(served.keys, served.options.cors_origins, served.options.hosts)
+    app.router.default = access.refuse_path
     app.include_router(build_api_router(served))
     app.include_router(build_status_router(served))
     app.include_router(build_page_router(served.models[0].tokenizer.examples))
     add_error_handlers(app)
-    app.add_middleware(
-        AccessCheck,
-        api_keys=served.options.api_keys,
-        admin_key=served.options.admin_key,
-        open_paths={*OPEN_PATHS, *PAGE_PATHS},
-        cors_origins=served.options.cors_origins,
-    )
-    app.add_middleware(  # around the check: preflights need no key
+    app.add_middleware(  # around all routes: preflights need no key
         CORSMiddleware,
         allow_origins=served.options.cors_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "retry-after"],
+        expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "retry-after", *LIMIT_HEADERS],
     )
     app.add_middleware(RequestScope)
-    add_document(app, needs_key=bool(served.options.api_keys))
+    add_document(app, needs_key=not served.keys.is_open)
     return app

@@ -65,6 +65,12 @@ def missed_deadline() -> ApiError:
     return ApiError(429, "deadline_ms has passed before the answer began", "deadline_ms", "deadline", 1)
 
 
+def over_limit(key: str, limit: str, wait_s: float) -> ApiError:
+    """429: the key has used what it may in a minute."""
+    message = f"the key {key} has used its {limit} a minute; try again in {ceil(wait_s)} s"
+    return ApiError(429, message, None, "rate_limit_exceeded", _retry_s(wait_s))
+
+
 def _retry_s(seconds: float) -> int:
     return min(max(ceil(seconds), 1), MAX_RETRY_S)
 

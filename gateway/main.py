@@ -11,11 +11,14 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.access.key_file import KeyFile
+from gateway.access.keys import Keys
 from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.api.openai.batches import build_batch_router
+from gateway.api.tls import ServerTls
 from gateway.app import build_app, build_served_model
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
@@ -82,21 +85,27 @@ async def _serve(
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, gate, tracing)
+    key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
     app.include_router(build_batch_router(served, store))
-    batches = BatchRunner(store, app, served, config.api_key, config.body_limit_bytes) if store else None
+    batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
+    tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
-    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
+    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
     await discovery.start()
     following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    if tls:
+        following.append(asyncio.create_task(tls.follow()))
+    if key_file:
+        following.append(asyncio.create_task(key_file.follow()))
     fleet.start()
     await grpc_server.start()
-    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
+    rest = RestServer(ServerConfig(app, config.client_timeout_s, STOP_S, tls.context if tls else None))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     serving.add_done_callback(lambda _: shutdown.begin("the REST server ended"))
@@ -142,9 +151,13 @@ def _build_models(
     tracing: Tracing | None,
 ) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
     """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
+    keys = Keys(config.api_key, config.admin_key, has_file=bool(config.api_keys_file))
+    salts_by_key = keys.are_several if config.cache_salt_by_key is None else config.cache_salt_by_key
     options = ApiOptions(
         api_keys=config.api_key,
         admin_key=config.admin_key,
+        hosts=config.allowed_host,
+        salts_by_key=salts_by_key,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
@@ -173,7 +186,7 @@ def _build_models(
         models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
     if labelled is not None:
         registry.register(labelled)
-    return ServedModels(models, registry), routers, loaders
+    return ServedModels(models, registry, keys), routers, loaders
 
 
 def _build_fleet(
@@ -231,7 +244,7 @@ def _build_router(
     )
 
 
-class _RestServer(uvicorn.Server):
+class RestServer(uvicorn.Server):
     """Leaves signals to `Shutdown`."""
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runtime.settings import MAX_PORT
 
 _DNS = "dns:"
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Routed within a site, or by relays that no longer exist: `is_global` calls them public.
+_NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "fec0::/10", "192.88.99.0/24")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,19 @@ def is_host_pattern(text: str) -> bool:
     return re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)*|[0-9a-f:]+", text, re.ASCII | re.IGNORECASE) is not None
 
 
+def matches_host(patterns: Iterable[str], host: str) -> bool:
+    """Whether one of the patterns (see `is_host_pattern`) is the host, or stands for it. All in lower case."""
+    return any(
+        host.endswith(one[1:]) and find_ip(host) is None if one.startswith("*.") else host == one for one in patterns
+    )
+
+
+def split_host(authority: str) -> str:
+    """The host of `host:port` or `host`, in lower case; empty for what is neither."""
+    match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:,\s]+)(:\d*)?", authority.lower())
+    return match[1].removesuffix(".") if match else ""
+
+
 def find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address; None for a name."""
     try:
@@ -82,10 +97,12 @@ def is_public(host: str) -> bool:
     address = find_ip(host)
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped
-        if inner is None and (address.sixtofour or address.teredo or address in _NAT64):
+        if inner is None and (address.sixtofour or address.teredo):
             return False
         address = inner or address
-    return address is not None and address.is_global and not (address.is_multicast or address.is_reserved)
+    if address is None or any(address in network for network in _NOT_PUBLIC):
+        return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def is_any(host: str) -> bool:

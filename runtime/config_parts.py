@@ -55,6 +55,10 @@ MODEL = 'a folder, a hub id or "demo"'
 Host = Annotated[str, needs(bool, "an address such as 127.0.0.1 or 0.0.0.0")]
 
 
+def _are_hosts(hosts: Sequence[str]) -> bool:
+    return all(host == "*" or is_host_pattern(host) for host in hosts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Settings):
     """What every process has."""
@@ -213,6 +217,12 @@ class PublicConfig(GoalConfig):
     models "*" alone: the first one answers to any other name."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
+    api_keys_file: str = ""
+    """TOML file of more keys, each with its name, SHA-256, rights and limits, as `baton keys add` writes it; it is read
+    again when it changes. Empty: none."""
+    cache_salt_by_key: bool | None = None
+    """Keep the KV of each key's prompts apart, so that no key learns what others sent. Default: where there are several
+    keys."""
     admin_key: str = field(default="", repr=False)
     """Key for loading and unloading adapters while serving; pass it by BATON_ADMIN_KEY. None: that is refused."""
     lora: tuple[str, ...] = ()
@@ -222,6 +232,14 @@ class PublicConfig(GoalConfig):
     """Seconds without a request after which the workers of a model are stopped, until the next request; 0: never."""
     max_awake: Annotated[int, count(0)] = 0
     """Most models with running workers; the others sleep until a request comes. 0: all."""
+    allowed_host: Annotated[tuple[str, ...], needs(_are_hosts, f'{HOSTS}, or "*"')] = ()
+    """Name by which the service is called, besides localhost and IP addresses, where no key is asked for; *.SUFFIX for
+    all below one, "*" for any; repeat."""
+    tls_cert: str = ""
+    """PEM file of the certificate that clients of REST and gRPC see, with those of its issuers; read again when it
+    changes. Empty: no TLS, as where a proxy in front has it. Other than --tls-dir, which is for processes."""
+    tls_key: str = ""
+    """PEM file of its key, without a password."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: Positive = 1024
@@ -275,6 +293,7 @@ class PublicConfig(GoalConfig):
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
         _check_secret("admin_key", self.admin_key)
+        self.require("tls_key", bool(self.tls_key) == bool(self.tls_cert), "a file with --tls-cert, and none without")
         split = [one.partition("=") for one in self.lora]
         names = [name for name, _, path in split if name and path and len(name) <= MAX_NAME_CHARS]
         is_named = len(set(names)) == len(self.lora) and not set(names) & set(self.served_name)

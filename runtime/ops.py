@@ -13,7 +13,7 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from runtime.addresses import bracketed
+from runtime.addresses import bracketed, find_ip, is_loopback, split_host
 from runtime.rpc import listen_tcp
 
 PATHS = ("/live", "/ready", "/metrics")
@@ -29,6 +29,13 @@ Answer = tuple[HTTPStatus, bytes]  # the status and the body without its last ne
 
 def _unavailable(why: str) -> Answer:
     return HTTPStatus.SERVICE_UNAVAILABLE, why.encode()
+
+
+def _is_own(header: str) -> bool:
+    """Whether it is no Host, or one that means this machine."""
+    name, _, value = header.partition(":")
+    host = split_host(value.strip())
+    return name.strip().lower() != "host" or host == "localhost" or find_ip(host) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class OpsServer:
         """With `port` 0 the system picks one. Raises OSError."""
         listener = listen_tcp(host, port, "--ops-port")
         self.address = f"{bracketed(host)}:{listener.getsockname()[1]}"
+        self._is_local = is_loopback(host)
         self._followed: tuple[asyncio.AbstractEventLoop, Probes] | None = None
         self._connections: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._ended: Future[None] = Future()
@@ -83,8 +91,8 @@ class OpsServer:
             oldest.transport.abort()
         try:
             async with asyncio.timeout(REQUEST_S):
-                line, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
-                writer.write(await self._respond(line.decode("latin-1")))
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                writer.write(await self._respond(head))
                 writer.close()
                 await writer.wait_closed()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # OSError includes TimeoutError
@@ -95,12 +103,15 @@ class OpsServer:
             writer.transport.abort()
             self._connections.pop(writer, None)
 
-    async def _respond(self, line: str) -> bytes:
-        """The response to a request that begins with `line`."""
+    async def _respond(self, head: str) -> bytes:
+        """The response to a request with this head."""
+        line, *headers = head.split("\r\n")
         method, _, rest = line.partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
         if method not in ("GET", "HEAD"):
             status, text = HTTPStatus.METHOD_NOT_ALLOWED, b"only GET and HEAD are possible here"
+        elif self._is_local and not all(map(_is_own, headers)):  # DNS rebinding: a stranger's page in a browser here
+            status, text = HTTPStatus.FORBIDDEN, b"call this port as localhost or by an IP address"
         elif path not in PATHS:
             status, text = HTTPStatus.NOT_FOUND, f"only {', '.join(PATHS)} are here".encode()
         else:

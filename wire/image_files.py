@@ -4,6 +4,7 @@ A file is one of four formats and nothing else besides. Its header is read befor
 format alone.
 """
 
+import re
 from io import BytesIO
 
 from PIL import Image, ImageOps
@@ -18,6 +19,7 @@ FORMATS = {
 }  # media type |-> Pillow's
 TAKEN = "PNG, JPEG, WebP or GIF"
 
+_OBJECT = re.compile(r" ?<[^<>]* at 0x[0-9a-f]+>")  # as Python shows one: its address is none of a client's business
 # What the files of other formats have in them: of those that are read from their end, or wherever they begin.
 _OTHERS = {
     b"%PDF-1.": "PDF",
@@ -60,7 +62,8 @@ def read_image(file: bytes, max_pixels: int = MOST_PIXELS) -> Image.Image:
     except (MemoryError, Image.DecompressionBombError) as error:
         raise ValueError("it has too many pixels") from error
     except Exception as error:  # decoders raise whatever a damaged file makes them
-        raise ValueError(f"it is damaged: {str(error)[:100] or type(error).__name__}") from error
+        reason = _OBJECT.sub("", str(error))[:100] or type(error).__name__
+        raise ValueError(f"it is damaged: {reason}") from error
     if is_small:
         raise ValueError("it is animated; send one frame")
     raise ValueError(f"it has {image.width} x {image.height} pixels; at most {max_pixels} are read")

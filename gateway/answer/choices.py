@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import string
+import time
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import structlog
 
+from gateway.access.keys import Key
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
@@ -53,6 +55,7 @@ class Totals:
 
     def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
+        self.job.key.allowance.spend(time.perf_counter(), len(piece.token_ids))
         self.num_reasoning += piece.num_reasoning_tokens
         self.num_open -= piece.finish_reason is not None
         if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
@@ -75,14 +78,14 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 
 
 async def begin(
-    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, key: Key, headers: ReadHeaders
 ) -> Totals:
-    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals. Raises ApiError."""
+    """Checks a request, for `stream_choices`. `arrived_s`: as in Totals; `key`: its API key. Raises ApiError."""
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
-        return Totals(await served.prepare(raw, request_id, arrived_s, headers), arrived_s, trace)
+        return Totals(await served.prepare(raw, request_id, arrived_s, key), arrived_s, trace)
     except BaseException as error:
-        _note_failure(served, error, request_id)
+        _note_failure(served, error, request_id, key.name)
         if trace is not None:
             trace.close(error)
         raise
@@ -133,6 +136,8 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                         yield index, piece
     except BaseException as error:
         _note_failure(served, error, job.generations[0].request_id, job.generations[0].owner, totals.num_completion)
+        if isinstance(error, ApiError) and not totals.num_completion:
+            job.key.allowance.give_back(totals.num_prompt)
         failure = error if totals.num_open else None  # else the client left with the whole answer
         if isinstance(error, CancelledError | GeneratorExit):
             for meter in meters:

@@ -3,11 +3,14 @@
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import iter_route_contexts
+from starlette.responses import Response
 
 from gateway.api.anthropic.writer import CountAnswer, MessageBody
+from gateway.api.http.access import CheckedRoute, Need
+from gateway.api.http.answer import json_response
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
-from gateway.api.http.middleware import OPEN_PATHS
 from gateway.api.http.service_routes import WorkerStatus
 from gateway.api.openai import answers
 from gateway.api.openai.batches import Deleted, Page
@@ -84,10 +87,17 @@ _KEY_SCHEMES = {
 def add_document(app: FastAPI, *, needs_key: bool) -> None:
     """Adds answers, and API keys if `needs_key`, to the OpenAPI document that `app` serves."""
     build = app.openapi
+    document_route = APIRouter(route_class=CheckedRoute, include_in_schema=False)
+
+    @document_route.get("/openapi.json")
+    async def get_document() -> Response:
+        return json_response(app.openapi())
+
+    app.include_router(document_route)
 
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = build()
+            document, open_routes = build(), _find_open(app)
             _, schemas = msgspec.json.schema_components(
                 [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
             )
@@ -100,7 +110,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
             for path, methods in document["paths"].items():
                 for method, operation in methods.items():
                     operation["responses"] = _responses(method, path)
-                    if needs_key and path in OPEN_PATHS:
+                    if needs_key and (method.upper(), path) in open_routes:
                         operation["security"] = []
             if needs_key:
                 document["components"]["securitySchemes"] = _KEY_SCHEMES
@@ -108,6 +118,13 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
         return app.openapi_schema or {}
 
     app.openapi = build_whole  # type: ignore[method-assign]
+
+
+def _find_open(app: FastAPI) -> set[tuple[str, str]]:
+    """Method and path of the routes that need no key."""
+    routes = [one.original_route for one in iter_route_contexts(app.routes)]
+    checked = [route for route in routes if isinstance(route, CheckedRoute) and route.need is Need.NOTHING]
+    return {(method, route.path) for route in checked for method in route.methods or ()}
 
 
 def _responses(method: str, path: str) -> dict[str, Any]:

@@ -38,21 +38,25 @@ def build_api_router(served: ServedModels) -> APIRouter:
         return await _complete(served, request, body)
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """The names of the models served, and their adapters."""
-        return json_response(ModelList([_card(one, name) for name, one in served.names()]))
+        return json_response(ModelList([_card(one, name) for name, one in served.names(request.state.key)]))
 
     @router.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str) -> Response:
+    async def get_model(model_id: str, request: Request) -> Response:
         """The model, if it is served under this name."""
-        one = served.find(model_id)
+        one = served.find(model_id, request.state.key)
         return json_response(_card(one, one.names.check(model_id)))
 
     @router.post(MESSAGES_PATH)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         return await respond(
-            served.find(body.model), request, await _raw(body), MessageWriter, is_streamed=bool(body.stream)
+            served.find(body.model, request.state.key),
+            request,
+            await _raw(body),
+            MessageWriter,
+            is_streamed=bool(body.stream),
         )
 
     @router.post(f"{MESSAGES_PATH}/count_tokens")
@@ -63,7 +67,7 @@ def build_api_router(served: ServedModels) -> APIRouter:
     @router.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation, which is not stored."""
-        one = served.find(body.model)
+        one = served.find(body.model, request.state.key)
         return await respond(
             one,
             request,
@@ -80,7 +84,7 @@ def build_api_router(served: ServedModels) -> APIRouter:
     @router.post("/tokenize")
     async def to_tokens(body: TokenizeRequest, request: Request) -> Response:
         """Turns a prompt or a conversation into token ids."""
-        one = served.find(body.model)
+        one = served.find(body.model, request.state.key)
         ids, tokenizer = await _tokenize(served, request, body), one.tokenizer
 
         def write() -> bytes:
@@ -90,9 +94,10 @@ def build_api_router(served: ServedModels) -> APIRouter:
         return json_response(await one.offload.run(len(ids), write))  # cheaper per token than tokenising a character
 
     @router.post("/detokenize")
-    async def to_text(body: DetokenizeRequest) -> Response:
+    async def to_text(body: DetokenizeRequest, request: Request) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        text = await detokenize(served.find(body.model), body.model, body.tokens, "tokens", with_control_tokens=True)
+        one = served.find(body.model, request.state.key)
+        text = await detokenize(one, body.model, body.tokens, "tokens", with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
     return router
@@ -108,7 +113,7 @@ async def _tokenize(
     models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
 ) -> tuple[int, ...]:
     raw = body.raw()
-    return await while_connected(request, raw, tokenize(models.find(raw.model), raw))
+    return await while_connected(request, raw, tokenize(models.find(raw.model, request.state.key), raw))
 
 
 async def _complete(
@@ -118,7 +123,7 @@ async def _complete(
     if body.stream and raw.num_prompt_logprobs is not None:
         raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
 
-    served = models.find(raw.model)
+    served = models.find(raw.model, request.state.key)
 
     def new_writer(totals: Totals) -> AnswerWriter:
         return AnswerWriter(totals, raw, body.streamed_usage, served.tokenizer.token_bytes)

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -15,9 +14,10 @@ import msgspec
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
 from gateway.batches.pace import Gaps, Pace, count_room
-from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status, owner_of
+from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status
 from gateway.router.engine_client import Load
 
 _log = structlog.get_logger()
@@ -30,13 +30,14 @@ TROUBLE_S = 10.0  # after an error of the disk
 RETRIED = (429, 503)  # statuses: as long as it takes
 MAX_FAILED = 3  # tries of a line that ends all attempts of workers: it may be what kills them
 MAX_RETRY_S = 60.0
+_KEY_GONE = "the API key that made the batch is not accepted any more"
 MAX_DROPS = 3  # of one line, in favour of live answers; then it runs to its end
 
 
 class _Job:
     """A batch that is not over, with its files open."""
 
-    def __init__(self, record: Record, batch: Batch, key: str, path: Path) -> None:
+    def __init__(self, record: Record, batch: Batch, key: Key, path: Path) -> None:
         """`path`: of its input."""
         self.record, self.batch, self.key, self.path = record, batch, key, path
         self.input: Input
@@ -83,6 +84,21 @@ class _Job:
         self.errors.sync()
 
 
+class _Lines(httpx.AsyncBaseTransport):
+    """Hands requests to the REST API in this process, with the key of their batch in their state."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        state = {IS_LINE: True, KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app({**scope, "state": dict(state)}, receive, send)
+
+        return await httpx.ASGITransport(call, raise_app_exceptions=False).handle_async_request(request)
+
+
 class Service(Protocol):
     """What the runner asks of the models that are served."""
 
@@ -105,18 +121,13 @@ class BatchRunner:
         store: BatchStore,
         app: ASGIApp,
         served: Service,
-        api_keys: Sequence[str],
+        keys: Keys,
         max_line_bytes: int,
     ) -> None:
         """`app`: the REST API."""
-
-        async def call(scope: Scope, receive: Receive, send: Send) -> None:
-            await app({**scope, "state": {IS_LINE: True}}, receive, send)
-
-        transport = httpx.ASGITransport(call, raise_app_exceptions=False)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://batches", timeout=None)
+        self._client = httpx.AsyncClient(transport=_Lines(app), base_url="http://localhost", timeout=None)
         self._store, self._served = store, served
-        self._keys = {owner_of(key): key for key in api_keys or ("",)}
+        self._keys = keys
         self._max_line_bytes = max_line_bytes
         self._pace = Pace()
         self._jobs: deque[_Job] = deque()  # in turn
@@ -174,6 +185,11 @@ class BatchRunner:
             for record in self._store.open_batches():
                 if record.value.id not in known:
                     await self._open(record)
+        for job in list(self._jobs):
+            if (key := self._keys.find_owner(job.record.owner)) is None:
+                await self._end(job, "failed")
+            else:
+                job.key = key
         self._fill(now)
         for job in list(self._jobs):
             job.count()
@@ -189,18 +205,15 @@ class BatchRunner:
                 await asyncio.to_thread(job.sync)
 
     async def _open(self, record: Record) -> None:
-        batch, key = record.value, self._keys.get(record.owner)
+        batch, key = record.value, self._keys.find_owner(record.owner)
         assert isinstance(batch, Batch)
-        job = _Job(record, batch, key or "", self._store.path(batch.input_file_id))
+        job = _Job(record, batch, key or ANYBODY, self._store.path(batch.input_file_id))
         try:
             if key is None:
-                raise ValueError("the API key that made the batch is not accepted any more")
+                raise ValueError(_KEY_GONE)
             await asyncio.to_thread(job.open, self._store, self._max_line_bytes)
         except ValueError as error:
-            code = "invalid_api_key" if key is None else "invalid_input_file"
-            batch.errors = BatchFaults([BatchFault(code, str(error))])
-            batch.enter("failed")
-            _log.info("batch fails", batch=batch.id, reason=str(error))
+            _fail(batch, "invalid_api_key" if key is None else "invalid_input_file", str(error))
         else:
             job.count()
             self._jobs.append(job)
@@ -251,11 +264,12 @@ class BatchRunner:
 
     async def _ask(self, job: _Job, line: InputLine) -> httpx.Response:
         headers = {b"content-type": b"application/json"}
-        if job.key:
-            headers[b"authorization"] = b"Bearer " + job.key.encode()
         num_failed = 0
         while True:
-            response = await self._client.post(line.url, content=bytes(line.body), headers=headers)
+            extensions = {KEY_OF_REQUEST: job.key}
+            response = await self._client.post(
+                line.url, content=bytes(line.body), headers=headers, extensions=extensions
+            )
             if response.status_code not in RETRIED:
                 return response
             num_failed += response.json()["error"]["code"] == "failed"
@@ -297,7 +311,10 @@ class BatchRunner:
         job.count()
         batch.output_file_id = await store.keep_output(record.owner, record.output_id, f"{batch.id}_output.jsonl")
         batch.error_file_id = await store.keep_output(record.owner, record.error_id, f"{batch.id}_error.jsonl")
-        batch.enter(status)
+        if status == "failed":
+            _fail(batch, "invalid_api_key", _KEY_GONE)
+        else:
+            batch.enter(status)
         await store.save(record)
         self._jobs.remove(job)
         job.output.close()
@@ -310,3 +327,10 @@ class BatchRunner:
         for number in job.pending:
             if number not in job.errors.numbers:  # of a try before
                 job.write(number, job.read(number).custom_id, error)
+
+
+def _fail(batch: Batch, code: str, why: str) -> None:
+    """All of it, not a line."""
+    batch.errors = BatchFaults([BatchFault(code, why)])
+    batch.enter("failed")
+    _log.info("batch fails", batch=batch.id, reason=why)

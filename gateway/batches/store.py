@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar
 
@@ -106,16 +105,11 @@ Value = TypeVar("Value", FileObject, Batch)
 class Record(msgspec.Struct):
     """What ID.json has."""
 
-    owner: str  # `owner_of` the API key that made it
+    owner: str  # Key.owner of the API key that made it
     value: FileObject | Batch
     output_id: str = ""  # of a batch: its files, which clients learn when it is over
     error_id: str = ""
     made_s: float = msgspec.field(default_factory=time.time)  # orders those of one second
-
-
-def owner_of(key: str) -> str:
-    """Names an API key without holding it."""
-    return sha256(key.encode()).hexdigest()[:32]
 
 
 def new_id(prefix: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from gateway.images.parts import MAX_URL_CHARS, too_large
-from runtime.addresses import find_ip, is_public
+from runtime.addresses import is_public, matches_host
 from wire.image_files import MAX_FILE_BYTES
 
 FETCH_S = 10.0  # for all of it
@@ -99,11 +99,7 @@ class ImageFetcher:
             raise ValueError("it is no URL") from error
         if url.scheme not in _PORTS or not host or url.userinfo or url.port not in (None, _PORTS[url.scheme]):
             raise ValueError("it must be an https or http URL with neither user nor port, or a data URI")
-        is_allowed = any(
-            host.endswith(name[1:]) and find_ip(host) is None if name.startswith("*.") else host == name
-            for name in self._hosts
-        )
-        if not is_allowed:
+        if not matches_host(self._hosts, host):
             raise ValueError(f"{host[:80]} is no host from which this service fetches images")
         return url, host
 

@@ -11,21 +11,20 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry
 
+from gateway.access.keys import Key, Keys
 from gateway.batches.pace import Gaps
-from gateway.errors import bad_request, check_count, missed_deadline
+from gateway.errors import ApiError, bad_request, check_count, missed_deadline
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
-from gateway.router.engine_client import EngineClient, Load, TokenizedRequest
+from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
-
-_KEY_HEADERS = ("authorization", "x-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,8 @@ class ApiOptions:
     max_image_pixels: int = 1 << 26
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
+    salts_by_key: bool = False  # keys do not share KV of equal prompts
+    hosts: tuple[str, ...] = ()  # names by which the service is called where no key is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,15 @@ class ServedModel(Prompts):
         }
         return self.tracing.begin(f"{operation} {served}", arrived_s, headers, attributes)
 
-    async def prepare(
-        self, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
-    ) -> PreparedRequest:
+    async def prepare(self, raw: GenerateRequest, request_id: str, arrived_s: float, key: Key) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError.
 
-        `arrived_s`: by time.perf_counter; the deadline counts from then. `headers`: with its API key.
+        `arrived_s`: by time.perf_counter; the deadline counts from then. `key`: its API key.
         """
         await asyncio.sleep(0)  # lets other requests run: reading a long one took milliseconds
+        key.allowance.check(time.perf_counter(), key.name)
+        cache_salt = key.salted(raw.cache_salt) if self.options.salts_by_key else raw.cache_salt
+        priority = key.order(raw.priority)
         name = self.names.check(raw.model)
         n = rules.check_choices(raw)
         rules.check_lengths(raw)
@@ -106,16 +108,16 @@ class ServedModel(Prompts):
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=rules.check_speculation(raw),
-            cache_salt=raw.cache_salt,
-            priority=raw.priority,
-            owner=self._find_owner(raw, headers),
+            cache_salt=cache_salt,
+            priority=DEFAULT_PRIORITY if priority is None else priority,
+            owner=_find_owner(raw, key),
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
         late_s = time.perf_counter() - arrived_s
         try:
             async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
-                prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
+                prompts = await self.encode(raw.prompts, tools, salt=cache_salt)
         except TimeoutError:
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
@@ -143,6 +145,7 @@ class ServedModel(Prompts):
             generations.append(one)
         num_prompt_places = sum(len(one.prompt_ids) for one in generations if one.num_prompt_logprobs is not None)
         rules.check_num_logprobs(raw, len(generations), sum(one.max_tokens for one in generations) + num_prompt_places)
+        key.allowance.begin(time.perf_counter(), key.name, sum(len(prompt.ids) for prompt in prompts))
         # control tokens that calls, reasoning or the grammar use
         visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
@@ -151,6 +154,7 @@ class ServedModel(Prompts):
             prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
         return PreparedRequest(
             model=name,
+            key=key,
             generations=tuple(generations),
             num_per_prompt=n,
             prompts=tuple(prompts),
@@ -164,15 +168,6 @@ class ServedModel(Prompts):
             visible_controls=visible,
         )
 
-    def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
-        """A name for the request's API key and user that metrics and logs may show."""
-        given = [str(value).rpartition(" ")[2] for name, value in headers() or () if name in _KEY_HEADERS]
-        sent = {word.encode("latin-1", "replace") for word in given}
-        number = next((at for at, key in enumerate(self.options.api_keys, 1) if key.encode() in sent), 0)
-        if raw.user:
-            return "user-" + blake2b(f"{number} {raw.user!r}".encode(), digest_size=4).hexdigest()
-        return f"key-{number}" if number else ""
-
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -185,12 +180,26 @@ class ServedModel(Prompts):
                 yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
 
+def may_use(key: Key, served: ServedModel, name: str | None) -> bool:
+    """Whether a key's requests may have the name, which is an adapter's, or the model's: then any of its own counts."""
+    own = (name,) if name in served.names.adapters else served.names.listed
+    return not key.models or not set(own).isdisjoint(key.models)
+
+
+def _find_owner(raw: GenerateRequest, key: Key) -> str:
+    """A name for the request's API key and user that metrics and logs may show."""
+    if raw.user:
+        return "user-" + blake2b(f"{key.name} {raw.user!r}".encode(), digest_size=4).hexdigest()
+    return key.name
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModels:
     """All models of a service, and what REST and gRPC do alike for each of them."""
 
     models: Sequence[ServedModel]  # the first answers requests that name none
     registry: CollectorRegistry  # of all metrics
+    keys: Keys
 
     def start_images(self) -> list[asyncio.Task[None]]:
         """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""
@@ -203,9 +212,19 @@ class ServedModels:
             if one.images is not None:
                 await one.images.close()
 
-    def find(self, model: str | None) -> ServedModel:
-        """The model that has the name, or the first: it refuses a name that none has."""
-        return next((one for one in self.models if one.names.has(model)), self.models[0])
+    def find(self, model: str | None, key: Key) -> ServedModel:
+        """The model that has the name, or the first: it refuses a name that none has. Without a name the key's first.
+
+        Raises ApiError 403 if the key may not use it.
+        """
+        found = next((one for one in self.models if one.names.has(model)), self.models[0])
+        if not model:
+            found = next((one for one in self.models if may_use(key, one, None)), found)
+        if not may_use(key, found, model):
+            shown = "this service's models" if not model else f"the model {model[:MAX_NAME_CHARS]!r}"
+            message = f"the key {key.name} may not use {shown}; it has {', '.join(key.models)}"
+            raise ApiError(403, message, "model", "model_not_allowed")
+        return found
 
     @property
     def options(self) -> ApiOptions:
@@ -216,12 +235,11 @@ class ServedModels:
         """The longest context."""
         return max(one.tokenizer.context_tokens for one in self.models)
 
-    def names(self) -> Iterator[tuple[str, ServedModel]]:
-        """Each name that requests may have, and its model: models first, then their adapters."""
-        for one in self.models:
-            yield from ((name, one) for name in one.names.listed)
-        for one in self.models:
-            yield from ((name, one) for name in list(one.names.adapters))
+    def names(self, key: Key) -> Iterator[tuple[str, ServedModel]]:
+        """Each name that the key's requests may have, and its model: models first, then their adapters."""
+        named = [(name, one) for one in self.models for name in one.names.listed]
+        named += [(name, one) for one in self.models for name in one.names.adapters]
+        return ((name, one) for name, one in named if may_use(key, one, name))
 
     @property
     def live_gaps(self) -> Gaps:

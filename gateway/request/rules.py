@@ -244,7 +244,8 @@ def check_speculation(raw: GenerateRequest) -> Speculation:
 
 def check_order(raw: GenerateRequest) -> None:
     """When the request is to be answered."""
-    check_range("priority", raw.priority, 0, LAST_PRIORITY)
+    if raw.priority is not None:
+        check_range("priority", raw.priority, 0, LAST_PRIORITY)
     if raw.deadline_ms is not None:
         check_range("deadline_ms", raw.deadline_ms, 1, MAX_DEADLINE_MS)
 

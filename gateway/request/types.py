@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gateway.access.keys import Key
 from gateway.images.parts import ImagePart
-from gateway.router.engine_client import DEFAULT_PRIORITY, PromptImage, TokenizedRequest
+from gateway.router.engine_client import PromptImage, TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import RawTools, ToolUse
 from gateway.tools.template_options import Option
@@ -86,7 +87,7 @@ class GenerateRequest:
     with_token_ids: bool = False
     add_special_tokens: bool | None = None  # when only counted: begin with the start token; None: as in answers
     cache_salt: str = ""
-    priority: int = DEFAULT_PRIORITY
+    priority: int | None = None
     deadline_ms: int | None = None  # from its arrival to its first token
     user: str = ""  # whose share of the service it counts for, among those with the same API key
     tools: RawTools = field(default_factory=RawTools)
@@ -126,6 +127,7 @@ class PreparedRequest:
     """All choices of one request, complete at birth."""
 
     model: str  # its name, as the request has it
+    key: Key  # that sent it
     generations: tuple[TokenizedRequest, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]

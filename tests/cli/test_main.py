@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cyclopts.exceptions import CycloptsError
@@ -166,6 +167,20 @@ def test_workers_get_what_is_theirs() -> None:
     assert (prefill.ops_host, prefill.ops_port) == (decode.ops_host, decode.ops_port) == ("127.0.0.1", 0)
     assert (decode.transport, decode.require_transport, decode.max_running) == ("grpc", True, 6)
     assert prefill.kv_memory_share == decode.kv_memory_share == pytest.approx(0.5 / 3)
+
+
+def test_who_may_call_is_the_gateways() -> None:
+    access: dict[str, Any] = {
+        "api_keys_file": "/k.toml",
+        "allowed_host": ("a", "*.b"),
+        "tls_cert": "/c",
+        "tls_key": "/k",
+    }
+    for by_key in (None, False, True):
+        config = replace(CONFIG, cache_salt_by_key=by_key, **access)
+        found: Any = parse(*plan_gateway(config, (), ("c:1",), ("baton",)).command[1:])
+        assert found.cache_salt_by_key is by_key
+        assert {name: getattr(found, name) for name in access} == access
 
 
 def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:

@@ -104,7 +104,7 @@ def record_service(service: Service) -> Iterator[dict[str, Any]]:
 def record_http(service: Service, case: Case) -> dict[str, Any]:
     head, method = b"", "GET"
     if case.method != "raw":
-        own = {"host": "x", **service.metadata}
+        own = {"host": "localhost", **service.metadata}
         if case.body is not None:
             own |= {"content-type": "application/json", "content-length": str(len(case.body))}
         headers = {key: value for key, value in {**own, **case.headers}.items() if value is not None}

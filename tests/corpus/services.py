@@ -128,7 +128,7 @@ def wait_for_workers(service: Service) -> None:
     if service.name == "alone":
         return
     head = "".join(f"{key}: {value}\r\n" for key, value in service.metadata.items())
-    request = f"GET /status HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode()
+    request = f"GET /status HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode()
     deadline = time.monotonic() + START_S
     while not all(worker["alive"] for worker in json.loads(send(service.http, request, b"", "GET")[2])["workers"]):
         if time.monotonic() > deadline:

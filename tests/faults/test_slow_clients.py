@@ -23,7 +23,7 @@ NUM_IDLE = 3000
 GROWTH_BYTES = NUM_IDLE * (16 << 10)  # maximum memory of idle connections
 SLACK_FILES = 16
 LONG = 3900  # of an answer still being generated when its client is dropped
-REQUEST = "\r\n".join(("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", ""))
+REQUEST = "\r\n".join(("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json", ""))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_row_15_heads_and_bodies_that_never_end_are_cut_off(fleet: ProcessFleet,
         head, body, second = (stack.enter_context(connect(fleet)) for _ in range(3))
         head.sendall(b"GET /live HT")
         body.sendall(f"{REQUEST}content-length: 1000\r\n\r\n{{".encode())
-        second.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\nGET /live HT")  # its first request is answered
+        second.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\nGET /live HT")  # its first request is answered
         is_over = threading.Event()
         stack.callback(is_over.set)
         threading.Thread(target=send_slowly, args=([head, body, second], is_over), daemon=True).start()

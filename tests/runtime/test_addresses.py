@@ -9,7 +9,7 @@ import pytest
 from cli.certs import certs
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
-from runtime.addresses import is_any, is_host_pattern, is_loopback, is_public
+from runtime.addresses import is_any, is_host_pattern, is_loopback, is_public, split_host
 from runtime.config_parts import ProcessConfig
 from runtime.ops import OpsServer
 from runtime.trust import Trust, load_trust
@@ -76,6 +76,20 @@ def test_an_address_of_the_internet(host: str) -> None:
     assert is_public(host)
 
 
-@pytest.mark.parametrize("host", ["img.example", "127.0.0.1", "198.18.0.1", "240.0.0.1", "ff02::1", "2001:db8::1"])
+CLOSED = "img.example 127.0.0.1 198.18.0.1 240.0.0.1 192.88.99.1 ff02::1 2001:db8::1 fec0::1 feff::1 64:ff9b::1"
+
+
+@pytest.mark.parametrize("host", [*CLOSED.split(), "::ffff:192.88.99.1"])
 def test_an_address_of_a_closed_network_or_none(host: str) -> None:
     assert not is_public(host)
+
+
+@pytest.mark.parametrize(
+    ("authority", "host"),
+    [
+        ("a.example:80", "a.example"), ("A.example.", "a.example"), ("[::1]:8000", "[::1]"), ("127.0.0.1", "127.0.0.1"),
+        ("", ""), ("a,b", ""), ("a b", ""), ("::1", ""), ("[::1", ""), ("a:b", ""), ("a:80:80", ""),
+    ],
+)  # fmt: skip
+def test_the_host_that_a_client_calls(authority: str, host: str) -> None:
+    assert split_host(authority) == host

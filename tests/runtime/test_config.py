@@ -26,6 +26,7 @@ IN_WORDS = {  # the document's wording |-> the default it means
     "any where the roles share CPU cores, else 0": (None,),
     "none; `serve` draws one": ("",),
     "by device": (0,),
+    "where there are several keys": (None,),
 }
 IN_OTHER_PLACES = {
     "--port, --grpc-port": f"`{ServeConfig.port}`, the next",

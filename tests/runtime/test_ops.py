@@ -152,6 +152,19 @@ def read_all(raw: socket.socket) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:9100", 200), ("127.0.0.1", 200), ("[::1]:1", 200), ("rebound.example", 403), ("gateway:9100", 403)],
+)
+def test_on_loopback_only_names_of_this_machine_are_answered(server: OpsServer, host: str, status: int) -> None:
+    """A stranger's name that leads here (DNS rebinding) would have its page read metrics and addresses."""
+    answer = HTTP.get(f"http://{server.address}/live", headers={"host": host}, timeout=PATIENCE_S)
+    assert answer.status_code == status
+    with OpsServer("0.0.0.0", 0) as public:
+        local = public.address.replace("0.0.0.0", "127.0.0.1")
+        assert HTTP.get(f"http://{local}/live", headers={"host": host}, timeout=PATIENCE_S).status_code == 200
+
+
 def test_slow_and_rude_clients_are_cut_off(server: OpsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "REQUEST_S", 0.2)
     for start in (b"", b"GET /live HTTP/1.1\r\nhost: x\r\n", b"GET /" + b"x" * (64 << 10), b"\0\xff" * 100):

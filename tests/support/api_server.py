@@ -18,6 +18,8 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from gateway.access.key_file import KeyFile
+from gateway.access.keys import Keys
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions, ServedModels
@@ -85,6 +87,7 @@ def run_api(
     names: Sequence[str] = (SERVED,),
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
     extend: Callable[[FastAPI, ServedModels], None] = lambda app, served: None,
+    key_file: Path | None = None,
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder.
 
@@ -111,7 +114,9 @@ def run_api(
         await served.close()
 
     model = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
-    served = ServedModels([model], registry)
+    served = ServedModels([model], registry, Keys(options.api_keys, options.admin_key, has_file=key_file is not None))
+    if key_file:
+        KeyFile(key_file, served.keys)
     app = build_app(served)
     extend(app, served)
     http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -50,7 +50,7 @@ class Rest(Api):
 
     def leave(self, served: Served, ask: Ask, stream: bool, num_choices: int) -> None:
         content = json.dumps({**self.body(ask), "stream": stream}).encode()
-        lines = [f"POST /v1/{self.path} HTTP/1.1", f"content-length: {len(content)}", "host: x"]
+        lines = [f"POST /v1/{self.path} HTTP/1.1", f"content-length: {len(content)}", "host: localhost"]
         lines += [f"{name}: {value}" for name, value in served.metadata]
         with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
             raw.sendall("\r\n".join([*lines, "", ""]).encode() + content)

@@ -15,9 +15,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gateway.access.keys import Key, Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
-from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id, unique_id, waking_timeout, warning_headers
+from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels, detokenize, tokenize
@@ -34,6 +35,7 @@ _OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
 _CODES = {  # HTTP status |-> gRPC code
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
@@ -51,7 +53,7 @@ class _StalledClientError(Exception):
 def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
     malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
-    return [_KeyInterceptor(served.options.api_keys), malformed]
+    return [_KeyInterceptor(served.keys), malformed]
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:
@@ -84,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             raw = tokenize_request(request)
-            served = self._served.find(raw.model)
+            served = self._served.find(raw.model, self._key(context))
             token_ids = await tokenize(served, raw)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
 
@@ -93,15 +95,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            text = await detokenize(self._served.find(model), model, token_ids, "token_ids", with_control_tokens=False)
+            served = self._served.find(model, self._key(context))
+            text = await detokenize(served, model, token_ids, "token_ids", with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
             check_known(request)
-        models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in self._served.names()]
+            names = self._served.names(self._key(context))
+            models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)
+
+    def _key(self, context: Context) -> Key:
+        """Of the call. Raises ApiError if it is not accepted any more."""
+        key = self._served.keys.check(context.invocation_metadata() or ())
+        log_key(key)
+        return key
 
     async def _stream(
         self,
@@ -116,9 +126,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context) as request_id:
             arrived_s = time.perf_counter()
             raw = read()
-            served = self._served.find(raw.model)
-            totals = await begin(served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
-            context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
+            key = self._key(context)
+            served = self._served.find(raw.model, key)
+            totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
+            context.set_trailing_metadata(_trailing_metadata(totals.job.warnings, key))
             async with aclosing(stream_choices(served, totals)) as pieces:
                 async for index, piece in pieces:
                     message = write(piece, _shared_fields(index, piece, totals, raw.with_timing))
@@ -127,7 +138,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                             await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
-            context.set_trailing_metadata(tuple(warning_headers(totals.warnings()).items()))
+            context.set_trailing_metadata(_trailing_metadata(totals.warnings(), key))
+
+
+def _trailing_metadata(warnings: Sequence[str], key: Key) -> tuple[tuple[str, str], ...]:
+    """What REST says in headers."""
+    return *warning_headers(warnings).items(), *key.allowance.headers(time.perf_counter()).items()
 
 
 def _generate_message(piece: OutputDelta, shared: Mapping[str, Any]) -> pb.GenerateResponse:
@@ -237,8 +253,8 @@ async def _refuse(context: Context, error: ApiError) -> NoReturn:
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a valid API key, except the health check."""
 
-    def __init__(self, api_keys: Sequence[str]) -> None:
-        self._api_keys = tuple(api_keys)
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
 
     async def intercept_service(
         self,
@@ -246,9 +262,8 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         if handler_call_details.method != _OPEN_METHOD:
-            given = _find(handler_call_details.invocation_metadata, "authorization") or b""
             try:
-                check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
+                self._keys.check(handler_call_details.invocation_metadata or ())
             except ApiError as error:
                 refusal = error
 

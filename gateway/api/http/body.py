@@ -237,7 +237,7 @@ class OrderFields(Body):
         """Fields of GenerateRequest that are given."""
         fields = {name: value for name in OrderFields.model_fields if (value := getattr(self, name)) is not None}
         user = getattr(self, "user", None)
-        return fields | ({"user": user} if isinstance(user, str) else {})
+        return fields | ({"user": user} if user else {})
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from typing import Any
 
 import h11
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _log = structlog.get_logger()
 
 _LOOKS = 10  # checks per `client_timeout_s`; a stop of this process, however long, counts as one check at most
+KEEP_ALIVE_S = 75  # longer than load balancers in front keep idle connections: they close first, not we
 _EARLY_BYTES = 64 << 10  # plus one read of at most 256 KiB
 _SEND_BYTES = 32 << 10  # the kernel doubles it; its default holds megabytes: whole answers that clients never read
 
@@ -21,9 +23,17 @@ _SEND_BYTES = 32 << 10  # the kernel doubles it; its default holds megabytes: wh
 class ServerConfig(uvicorn.Config):
     """uvicorn's settings, and `client_timeout_s`: how long a client may stall."""
 
-    def __init__(self, app: ASGIApp, client_timeout_s: float, stop_s: int) -> None:
+    def __init__(self, app: ASGIApp, client_timeout_s: float, stop_s: int, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: of HTTPS; None: plain HTTP."""
         super().__init__(
-            app, http=BoundedConnection, log_config=None, access_log=False, timeout_graceful_shutdown=stop_s
+            app,
+            http=BoundedConnection,
+            ws="none",  # no route is one: an upgrade is a request like others, with the same checks
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=stop_s,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_context_factory=(lambda *_: tls) if tls else None,
         )
         self.client_timeout_s = client_timeout_s
 

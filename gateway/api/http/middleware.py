@@ -1,26 +1,30 @@
-"""Wraps every HTTP request: its id, API key and origin, and a 500 for bugs. Plain ASGI: it does not buffer streams."""
+"""Wraps every HTTP request: its id, and a 500 for bugs. Plain ASGI: it does not buffer streams."""
 
 import time
-from collections.abc import Collection, Sequence
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.access import REQUEST_ID_HEADER, check_admin, check_key, pick_request_id
+from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key
+from gateway.api.access import REQUEST_ID_HEADER, pick_request_id
 from gateway.api.http.errors import error_response
-from gateway.errors import ApiError
+from gateway.errors import ApiError, bad_request
 
 _log = structlog.get_logger()
+_TWO_LENGTHS = bad_request("Content-Length and Transfer-Encoding are both given; send one of them", None, "two_lengths")
 
-OPEN_PATHS = frozenset({"/live", "/health"})  # of the API; probes have no key
-LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-ADMIN_PATHS = frozenset({LOAD_PATH, UNLOAD_PATH})
-_DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Then a proxy in front may see another end of the body than we do, and another next request."""
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
 
 
 class RequestScope:
-    """Gives each request an id (in logs, answer and state) and an arrival time; turns bugs into a 500."""
+    """Gives each request an id (in logs, answer and state) and an arrival time; turns bugs into a 500.
+
+    Answers say what their key has left.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -37,10 +41,17 @@ class RequestScope:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = request_id
+                key: Key = scope["state"].get(KEY_OF_REQUEST, ANYBODY)
+                headers.update(key.allowance.headers(time.perf_counter()))
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
+            if _has_two_lengths(scope):
+                close = {"connection": "close"}
+                await error_response(_TWO_LENGTHS, scope["path"], close)(scope, receive, send_with_id)
+                return
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
@@ -49,51 +60,3 @@ class RequestScope:
                     raise  # the server closes the connection, so the client does not take this for a whole answer
                 error = ApiError(500, f"request {request_id} failed inside the service; its log says why", None, "bug")
                 await error_response(error, scope["path"])(scope, receive, send_with_id)
-
-
-class AccessCheck:
-    """Refuses requests without a valid API key, except to the open paths, and POSTs from pages of other origins.
-
-    Those to ADMIN_PATHS need the admin key.
-
-    Browsers send no preflight for a body of plain text. Our own page's origin equals the Host header, also behind a
-    proxy that forwards this header.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: Sequence[str],
-        admin_key: str,
-        open_paths: Collection[str],
-        cors_origins: Sequence[str],
-    ) -> None:
-        self._app = app
-        self._admin_key = admin_key
-        self._api_keys = tuple(api_keys)
-        self._open_paths = frozenset(open_paths)
-        self._origins = frozenset(origin.encode() for origin in cors_origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if scope["type"] == "http":
-                self._check(scope)
-        except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        headers = dict(reversed(scope["headers"]))  # the first of equal names counts
-        if scope["path"] in ADMIN_PATHS:
-            check_admin(headers.get(b"authorization", b""), self._admin_key)
-        elif scope["path"] not in self._open_paths:
-            check_key(headers.get(b"authorization", b""), self._api_keys, headers.get(b"x-api-key"))
-        origin = headers.get(b"origin")
-        if scope["method"] != "POST" or origin is None or b"*" in self._origins or origin in self._origins:
-            return
-        scheme, _, own = origin.lower().partition(b"://")  # may differ from ours: a proxy may end TLS
-        if not own or own != headers.get(b"host", b"").lower().removesuffix(_DEFAULT_PORTS.get(scheme, b"")):
-            shown = origin.decode("latin-1")[:200]
-            message = f"pages of {shown} may not call: start the gateway with --cors-origins={shown} if they should"
-            raise ApiError(403, message, None, "origin_not_allowed")

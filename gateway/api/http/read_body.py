@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pydantic_core
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.access import waking_timeout
+from gateway.api.http.access import CheckedRoute
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels
 
@@ -23,10 +23,10 @@ _MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the c
 _MAX_PATH_CHARS = 200
 
 
-def limited_route(served: ServedModels) -> type[APIRoute]:
+def limited_route(served: ServedModels) -> type[CheckedRoute]:
     """Returns a route class that reads bodies within the limits before FastAPI validates them."""
 
-    class LimitedRoute(APIRoute):
+    class LimitedRoute(CheckedRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
             if self.body_field is None:

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
+from gateway.api.http.access import CheckedRoute, open_to_all
 from gateway.api.http.answer import encode, json_response
 from gateway.errors import not_ready
 from gateway.request.prepare import ServedModels
@@ -19,7 +20,6 @@ from runtime.hardware import OWN_VERSION
 
 _FILES = {"style.css": "text/css; charset=utf-8", "app.js": "text/javascript; charset=utf-8"}
 _EXAMPLES = "/page/examples.json"
-PAGE_PATHS = frozenset({"/", _EXAMPLES, *(f"/page/{name}" for name in _FILES)})  # served without a key
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -29,20 +29,26 @@ _PAGE_HEADERS = {
 
 
 def build_status_router(served: ServedModels) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=CheckedRoute)
 
     @router.get("/live")
+    @open_to_all
     async def live() -> Response:
         """The process answers. Needs no API key."""
         return json_response({"status": "alive"})
 
     @router.get("/ready")
-    @router.get("/health")
     async def ready() -> Response:
         """Requests can be served; 503 with the reason when not."""
         if reason := served.check_ready():
             raise not_ready(reason)
         return json_response({"status": "ready"})
+
+    @router.get("/health")
+    @open_to_all
+    async def health() -> Response:
+        """The same. Needs no API key."""
+        return await ready()
 
     @router.get("/version")
     async def get_version() -> Response:
@@ -59,10 +65,11 @@ def build_status_router(served: ServedModels) -> APIRouter:
 
 def build_page_router(examples: Sequence[str]) -> APIRouter:
     """The page, which calls the API like any other client. `examples`: prompts that the model can answer."""
-    router = APIRouter(include_in_schema=False)
+    router = APIRouter(route_class=CheckedRoute, include_in_schema=False)
     page = resources.files("gateway") / "page"
 
     def add(path: str, content: bytes, media_type: str, *methods: str) -> None:
+        @open_to_all
         async def serve() -> Response:
             return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
 
@@ -111,7 +118,7 @@ _COPIED = (  # fields of the worker's own answer
 
 def build_fleet_router(fleet: Fleet, routers: Mapping[str, Router], served: ServedModels) -> APIRouter:
     """GET /status. `routers`: of each model by its first name."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=CheckedRoute)
 
     @routes.get("/status")
     async def status() -> Response:

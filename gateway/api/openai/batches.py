@@ -1,27 +1,29 @@
 """OpenAI's files and batches. What runs the batches: gateway/batches/."""
 
+import re
 from math import ceil
 from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from pydantic import Field
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from gateway.api.access import find_key
+from gateway.access.keys import Key
 from gateway.api.http.answer import json_response
 from gateway.api.http.body import Body, only_null
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
-from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value, owner_of
+from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.request.prepare import ServedModels
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_NAME_CHARS = 255
 _FORM_BYTES = 64 << 10  # of an upload beside its file
+_BOUNDARY = re.compile(r""";\s*boundary="?([\w'()+,./:=?-]{1,70})"?\s*(?:;|$)""", re.ASCII | re.IGNORECASE)
 _MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 
@@ -63,12 +65,8 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
         if store is None:
             why = "start the gateway with --batch-dir DIR if files and batches should be kept and answered here"
             raise ApiError(403, why, None, "no_batch_dir")
-        headers = request.headers
-        authorization, given = headers.get("authorization", ""), headers.get("x-api-key")
-        key = find_key(
-            authorization.encode("latin-1"), served.options.api_keys, given.encode("latin-1") if given else None
-        )
-        return store, owner_of(key or "")
+        key: Key = request.state.key
+        return store, key.owner
 
     @router.post("/v1/files")
     async def upload_file(request: Request) -> Response:
@@ -159,18 +157,24 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
 
 
 async def _read_form(served: ServedModels, request: Request, most: int) -> FormData:
-    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file."""
+    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file. Its names are UTF-8, whatever it says."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(415, f"the body is {kind[:100]!r}; send multipart/form-data", None, "unsupported_media_type")
+    boundary = _BOUNDARY.search(kind)
+    if boundary is None:
+        raise bad_request(f"the Content-Type {kind[:100]!r} has no boundary of 1 to 70 characters", None)
     options, limit = served.options, most + _FORM_BYTES
     chunks = limited_chunks(request, limit, "send fewer lines, or delete files")
-    parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
+    headers = Headers({"content-type": f'multipart/form-data; boundary="{boundary[1]}"'})
+    parser = MultiPartParser(headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
     try:
         async with in_time(options.body_timeout_s * ceil(limit / options.max_body_bytes)):
             return await parser.parse()
     except MultiPartException as error:
         raise bad_request(f"the body is not valid multipart/form-data: {error.message}", None) from error
+    except ValueError as error:  # of a part's header
+        raise bad_request("the body is not valid multipart/form-data: a part's header cannot be read", None) from error
 
 
 def _check_form(form: FormData) -> UploadFile:

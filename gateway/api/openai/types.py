@@ -99,7 +99,7 @@ class _GenerationBody(_SampledBody, OrderFields):
     speculation: Literal["auto", "off", "ngram", "draft"] | None = None
     max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
     cache_salt: str | None = CACHE_SALT_FIELD
-    user: Any = USER_FIELD
+    user: str | None = USER_FIELD
     include_timing: bool | None = Field(None, description="Report where each choice's time went.")
     return_token_ids: bool | None = Field(None, description="Report token ids of prompt and answer.")
     prompt_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})

@@ -173,7 +173,7 @@ class ResponsesRequest(_SampledInput, OrderFields):
     stream: bool | None = None
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
     cache_salt: str | None = CACHE_SALT_FIELD
-    user: Any = USER_FIELD
+    user: str | None = USER_FIELD
 
     def raw(self) -> GenerateRequest:
         has_logprobs = _LOGPROBS in (self.include or ())

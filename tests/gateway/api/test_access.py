@@ -4,12 +4,13 @@ import hmac
 import json
 import socket
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway.api import access
+from gateway.access.keys import Keys
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
@@ -63,17 +64,20 @@ def test_a_key_is_compared_with_all_keys_in_constant_time(monkeypatch: pytest.Mo
         return compare(given, key)
 
     monkeypatch.setattr(hmac, "compare_digest", note)
-    keys = ("first-key", "second-key")
-    access.check_key(b"Bearer first-key", keys)
-    for wrong in (b"Bearer first-kex", b"Bearer x", b"Basic x", b""):
+    texts = ("first-key", "second-key")
+    keys = Keys(texts)
+    assert keys.check([("authorization", "Bearer first-key")]).name == "key-1"
+    for wrong in ("Bearer first-kex", "Bearer x"):
         with pytest.raises(ApiError):
-            access.check_key(wrong, keys)
-    assert compared == [key.encode() for key in keys] * 5
+            keys.check([("authorization", wrong)])
+    assert compared == [sha256(key.encode()).digest() for key in texts] * 3
 
 
 def test_preflights_pass_and_answers_name_the_origin(served: Served, stranger: httpx.Client) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     preflight = stranger.options("/v1/chat/completions", headers={"origin": ORIGIN, **asked})
+    deleting = {**asked, "access-control-request-method": "DELETE"}
+    assert stranger.options("/v1/files/file-1", headers={"origin": ORIGIN, **deleting}).status_code == 200
     refused = stranger.get("/v1/models", headers={"origin": ORIGIN})
     assert (preflight.status_code, refused.status_code) == (200, 401)
     assert {answer.headers["access-control-allow-origin"] for answer in (preflight, refused)} == {ORIGIN}
@@ -102,11 +106,18 @@ def test_pages_of_foreign_origins_cannot_make_it_work(plain: Served, origin: str
     assert not plain.engine.generations
 
 
-def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served) -> None:
+def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served, tmp_path: Path) -> None:
     own = plain.url.removeprefix("http://")
     for origin in (None, ORIGIN, f"http://{own}", f"https://{own}"):
         assert post(plain.http, origin) == 200, origin
-    for origin, host, status in [  # behind a proxy
+    assert plain.http.get("/v1/models", headers={"origin": OTHER}).status_code == 200
+    with run_api(tmp_path, ApiOptions(cors_origins=(ORIGIN,), hosts=("chat.example",))) as served:
+        served.engine.reset(served.script("x"))
+        check_origins_behind_a_proxy(served)
+
+
+def check_origins_behind_a_proxy(plain: Served) -> None:
+    for origin, host, status in [
         ("https://chat.example", "chat.example", 200),
         ("https://chat.example", "chat.example:443", 200),
         ("http://chat.example", "Chat.Example:80", 200),
@@ -115,7 +126,6 @@ def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served) -> Non
         ("http://chat.example:8080", "chat.example", 403),
     ]:
         assert post(plain.http, origin, host=host) == status, (origin, host)
-    assert plain.http.get("/v1/models", headers={"origin": OTHER}).status_code == 200
 
 
 def test_all_origins_may_be_let_in(tmp_path: Path) -> None:
@@ -159,3 +169,35 @@ def test_any_of_the_keys_opens_in_either_header(
     assert status == 200 or (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "authentication_error")
     refused = stranger.post("/v1/messages", json={}, headers={**given, b"origin": OTHER.encode()})
     assert refused.status_code == (403 if status == 200 else 401), "the key comes before the origin"
+
+
+OWN_HOSTS = "localhost LOCALHOST:8000 localhost. 127.0.0.1 10.1.2.3:80 [::1] [fd00::7]:8000"
+FOREIGN_HOSTS = "rebound.example rebound.example:8000 localhost.example 127.0.0.1.example evil@localhost a,localhost"
+
+
+def test_without_keys_only_our_own_names_are_served(plain: Served, served: Served, tmp_path: Path) -> None:
+    """A stranger's name that leads here (DNS rebinding) makes the stranger's page our own, by its origin."""
+    for path in ("/v1/models", "/live", "/", "/metrics", "/nothing"):
+        for host in FOREIGN_HOSTS.split():
+            refused = plain.http.get(path, headers={"host": host})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed"), (path, host)
+        for host in OWN_HOSTS.split():
+            assert plain.http.get(path, headers={"host": host}).status_code in (200, 404), (path, host)
+    assert post(plain.http, "http://rebound.example", host="rebound.example") == 403
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    assert served.http.get("/v1/models", headers={"host": "rebound.example", **key}).status_code == 200
+    with run_api(tmp_path, ApiOptions(hosts=("gateway", "*.chat.example"))) as named:
+        for host, status in [("Gateway:8000", 200), ("a.chat.example", 200), ("chat.example", 403), ("gate", 403)]:
+            assert named.http.get("/v1/models", headers={"host": host}).status_code == status, host
+
+
+@pytest.mark.parametrize("blank", ["\t", " ", "  \t "])
+def test_blanks_around_a_key_change_nothing(served: Served, stranger: httpx.Client, blank: str) -> None:
+    """Whoever reads the header finds the same key: the share of the service is the key's own."""
+    for name, value in (("authorization", f"Bearer{blank}{KEYS[0]}{blank}"), ("x-api-key", f"{blank}{KEYS[0]}{blank}")):
+        with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+            body = json.dumps(BODY)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{name}:{value}\r\ncontent-length: {len(body)}\r\n"
+            raw.sendall(f"{head}connection: close\r\n\r\n{body}".encode())
+            assert b" 200 " in raw.recv(4096)
+        assert served.engine.sent[-1]["owner"] == "key-1"

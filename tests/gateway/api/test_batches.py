@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.access.keys import Keys
 from gateway.api.openai.batches import build_batch_router
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
@@ -39,7 +40,7 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            runner = BatchRunner(store, app, served, keys, MAX_BODY)
+            runner = BatchRunner(store, app, served, Keys(keys), MAX_BODY)
             runner.start()
             yield
             await runner.close()

@@ -162,7 +162,7 @@ CASES = [
         "speculation": {"drafter": "ngram", "max_draft_tokens": 4}, "min_tokens": 3, "max_tokens": 20}),
     *(Case(f"cache salt of {len(salt)}", {"cache_salt": salt}, sent={"cache_salt": salt}) for salt in ("", "ä" * 1024)),
     Case("when it is wanted", {"priority": 0, "deadline_ms": 60_000}, sent={"priority": 0, "owner": "key-1"}),
-    Case("for whom", {"user": "me"}, sent={"priority": 5, "deadline_s": None, "owner": "user-67a5b2d2"}),
+    Case("for whom", {"user": "me"}, sent={"priority": 5, "deadline_s": None, "owner": "user-45d7c8ad"}),
 
     # forms
     Case("JSON", {"form": {"json_object": True}}, grammar=("json_object", "")),

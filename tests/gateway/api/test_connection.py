@@ -126,6 +126,17 @@ def server(app: App) -> Iterator[uvicorn.Server]:
     thread.join(PATIENCE_S)
 
 
+def test_an_upgrade_is_a_request_like_others(server: uvicorn.Server) -> None:
+    lines = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: eA==")
+    with ask(server, request("/5", *lines)) as client:
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_load_balancers_close_idle_connections_before_we_do() -> None:
+    """They keep one for 60 s by default, and fail a request that they send on one that we close meanwhile."""
+    assert ServerConfig(App(), 90.0, 1).timeout_keep_alive > 60
+
+
 def wait_until(is_true: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_true():
@@ -141,7 +152,7 @@ def wait_until_cut(server: uvicorn.Server, begun: float) -> float:
 
 
 def request(path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"GET {path} HTTP/1.1", "host: x", *lines, "", "")).encode()
+    return "\r\n".join((f"GET {path} HTTP/1.1", "host: localhost", *lines, "", "")).encode()
 
 
 def last(path: str) -> bytes:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from demo.paths import TARGET_DIR
+from gateway.access.keys import Keys
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router import attempt
@@ -54,7 +55,7 @@ def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: 
     engine, steps = FakeEngineClient(), list[float]()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
-    app = build_app(ServedModels([served], served.metrics.registry))
+    app = build_app(ServedModels([served], served.metrics.registry, Keys()))
 
     async def test() -> None:
         await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports the rest
@@ -78,7 +79,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
-    app, took_s = build_app(ServedModels([served], served.metrics.registry)), 0.0
+    app, took_s = build_app(ServedModels([served], served.metrics.registry, Keys())), 0.0
     texts = [" ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20)) for turn in range(365)]
     messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
     body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}
@@ -128,7 +129,7 @@ async def _post(app: FastAPI, path: str, body: dict[str, Any]) -> None:
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
         "query_string": b"", "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
     }  # fmt: skip
     statuses = list[int]()
 

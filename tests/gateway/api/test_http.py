@@ -101,7 +101,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
     ],
 )
 def test_a_body_that_never_comes_is_given_up(served: Served, length: int, told: tuple[int, str, str]) -> None:
-    head = ["POST /v1/completions HTTP/1.1", "host: x", f"content-length: {length}"]
+    head = ["POST /v1/completions HTTP/1.1", "host: localhost", f"content-length: {length}"]
     head += [f"{name}: {value}" for name, value in served.metadata]
     with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall("\r\n".join([*head, "", "{"]).encode())
@@ -109,6 +109,16 @@ def test_a_body_that_never_comes_is_given_up(served: Served, length: int, told: 
         response.begin()
         error = json.loads(response.read())["error"]
         assert (response.status, error["type"], error["code"]) == told
+
+
+def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(served: Served) -> None:
+    """Proxies take the one or the other: what follows could be a request that only we see."""
+    head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-length: 5", "transfer-encoding: chunked"]
+    head += [f"{name}: {value}" for name, value in served.metadata]
+    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+        raw.sendall("\r\n".join([*head, "", "0", "", "GET /live HTTP/1.1", "host: localhost", "", ""]).encode())
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert b" 400 " in answer and b"two_lengths" in answer and answer.count(b"HTTP/1.1") == 1
 
 
 def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:

@@ -162,6 +162,7 @@ def check(vision: Vision, url: str, why: str) -> None:
     error = answer.json()["error"]
     assert error["param"] == "messages[0].content[1].image_url.url" and error["code"] == "invalid_image"
     assert error["message"].startswith(error["param"]) and why in error["message"], error
+    assert " at 0x" not in error["message"], "an address in memory"
     assert not vision.served.engine.generations
     assert pid is None or vision.images.pid == pid, "it ended the process"
 
