@@ -19,6 +19,7 @@ from gateway.api.openai.batches import build_batch_router
 from gateway.app import build_app, build_served_model
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
+from gateway.loop_watch import LoopWatch
 from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
@@ -112,9 +113,12 @@ async def _serve(
         batches.start()
     shutdown.listen()
     spare_what_is_here()
+    watch = LoopWatch(registry)
+    watch.start()
     note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
     reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
     await shutdown.wait()
+    watch.close()
     if batches:
         await batches.close()
     gate.cut_off()
