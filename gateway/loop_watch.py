@@ -104,7 +104,9 @@ class LoopWatch:
             frames.append(frame)
         if not frames:
             return None, ""
-        shown = [f"{one.f_globals.get('__name__')}.{one.f_code.co_name}:{one.f_lineno}" for one in frames[:_SHOWN_FRAMES]]
+        shown = [
+            f"{one.f_globals.get('__name__')}.{one.f_code.co_name}:{one.f_lineno}" for one in frames[:_SHOWN_FRAMES]
+        ]
         return id(frames[-1]), " < ".join(shown)
 
     def _end(self, step: _Step) -> None:

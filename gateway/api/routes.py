@@ -98,7 +98,15 @@ def build_api_router(served: ServedModels) -> APIRouter:
     return router
 
 
-async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest | ResponsesRequest) -> GenerateRequest:
+async def _raw(
+    body: ChatCompletionRequest
+    | CompletionRequest
+    | CountInputRequest
+    | CountTokensRequest
+    | MessagesRequest
+    | ResponsesRequest
+    | TokenizeRequest,
+) -> GenerateRequest:
     """The request without its wire format. Lets other requests run before: checking a long body took milliseconds."""
     await sleep(0)
     return body.raw()
@@ -107,7 +115,7 @@ async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest
 async def _tokenize(
     models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
 ) -> tuple[int, ...]:
-    raw = body.raw()
+    raw = await _raw(body)
     return await while_connected(request, raw, tokenize(models.find(raw.model), raw))
 
 

@@ -1,7 +1,6 @@
 """A request's variables for the chat template: `chat_template_kwargs` and those of a reasoning effort. Pure."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 
@@ -35,7 +34,7 @@ def check_options(given: object, param: str) -> Mapping[str, Option]:
             raise bad_request(f"{path} is set by the service; leave it out", path)
         if not isinstance(value, str | int | float | None):
             raise bad_request(f"{path} must be a string, a number, a boolean or null", path, "invalid_type")
-        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MAX_INTEGER):
+        if isinstance(value, int | float) and not abs(value) <= MAX_INTEGER:  # NaN, too
             raise bad_request(f"{path} must be a number between -2^53 and 2^53", path)
     check_count(param, len(json.dumps(given).encode()), MAX_OPTIONS_BYTES, "bytes as JSON")
     return given

@@ -74,16 +74,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), _generate_message)
+        await self._stream(context, lambda: generate_request(request, self._served.context_tokens), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), _chat_message)
+        await self._stream(context, lambda: chat_request(request, self._served.context_tokens), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
-            raw = tokenize_request(request)
+            raw = tokenize_request(request, self._served.context_tokens)
             served = self._served.find(raw.model)
             token_ids = await tokenize(served, raw)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
-            check_known(request)
+            check_known(request, self._served.context_tokens)
             model, token_ids = request.model or None, tuple(request.token_ids)
             text = await detokenize(self._served.find(model), model, token_ids, "token_ids", with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
@@ -99,7 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
-            check_known(request)
+            check_known(request, self._served.context_tokens)
         models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in self._served.names()]
         return pb.ListModelsResponse(models=models)
 
