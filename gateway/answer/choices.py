@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import structlog
 
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
+from gateway.batches.turns import LineTurns
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -87,8 +88,12 @@ async def begin(
         raise
 
 
-async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+async def stream_choices(
+    served: ServedModel, totals: Totals, turns: LineTurns | None = None
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
+
+    `turns`: of a batch's line, whose choices wait for theirs.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
@@ -105,6 +110,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
             totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
+            streams = [turns.hold(stream) for stream in streams] if turns else streams
             async with MergedStreams(streams) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()
