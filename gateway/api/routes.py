@@ -83,16 +83,18 @@ def build_api_router(served: ServedModels) -> APIRouter:
         one = served.find(body.model)
         ids, tokenizer = await _tokenize(served, request, body), one.tokenizer
 
-        def write() -> bytes:
+        def write(_: object) -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
             return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
-        return json_response(await one.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+        sharer = one.find_sharer(request.headers.items)
+        return json_response(await one.offload.run(len(ids), write, sharer))  # a token costs less than a character
 
     @router.post("/detokenize")
-    async def to_text(body: DetokenizeRequest) -> Response:
+    async def to_text(body: DetokenizeRequest, request: Request) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        text = await detokenize(served.find(body.model), body.model, body.tokens, "tokens", with_control_tokens=True)
+        one, headers = served.find(body.model), request.headers.items
+        text = await detokenize(one, body.model, body.tokens, "tokens", headers, with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
     return router
@@ -116,7 +118,7 @@ async def _tokenize(
     models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
 ) -> tuple[int, ...]:
     raw = await _raw(body)
-    return await while_connected(request, raw, tokenize(models.find(raw.model), raw))
+    return await while_connected(request, raw, tokenize(models.find(raw.model), raw, request.headers.items))
 
 
 async def _complete(

@@ -112,10 +112,10 @@ class ServedModel(Prompts):
             adapter=name if name in self.names.adapters else "",
         )
         check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
-        late_s = time.perf_counter() - arrived_s
+        late_s, sharer = time.perf_counter() - arrived_s, self.find_sharer(headers)
         try:
             async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
-                prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt)
+                prompts = await self.encode(raw.prompts, tools, salt=raw.cache_salt, owner=sharer)
         except TimeoutError:
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
@@ -148,7 +148,7 @@ class ServedModel(Prompts):
         visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
         visible |= tools.format.markers if tools else set[str]()
         if raw.is_echoed:
-            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
+            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, sharer)
         return PreparedRequest(
             model=name,
             generations=tuple(generations),
@@ -164,11 +164,20 @@ class ServedModel(Prompts):
             visible_controls=visible,
         )
 
-    def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
-        """A name for the request's API key and user that metrics and logs may show."""
+    def find_sharer(self, headers: ReadHeaders) -> str:
+        """As in Shared: a name for the request's API key, whatever `user` it names; "" if there are no keys."""
+        number = self._find_key(headers)
+        return f"key-{number}" if number else ""
+
+    def _find_key(self, headers: ReadHeaders) -> int:
+        """The place of the request's API key among those given, from 1 on; 0 if it has none."""
         given = [str(value).rpartition(" ")[2] for name, value in headers() or () if name in _KEY_HEADERS]
         sent = {word.encode("latin-1", "replace") for word in given}
-        number = next((at for at, key in enumerate(self.options.api_keys, 1) if key.encode() in sent), 0)
+        return next((at for at, key in enumerate(self.options.api_keys, 1) if key.encode() in sent), 0)
+
+    def _find_owner(self, raw: GenerateRequest, headers: ReadHeaders) -> str:
+        """A name for the request's API key and user that metrics and logs may show."""
+        number = self._find_key(headers)
         if raw.user:
             return "user-" + blake2b(f"{number} {raw.user!r}".encode(), digest_size=4).hexdigest()
         return f"key-{number}" if number else ""
@@ -244,18 +253,30 @@ class ServedModels:
         return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
-async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
-    """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
+async def tokenize(served: ServedModel, raw: GenerateRequest, headers: ReadHeaders) -> tuple[int, ...]:
+    """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError.
+
+    `headers`: with its API key.
+    """
     served.names.check(raw.model)
     tools = check_tools(raw.tools, served.tool_format)
-    (encoded,) = await served.encode(raw.prompts, tools, add_special_tokens=raw.add_special_tokens, must_fit=False)
+    sharer = served.find_sharer(headers)
+    (encoded,) = await served.encode(
+        raw.prompts, tools, add_special_tokens=raw.add_special_tokens, must_fit=False, owner=sharer
+    )
     return encoded.ids
 
 
 async def detokenize(
-    served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
+    served: ServedModel,
+    model: str | None,
+    token_ids: Sequence[int],
+    param: str,
+    headers: ReadHeaders,
+    *,
+    with_control_tokens: bool,
 ) -> str:
-    """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
+    """Returns the text of at most `context_tokens` tokens. `headers`: as above. Raises ApiError naming `param`."""
     served.names.check(model)
     context_tokens = served.tokenizer.context_tokens
     if len(token_ids) > context_tokens:
@@ -264,5 +285,6 @@ async def detokenize(
     rules.check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
     return await served.offload.run(
         DECODE_COST * len(token_ids),
-        lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+        lambda _: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+        served.find_sharer(headers),
     )

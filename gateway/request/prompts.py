@@ -11,7 +11,7 @@ from gateway.images.reader import FoundImage, Images
 from gateway.request.image_places import find_images, put_images
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
-from gateway.text.offload import Offload
+from gateway.text.offload import Check, Offload
 from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools import history
@@ -48,21 +48,24 @@ class Prompts:
         add_special_tokens: bool | None = None,
         must_fit: bool = True,
         salt: str = "",
+        owner: str = "",
     ) -> list[EncodedPrompt]:
         """Encodes prompts, which must fit the context unless they are only counted. `tools` go into chats.
 
-        `add_special_tokens`: None as in answers. `salt`: as in SegmentEncoder. Raises ApiError naming the prompt.
+        `add_special_tokens`: None as in answers. `salt`: as in SegmentEncoder; `owner`: as in Shared.
+        Raises ApiError naming the prompt.
         """
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
-        images = [await self._read_images(prompt) for prompt in prompts]
+        images = [await self._read_images(prompt, owner) for prompt in prompts]
         cost += sum([len(image.read.text) for found in images for image in found])
         encoded = await self.offload.run(
             cost,
-            lambda: [
-                self._encode(prompt, inputs, add_special_tokens, salt, found)
+            lambda check: [
+                self._encode(prompt, inputs, add_special_tokens, salt, found, check)
                 for prompt, found in zip(prompts, images, strict=True)
             ],
+            owner,
         )
         for prompt, found in zip(prompts, encoded, strict=True):
             if must_fit:
@@ -70,13 +73,13 @@ class Prompts:
         return encoded
 
     async def with_echoes(
-        self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool
+        self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool, owner: str = ""
     ) -> list[EncodedPrompt]:
-        """The encoded prompts with their echoes: texts as given, token ids as their text."""
+        """The encoded prompts with their echoes: texts as given, token ids as their text. `owner`: as in Shared."""
         pairs = list(zip(prompts, encoded, strict=True))
         num_ids = sum(len(found.ids) for prompt, found in pairs if with_offsets or not isinstance(prompt.content, str))
         return await self.offload.run(
-            DECODE_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs]
+            DECODE_COST * num_ids, lambda check: [self._echo(*pair, with_offsets, check) for pair in pairs], owner
         )
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
@@ -91,7 +94,7 @@ class Prompts:
         check_vocabulary(content, prompt.param, self.tokenizer.vocab_size)
         return 0
 
-    async def _read_images(self, prompt: Prompt) -> Sequence[FoundImage]:
+    async def _read_images(self, prompt: Prompt, owner: str) -> Sequence[FoundImage]:
         """Raises ApiError."""
         parts = prompt.content.images if isinstance(prompt.content, Chat) else []
         if not parts:
@@ -99,7 +102,7 @@ class Prompts:
         if self.images is None:
             path = parts[0].param
             raise bad_request(f"{path}: this model takes no images; send text only", path, "unsupported_field")
-        found = await self.images.read(parts, prompt.param)
+        found = await self.images.read(parts, prompt.param, owner)
         check_text_bytes(sum([len(image.read.text) for image in found]), prompt.param, self.tokenizer.context_tokens)
         return found
 
@@ -141,14 +144,19 @@ class Prompts:
         add_special_tokens: bool | None,
         salt: str,
         images: Sequence[FoundImage],
+        check: Check,
     ) -> EncodedPrompt:
         content, model = prompt.content, self.tokenizer
+        check()
         if isinstance(content, Chat):
             text = self._render(content, tools, prompt.param)
+            check()
             if self.images is not None and images:
                 text = put_images(text, self.images.placeholder, images, prompt.param)
             ids = tuple(
-                model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
+                model.encode(text, add_special_tokens=True)
+                if add_special_tokens
+                else self.segments.encode(text, salt, check)
             )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
@@ -178,7 +186,7 @@ class Prompts:
         later = history.later_system_texts(messages)
         try:
             text = render(messages)
-            if all(said.strip() in text for said in later):
+            if history.are_shown(later, text):
                 return text
         except TemplateRefusalError as error:
             if not later:
@@ -188,7 +196,8 @@ class Prompts:
         except TemplateRefusalError as error:
             raise _refused(error, param) from error
 
-    def _echo(self, prompt: Prompt, encoded: EncodedPrompt, with_offsets: bool) -> EncodedPrompt:
+    def _echo(self, prompt: Prompt, encoded: EncodedPrompt, with_offsets: bool, check: Check) -> EncodedPrompt:
+        check()
         given = prompt.content if isinstance(prompt.content, str) else None
         if given is not None and not with_offsets:
             return replace(encoded, echo=Echo(given, ()))

@@ -9,6 +9,7 @@ from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonTexts
 
 _SYSTEM = ("system", "developer")
+_FEW = 16  # texts of the system
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content
 
 
@@ -102,15 +103,27 @@ def later_system_texts(messages: Sequence[Message]) -> list[str]:
     return [message["content"] for message in messages[1:] if message["role"] in _SYSTEM]
 
 
+def are_shown(texts: Sequence[str], rendered: str) -> bool:
+    """Whether all are in the rendered chat. Many are looked for in their order only: in any takes quadratic time."""
+    begin = 0
+    for text in map(str.strip, texts):
+        begin = rendered.find(text, begin)
+        if begin < 0:
+            return len(texts) <= _FEW and all(text.strip() in rendered for text in texts)
+        begin += len(text)
+    return True
+
+
 def system_first(messages: Sequence[Message]) -> list[Message]:
     """For such templates: the system's messages at the start are one, and later ones are the user's, marked.
 
     These join the user's message before or after them, as many templates require turns to alternate.
     """
     found: list[Message] = []
+    contents: list[list[Any]] = []  # the parts of each
     is_joined = False  # the user's last message may be joined
     for message in messages:
-        is_start = not found or [one["role"] for one in found] == ["system"]
+        is_start = not found or (len(found) == 1 and found[0]["role"] == "system")
         is_system = message["role"] in _SYSTEM
         if is_system and is_start:
             message = {**message, "role": "system"}
@@ -118,11 +131,9 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
         role = message["role"]
         if found and found[-1]["role"] == role and (is_system or is_joined) and role in ("system", "user"):
-            found[-1] = {
-                **found[-1],
-                "content": join_parts([*parts_of(found[-1]["content"]), "\n\n", *parts_of(message["content"])]),
-            }
+            contents[-1] += ["\n\n", *parts_of(message["content"])]
         else:
             found.append(message)
+            contents.append([*parts_of(message["content"])])
         is_joined = is_system
-    return found
+    return [{**message, "content": join_parts(parts)} for message, parts in zip(found, contents, strict=True)]

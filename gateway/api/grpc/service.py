@@ -85,7 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             raw = tokenize_request(request, self._served.context_tokens)
             served = self._served.find(raw.model)
-            token_ids = await tokenize(served, raw)
+            token_ids = await tokenize(served, raw, context.invocation_metadata)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -93,7 +93,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             check_known(request, self._served.context_tokens)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            text = await detokenize(self._served.find(model), model, token_ids, "token_ids", with_control_tokens=False)
+            served, headers = self._served.find(model), context.invocation_metadata
+            text = await detokenize(served, model, token_ids, "token_ids", headers, with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

@@ -1,12 +1,13 @@
 """Calls of earlier turns in the form templates accept, and the system's messages."""
 
 import re
+import time
 from typing import Any
 
 import pytest
 
 from gateway.tools.formats import FORMATS
-from gateway.tools.history import fit_ids, system_first, template_call
+from gateway.tools.history import are_shown, fit_ids, system_first, template_call
 
 
 def test_ids_are_made_to_fit() -> None:
@@ -14,7 +15,7 @@ def test_ids_are_made_to_fit() -> None:
     asked: dict[str, Any] = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [template_call("call_ü1", "f", ""), template_call("abc123DEF", "f", "")],
+        "tool_calls": [template_call("call_ü1", "f", {}), template_call("abc123DEF", "f", {})],
     }
     answers = [{"role": "tool", "content": "", "tool_call_id": call_id} for call_id in ("call_ü1", "abc123DEF")]
     for name in ("hermes", "inline", "llama3"):
@@ -48,3 +49,19 @@ def test_the_system_first(given: str, wanted: str) -> None:
         one["content"].replace("\n\n", "+").replace("<system>\n", "<").replace("\n</system>", ">") for one in found
     ]
     assert " ".join(one["role"][0] + text for one, text in zip(found, shown, strict=True)) == wanted
+
+
+def test_texts_of_the_system_are_looked_for_in_linear_time() -> None:
+    assert are_shown(["b ", "a"], "a b") and not are_shown(["c"], "a b")
+    many = [f"<{number}>" for number in range(4000)]
+    assert are_shown(many, "".join(many))
+    assert not are_shown([*many, "<x>"], "".join(many))
+
+
+def test_many_texts_of_the_system_are_joined_in_linear_time() -> None:
+    began, text = time.thread_time(), "x" * 1000
+    (first, _) = system_first(
+        [*({"role": "system", "content": text} for _ in range(4000)), {"role": "user", "content": ""}]
+    )
+    assert first["content"] == "\n\n".join([text] * 4000)
+    assert time.thread_time() - began < 0.2, "14 s as long as each joined a new text"
