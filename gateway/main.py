@@ -96,7 +96,7 @@ async def _serve(
     following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
     fleet.start()
     await grpc_server.start()
-    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
+    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S, served.held))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     host = bracketed(config.host)

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import product
@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.batches.pace import Gaps
 from gateway.errors import bad_request, check_count, missed_deadline
+from gateway.held import Held
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
@@ -200,6 +201,7 @@ class ServedModels:
 
     models: Sequence[ServedModel]  # the first answers requests that name none
     registry: CollectorRegistry  # of all metrics
+    held: Held = field(default_factory=Held)
 
     def start_images(self) -> list[asyncio.Task[None]]:
         """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""

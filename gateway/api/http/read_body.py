@@ -1,5 +1,6 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
+import asyncio
 import json
 from asyncio import sleep
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -13,7 +14,8 @@ from starlette.responses import Response
 
 from gateway.api.access import waking_timeout
 from gateway.api.http.body import Body
-from gateway.errors import ApiError, bad_request
+from gateway.errors import ApiError, bad_request, overloaded
+from gateway.held import Holder
 from gateway.request.prepare import ServedModels
 from gateway.tools.json_text import MAX_ELEMENTS, JsonBudget
 
@@ -60,9 +62,7 @@ async def _read_object(request: Request, served: ServedModels, *, takes_ids: boo
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     async with in_time(served.options.body_timeout_s):
-        advice = "send a shorter one, or raise --body-limit-bytes"
-        chunks = limited_chunks(request, served.options.max_body_bytes, advice)
-        body = b"".join([chunk async for chunk in chunks])
+        body = await _read_bytes(request, served)
     budget = JsonBudget(elements=MAX_ELEMENTS + (served.context_tokens + _MAX_IDS if takes_ids else 0))
     try:
         marks = budget.take(body)
@@ -79,6 +79,27 @@ async def _read_object(request: Request, served: ServedModels, *, takes_ids: boo
         path = (_repeated_key(json.loads(body, object_pairs_hook=tuple)) or "")[:_MAX_PATH_CHARS]
         raise bad_request(f"{path} comes twice in one JSON object; send it once", path or None, "invalid_json")
     return value
+
+
+async def _read_bytes(request: Request, served: ServedModels) -> bytes:
+    """The body, of which all that has arrived counts as held. Raises as above, and ApiError 429."""
+    advice = "send a shorter one, or raise --body-limit-bytes"
+    chunks, num_bytes = list[bytes](), 0
+    try:
+        async with asyncio.timeout(None) as limit:
+            owner = served.models[0].find_sharer(request.headers.items)
+            holder = Holder(owner, lambda: limit.reschedule(asyncio.get_running_loop().time()))
+            try:
+                async for chunk in limited_chunks(request, served.options.max_body_bytes, advice):
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    served.held.hold(holder, num_bytes)
+                return b"".join(chunks)
+            finally:
+                served.held.end(holder)
+    except TimeoutError as error:
+        why = "the body came slowly while clients sent too much at once; send it again in a moment"
+        raise overloaded(why) from error
 
 
 def _check_content_type(request: Request) -> None:

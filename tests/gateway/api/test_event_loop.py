@@ -80,7 +80,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
 
     Asked again, nothing is tokenised, unless the request has another salt.
     """
-    steps, num_tokenised, tokenizer = list[float](), list[int](), Tokenizer(TARGET_DIR)
+    steps, num_tokenised, tokenizer = list[float](), [0], Tokenizer(TARGET_DIR)
     tokenizer.context_tokens = 1 << 18
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
@@ -91,7 +91,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}
 
     def count(texts: list[str], **options: bool) -> list[list[int]]:
-        num_tokenised.append(sum(map(len, texts)))
+        num_tokenised[-1] += sum(map(len, texts))
         return encode_all(texts, **options)
 
     encode_all = tokenizer.encode_all
@@ -108,6 +108,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
         measured.extend(steps)
         num_tokenised.clear()
         for salt in ("", "another", "another"):
+            num_tokenised.append(0)
             await _post(app, "/v1/chat/completions", {**body, "cache_salt": salt})
 
     measured = list[float]()
