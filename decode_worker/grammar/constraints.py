@@ -104,7 +104,7 @@ class Constraints:
         return self._states.setdefault(sequence, _State())
 
     def _do(self, work: Seq[_Work[T]]) -> list[TurnEnd[T | Standing]]:
-        """The result of each answer's work; _NO_TURN if there was no time for it, as for most costly ones beside others."""
+        """The result of each answer's work; _NO_TURN if there was no time for it, as for costly ones beside others."""
         costly = [self._is_beside and self._state(sequence).cpu_s > CHEAP_CPU_S for sequence, _ in work]
         if not any(costly):
             return self._run(work, MAX_STEP_CPU_S)

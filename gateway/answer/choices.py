@@ -98,7 +98,6 @@ async def stream_choices(
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
     job = totals.job
-    served.metrics.prompt_tokens.inc(totals.num_prompt)
     meters = [
         ChoiceMeter(served.metrics, totals.arrived_s, one.owner, is_live=one.priority < LAST_PRIORITY)
         for one in job.generations
@@ -107,6 +106,7 @@ async def stream_choices(
     failure: BaseException | None = None
     try:
         with served.ring.admit(len(choices)) as admitted:
+            served.metrics.prompt_tokens.inc(totals.num_prompt)
             totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]

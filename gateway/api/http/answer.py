@@ -114,6 +114,10 @@ async def respond(
     return response
 
 
+class _UnsentError(Exception):
+    """Its cause: why the client gets no more."""
+
+
 class EventStream(Response):
     """Begins without waiting for the first events, then sends those of each piece as it arrives.
 
@@ -174,18 +178,21 @@ class EventStream(Response):
         return b""
 
     async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
-        """Returns the bytes that end the stream."""
+        """Returns the bytes that end the stream. Raises OSError if they cannot be sent."""
+        while not (await asyncio.wait({first}, timeout=PING_S))[0]:
+            await send(_body(self._writer.ping))
         try:
-            while not (await asyncio.wait({first}, timeout=PING_S))[0]:
-                await send(_body(self._writer.ping))
             events = first.result()
             while events:
-                await send(_body(events))
+                try:
+                    await send(_body(events))
+                except OSError as error:
+                    raise _UnsentError from error
                 events = await self._next_events()
         except ApiError as error:
             return self._writer.failure(error)
-        except OSError:
-            raise
+        except _UnsentError as error:
+            raise error.__cause__ or error from None
         except Exception:
             _log.exception("answer failed")
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")

@@ -14,7 +14,7 @@ MODES = [(api, stream) for api in APIS.values() for stream in (False, True) if s
 SEVERAL = [(api, stream) for api, stream in MODES if api.knows({"n": 2})]
 FAULTS = [
     overloaded("the queue is full"), not_ready("no worker is alive"), took_too_long(),
-    ApiError(503, "x", None, "failed", 1), RuntimeError("secret detail"), None,
+    ApiError(503, "x", None, "failed", 1), RuntimeError("secret detail"), TimeoutError("secret detail"), None,
 ]  # fmt: skip
 
 
@@ -56,7 +56,9 @@ def count_whole(served: Served) -> list[float]:
 @pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
 def test_a_full_queue_refuses_before_anything_begins(served: Served, api: Api, stream: bool) -> None:
     served.engine.refusal = overloaded("too many")
+    num_prompt = served.count("prompt_tokens_total")
     outcome = api.ask(served, {"n": 2} if api.knows({"n": 2}) else {}, stream)
+    assert served.count("prompt_tokens_total") == num_prompt, "of requests that began"
     assert (outcome.status, outcome.retry_after) == (429, 1)
     assert not served.engine.generations and not served.engine.num_inside
 
