@@ -186,8 +186,10 @@ def unfinished(path: str, kind: str, num_announced: int, num_sent: int, count: i
 
 
 def unread(body: bytes, count: int) -> Case:
+    """Beside the same requests whose answers are read."""
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    return holding(f"POST {TEXT}", head + body, count)
+    control = partial(post, requests=[(TEXT, body)] * count, together=count)
+    return Case(partial(hold, head=f"POST {TEXT}", data=head + body, count=count), control)
 
 
 def build_cases() -> Mapping[str, Callable[[], Case]]:
