@@ -23,6 +23,7 @@ from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
+from gateway.shares import Shared
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
 from gateway.text.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ def build_served_model(
         options=options,
         metrics=RequestMetrics(registry, options.itl_goal_s, others[0].metrics.live_gaps if others else None),
         created_s=int(time.time()),
+        waiting=others[0].waiting if others else Shared(options.max_queue),
         tracing=tracing,
     )
 

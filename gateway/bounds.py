@@ -60,7 +60,13 @@ def build_bounds() -> list[Bound]:
             beyond="400",
         ),
         Bound("text of a prompt", f"{TEXT_BYTES_PER_TOKEN} bytes a token of the context", beyond="400"),
-        Bound("answers: `n` times prompts", f"{MAX_CHOICES}", "", "`--max-queue` in the queue", "400, 429"),
+        Bound(
+            "answers: `n` times prompts",
+            f"{MAX_CHOICES}",
+            f"{_A_SHARE} of the queue",
+            "`--max-queue` in the queue",
+            "400, 429",
+        ),
         Bound(
             "bodies under way and answers not read",
             "`--body-limit-bytes`",

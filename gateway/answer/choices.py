@@ -104,7 +104,11 @@ async def stream_choices(
     ]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
+    waiting = set[int]()  # for their first token
     try:
+        served.check_share(job.sharer, len(choices))
+        waiting.update(range(len(choices)))
+        served.waiting.add(job.sharer, len(choices))
         with served.ring.admit(len(choices)) as admitted:
             served.metrics.prompt_tokens.inc(totals.num_prompt)
             totals.notes = admitted.notes
@@ -114,6 +118,9 @@ async def stream_choices(
             async with MergedStreams(streams) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()
+                    if index in waiting:
+                        waiting.remove(index)
+                        served.waiting.add(job.sharer, -1)
                     if tokens is None:
                         message = "the answer ended before it was complete; try again"
                         raise ApiError(500, message, None, "incomplete_answer")
@@ -136,6 +143,7 @@ async def stream_choices(
                 totals.log("cancelled")
         raise
     finally:
+        served.waiting.add(job.sharer, -len(waiting))
         if totals.trace is not None:
             totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
             totals.trace.close(failure)

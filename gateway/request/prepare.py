@@ -12,13 +12,14 @@ from itertools import product
 from prometheus_client import CollectorRegistry
 
 from gateway.batches.pace import Gaps
-from gateway.errors import bad_request, check_count, missed_deadline
+from gateway.errors import bad_request, check_count, missed_deadline, overloaded
 from gateway.held import Held
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import EngineClient, Load, TokenizedRequest
+from gateway.shares import Shared, is_fair
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
@@ -44,6 +45,7 @@ class ApiOptions:
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
+    max_queue: int = 1024  # choices that wait for a place
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
 
 
@@ -56,6 +58,7 @@ class ServedModel(Prompts):
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
+    waiting: Shared  # choices that wait for their first token
     tracing: Tracing | None = None
 
     def begin_trace(
@@ -163,12 +166,20 @@ class ServedModel(Prompts):
             is_json=form is not None and form.kind in ("json_schema", "json_object"),
             warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
             visible_controls=visible,
+            sharer=sharer,
         )
 
     def find_sharer(self, headers: ReadHeaders) -> str:
         """As in Shared: a name for the request's API key, whatever `user` it names; "" if there are no keys."""
         number = self._find_key(headers)
         return f"key-{number}" if number else ""
+
+    def check_share(self, sharer: str, num_choices: int) -> None:
+        """No key fills the queue alone. Raises ApiError 429."""
+        num_waiting, most = self.ring.load().num_waiting, self.options.max_queue
+        mine = self.waiting.held_by(sharer) + num_choices
+        if sharer and num_waiting and not is_fair(mine, num_waiting + num_choices, most):
+            raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _find_key(self, headers: ReadHeaders) -> int:
         """The place of the request's API key among those given, from 1 on; 0 if it has none."""

@@ -138,6 +138,7 @@ class PreparedRequest:
     visible_controls: frozenset[str] = frozenset()  # texts of control tokens that answers show
 
     warnings: tuple[str, ...] = ()  # about parts of the request without effect, for the client
+    sharer: str = ""  # its API key, as in Shared
 
     def prompt_of(self, choice: int) -> int:
         """Index of the prompt that a choice answers."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 import httpx
-from google.protobuf.internal import encoder
 
 MODEL = "target"  # the demo model
 MB8 = 8 * 10**6
@@ -104,11 +103,11 @@ def strict_tools() -> bytes:
 def call_grpc(target: Target, method: str, message: bytes, count: int) -> Outcome:
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(target.grpc_address, options) as channel:
-        call = channel.unary_stream(f"/baton.v1.Inference/{method}")
+        call: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.Inference/{method}")
         found = Outcome()
         for _ in range(count):
             try:
-                list(call(message, metadata=[("authorization", f"Bearer {target.key}")], timeout=WAIT_S))
+                list(call(message, metadata=(("authorization", f"Bearer {target.key}"),), timeout=WAIT_S))
                 found["OK"] += 1
             except grpc.RpcError as error:
                 found[error.code().name] += 1
@@ -120,8 +119,17 @@ def messages(method: str, message: bytes, count: int) -> Case:
     return Case(partial(call_grpc, method=method, message=message, count=count), partial(post, requests=control))
 
 
+def varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
 def field(number: int, content: bytes) -> bytes:
-    return encoder._VarintBytes(number << 3 | 2) + encoder._VarintBytes(len(content)) + content
+    """A field with these bytes."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

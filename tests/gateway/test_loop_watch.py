@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import uvloop
@@ -45,8 +46,8 @@ async def watched(work: Callable[[], None], num: int = 1) -> tuple[int, list[str
 
 @pytest.mark.parametrize("run", RUNNERS)
 @pytest.mark.parametrize("work", [lambda: burn(2 * MAX_STEP_S), call_c])
-def test_a_long_step_is_counted_and_located(run: Callable[..., object], work: Callable[[], None]) -> None:
-    num_long, places = run(watched(work))  # type: ignore[misc]
+def test_a_long_step_is_counted_and_located(run: Callable[..., Any], work: Callable[[], None]) -> None:
+    num_long, places = run(watched(work))
     assert num_long == 1
     assert ("burn" in places[0]) or ("call_c" in places[0])
 

@@ -88,3 +88,18 @@ def test_a_client_that_leaves_ends_the_work(served: Served, api: Api, stream: bo
     api.leave(served, asked, stream, n)
     assert [served.engine.wait_ending() for _ in range(n)] == ["closed"] * n
     served.wait_count(before + n, "cancelled_total", phase=phase)
+
+
+def test_no_key_fills_the_queue(served: Served) -> None:
+    """Others' requests find a place while one key's many are refused."""
+    many, one = APIS["chat"].body({"n": 128}), APIS["chat"].body({})
+    served.engine.reset(served.script("hello"))
+    served.engine.num_waiting += 900
+    try:
+        answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
+        assert answer.status_code == 429 and "share" in answer.json()["error"]["message"]
+        assert served.http.post("/v1/chat/completions", json=one, headers=dict(served.metadata)).status_code == 200
+    finally:
+        served.engine.num_waiting -= 900
+    answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 128

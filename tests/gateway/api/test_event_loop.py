@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import structlog
 from fastapi import FastAPI
-from google.protobuf.internal import encoder
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
@@ -29,6 +28,7 @@ from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from protos import inference_pb2 as pb
 from runtime.lifecycle import spare_what_is_here
+from tests.attack.cases import field, varint
 from tests.support.fake_engine_client import FakeEngineClient, Script
 
 MOST_SHARE = 0.125  # twice that
@@ -220,10 +220,6 @@ def test_hostile_bodies_make_no_long_step(served: tuple[FastAPI, ServedModels], 
 
 def _hostile_messages() -> Iterator[tuple[str, type[Message], Callable[..., Any], bytes]]:
     """Names, types and readers of gRPC's requests, and their bytes."""
-
-    def field(number: int, content: bytes) -> bytes:
-        return encoder._VarintBytes(number << 3 | 2) + encoder._VarintBytes(len(content)) + content
-
     yield "images", pb.ChatRequest, chat_request, field(2, field(7, b"") * 4_000_000)
     yield "images of many", pb.ChatRequest, chat_request, field(2, field(1, b"user") + field(7, b"") * 10) * 200_000
     yield "ids", pb.GenerateRequest, generate_request, field(3, field(1, b"\x01" * MB8))
@@ -234,7 +230,7 @@ def _hostile_messages() -> Iterator[tuple[str, type[Message], Callable[..., Any]
         "biases",
         pb.GenerateRequest,
         generate_request,
-        field(2, b"x") + b"".join(field(17, b"\x08" + encoder._VarintBytes(at)) for at in range(1_000_000)),
+        field(2, b"x") + b"".join(field(17, b"\x08" + varint(at)) for at in range(1_000_000)),
     )
     call = field(1, b"c") + field(2, b"f") + field(3, b'{"a": [' + b"[]," * 4_000 + b"[]]}")
     yield "arguments", pb.ChatRequest, chat_request, field(2, field(1, b"assistant") + field(5, call)) * 200
