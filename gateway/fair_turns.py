@@ -41,14 +41,16 @@ class FairTurns:
             self._drop(following, turn)
             if following in self._waiting:  # behind the others
                 self._waiting[following] = self._waiting.pop(following)
-            self._running[following] += 1
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._running[following] += 1
+                turn.set_result(None)
 
     def _may_run(self, owner: str) -> bool:
         most_of_one = max(self._most - 1, 1) if owner else self._most
         return self._running.total() < self._most and self._running[owner] < most_of_one
 
     def _drop(self, owner: str, turn: "Future[None]") -> None:
-        self._waiting[owner].remove(turn)
-        if not self._waiting[owner]:
-            del self._waiting[owner]
+        if turn in self._waiting.get(owner, ()):
+            self._waiting[owner].remove(turn)
+            if not self._waiting[owner]:
+                del self._waiting[owner]

@@ -29,7 +29,7 @@ class LineTurns:
         """One that waits may run."""
         self.num_allowed += 1
         self._num_running += 1
-        self._waiting.popleft().set_result(None)
+        self._leave()
 
     async def hold(self, answer: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
         """The answer's parts, from when it may run."""
@@ -52,14 +52,16 @@ class LineTurns:
         except CancelledError:
             if turn.done() and not turn.cancelled():
                 self._leave()
-            else:
+            elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
     def _leave(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set_result(None)
-            return
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
         self._num_running -= 1
         if self.num_allowed > 1:
             self.num_allowed -= 1

@@ -54,3 +54,14 @@ async def test_a_turn_that_comes_with_a_cancel_is_given_on() -> None:
     second.cancel()
     await third
     assert second.cancelled()
+
+
+async def test_a_turn_is_not_given_to_one_that_is_cancelled_just_before() -> None:
+    turns = FairTurns(1)
+    await turns.take("a")
+    second, third = (asyncio.create_task(turns.take(owner)) for owner in "bc")
+    await settle()
+    second.cancel()
+    turns.give_back("a")
+    await asyncio.wait_for(third, 5)
+    assert second.cancelled() and not turns._waiting
