@@ -1,8 +1,6 @@
 """Reads values of a config.json; what is wrong is a ValueError that names the key and what is expected."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 Json = Mapping[str, Any]
@@ -10,17 +8,6 @@ T = TypeVar("T")
 
 NULL_IS_ABSENT = {"head_dim", "num_key_value_heads", "factor", "attention_factor"}  # as in transformers
 LARGEST = 2**53  # far beyond any model; integers up to it are exact as floats
-
-
-def read_json(path: Path) -> Json:
-    """The object in a file. FileNotFoundError if it is missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 def integer(config: Json, key: str, default: int | None = None, least: int = 1) -> int:

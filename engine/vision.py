@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from engine.image_rows import Encoding
-from engine.json_values import Json, read_json
+from engine.json_values import Json
 from engine.models.assemble import OTHER_PARTS
 from engine.models.wholes import WHOLES
 from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint
+from wire.files import read_json_object
 from wire.image_files import read_image
 
 PixelInputs = Mapping[str, Tensor]  # arguments of get_image_features, of one image
@@ -104,7 +105,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Vision
 
     A CPU without instructions for `dtype` computes in float32: there torch takes seven times as long in others.
     """
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if config.get("vision_config") is None:
         return None
     _check(config, folder)

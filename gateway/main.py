@@ -32,6 +32,7 @@ from gateway.router.placer import Placer
 from gateway.router.router import Router
 from gateway.router.sleep import ModelGate, Sleepers
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
@@ -59,7 +60,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             most = config.max_context_tokens or None
-            tokenizers = {name: Tokenizer(Path(folder), most) for name, folder in folders.items()}
+            tokenizers = {name: load_tokenizer(Path(folder), most) for name, folder in folders.items()}
             uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
@@ -103,7 +104,7 @@ async def _serve(
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
-    reading = served.start_images()
+    reading = [*served.start_images(), asyncio.create_task(served.models[0].templates.start())]
     first_loads = [asyncio.create_task(loader.load_first(paths[name])) for name, loader in loaders.items()]
     ops.follow(Probes(lambda: None, served.check_ready, registry))
     await _wait_until_ready(fleet, served.models)

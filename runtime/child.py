@@ -10,6 +10,7 @@ one to end. Call 0 is sent at the start; its answer says that the child is ready
 
 import asyncio
 import ctypes
+import faulthandler
 import itertools
 import os
 import resource
@@ -241,8 +242,8 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[An
     this process.
     """
     follow_parent(fd)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
+        signal.signal(ignored, signal.SIG_IGN)
     decoder = msgspec.msgpack.Decoder(tuple[int, calls | None])
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     running: dict[int, asyncio.Task[object]] = {}
@@ -374,6 +375,7 @@ def _answer_in_fork(sock: socket.socket, limits: Limits, work: Callable[[bytes],
 
 
 def _limit_myself(limits: Limits) -> None:
+    faulthandler.disable()  # crashes are expected
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = num_pages * resource.getpagesize() + limits.memory_bytes

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from engine.attention.shape import AttentionShape
-from engine.json_values import read_json
 from engine.models.config import FallbackConfig, KeptState
 from engine.models.fallback_hooks import POSITIONS, PROBE, build_cache, find_cache_name, keeps_states, read_kept
+from wire.files import read_json_object
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
 LAYER_TYPES = {*ATTENTION_TYPES, "linear_attention", "conv", "moe", "mlp"}
@@ -52,7 +52,7 @@ def probe(folder: Path) -> FallbackConfig:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """transformers' view of config.json. Raises like `probe`; never runs code of the checkpoint."""
-    given = read_json(folder / "config.json")
+    given = read_json_object(folder / "config.json")
     family = given.get("model_type")
     if family not in list(CONFIG_MAPPING):  # `in` would fail for an unhashable name
         if "auto_map" in given:

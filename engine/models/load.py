@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from engine.json_values import read_json
 from engine.kernels.build import cache_folder
 from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from engine.layers.linear import Quantization
@@ -44,6 +43,7 @@ from engine.weights.packed import can_pack
 from engine.weights.quantised import QuantisedCheckpoint
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
+from wire.files import read_json_object
 from wire.kv_layout import KvPart
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
@@ -215,7 +215,7 @@ def _load_without_native_code(
     ranks: Ranks, has_mtp: bool,
 ) -> Decoder:  # fmt: skip
     """By transformers' code. The result has the interface of a Decoder."""
-    lacking = f"Baton has no code for model_type {read_json(folder / 'config.json').get('model_type')!r}"
+    lacking = f"Baton has no code for model_type {read_json_object(folder / 'config.json').get('model_type')!r}"
     if ranks.size > 1:
         raise ValueError(f"{lacking}, so only one rank can compute it: set --tp 1")
     if quantization != "none":

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.json_values import Json, collection, flag, integer, number, read_json
+from engine.json_values import Json, collection, flag, integer, number
 from engine.layers.adapters import HostAdapter, SiteAdapter, SiteKey
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
@@ -22,6 +22,7 @@ from engine.weights.checkpoint import FLOATS
 from engine.weights.files import read_safetensors
 from engine.weights.reader import cut_rows
 from engine.weights.table import Part, Product, Shard
+from wire.files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
@@ -144,7 +145,7 @@ def _read_config(folder: Path) -> Json:
             raise FileNotFoundError(f"{folder} has no {name}: a folder that PEFT's save_pretrained wrote is expected")
     if (size := (folder / WEIGHTS).stat().st_size) > MOST_FILE_BYTES:
         raise ValueError(f"{folder / WEIGHTS} has {size} bytes; adapters may have {MOST_FILE_BYTES}")
-    config = read_json(folder / CONFIG)
+    config = read_json_object(folder / CONFIG)
     for problem in _find_problems(config):
         raise ValueError(f"{folder / CONFIG} has {problem}, which Baton does not support")
     integer(config, "r", 8)

@@ -221,6 +221,7 @@ class ServedModels:
     async def close(self) -> None:
         """End threads and processes."""
         self.models[0].offload.close()
+        await self.models[0].templates.close()
         for one in self.models:
             if one.images is not None:
                 await one.images.close()

@@ -16,7 +16,7 @@ from threading import Lock
 from tokenizers import AddedToken
 
 from gateway.text.offload import CHEAP_CHARS, Check
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 LEAST_CHARS = 512  # of a segment but the last, so that short messages do not cost an entry each
 AT_ONCE = 128  # segments that are tokenised in one call
@@ -30,7 +30,7 @@ class SegmentEncoder:
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        marks = find_marks(tokenizer.added_tokens, _render_sample(tokenizer))
+        marks = find_marks(tokenizer.added_tokens, tokenizer.tried.sample)
         self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._lock = Lock()
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()  # key |-> tokens, the next one to forget first
@@ -83,15 +83,6 @@ class SegmentEncoder:
                     self._num_bytes += _size(tokens)
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _render_sample(tokenizer: Tokenizer) -> str:
-    """Two turns as prompts have them; empty if the template refuses them, or there is none."""
-    messages = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
-    try:
-        return tokenizer.render_chat(messages) if tokenizer.chat_templates else ""
-    except TemplateRefusalError:
-        return ""
 
 
 def find_marks(added: Sequence[AddedToken], sample: str) -> list[str]:

@@ -81,7 +81,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     Asked again, nothing is tokenised, unless the request has another salt.
     """
     steps, num_tokenised, tokenizer = list[float](), [0], Tokenizer(TARGET_DIR)
-    tokenizer.context_tokens = 1 << 18
+    tokenizer.context_tokens, tokenizer.template.max_bytes = 1 << 18, 1 << 23
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
