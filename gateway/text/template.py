@@ -46,11 +46,9 @@ class ChatTemplate(msgspec.Struct):
         """Runs the template in Jinja's sandbox, which limits neither time nor memory. Raises TemplateRefusalError."""
         is_open = conversation.is_open
         given: dict[str, Any] = {**self.special, **conversation.options}
-        messages: list[Any] = [
-            {key: value for key, value in one.items() if value is not None} for one in conversation.messages
-        ]
+        messages: list[Any] = [_without_nulls(one) for one in conversation.messages]
         try:
-            texts, _ = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
                 chat_template=self.with_tools if conversation.tools else self.plain,
                 tools=list(map(dict, conversation.tools)) or None,
@@ -67,9 +65,13 @@ class ChatTemplate(msgspec.Struct):
             raise TemplateRefusalError(reason) from error
         except RecursionError as error:
             raise TemplateRefusalError("it nests too deep") from error
-        text = str(texts[0])
+        text = str(rendered[0][0])
         if len(text.encode()) > self.max_bytes:
             raise TemplateRefusalError(f"it makes more than {self.max_bytes} bytes of text of them")
         if not all(one in text for one in conversation.shown):
             raise TemplateRefusalError("it leaves out a system message")
         return text
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None}

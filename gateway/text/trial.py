@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path, max_context_tokens: int | None = None) -> Token
     if not isinstance(answer, msgspec.Raw):
         how = "crashes the library that reads it, or needs too much memory" if answer == "crashed" else "takes too long"
         raise ValueError(f"{folder / TOKENIZER} {how}")
-    found: Usable | Refused = msgspec.msgpack.decode(answer, type=Usable | Refused)  # type: ignore[arg-type]
+    found: Usable | Refused = msgspec.msgpack.decode(answer, type=Usable | Refused)
     if isinstance(found, Refused):
         raise ValueError(found.message)
     return Tokenizer(folder, max_context_tokens, found.tried)
