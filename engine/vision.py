@@ -128,9 +128,15 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
     configs, processors, models = cast(Any, (AutoConfig, AutoImageProcessor, AutoModel))
     config = configs.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.audio_config = config.quantization_config = None
-    processor = processors.from_pretrained(folder, backend="pil", local_files_only=True)
+    processor = processors.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     model, report = _without_text(models._model_mapping[type(config)]).from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     return model, processor, sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
 

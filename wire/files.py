@@ -6,12 +6,15 @@ Each ValueError names the file.
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 256 << 20  # of a file that is read as a whole; the largest tokenizer.json have 40 MB
 WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # files that are read as a whole, by us or by libraries
+MOST_CHARS = 1000  # of an error: it may quote a value
+TOKENIZER = "tokenizer.json"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
@@ -65,3 +68,44 @@ def parse_json(text: str | bytes, path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """ValueErrors name the file, unless they do so by themselves."""
+    try:
+        yield
+    except ValueError as error:
+        said = f"{error}"[:MOST_CHARS]
+        raise ValueError(said if str(path) in said else f"{path}: {said}") from error
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """The same of whatever libraries raise that trust what they read; Rust's panics are no Exceptions."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        said = " ".join(str(error).split())[:MOST_CHARS]
+        if isinstance(error, ValueError) and str(path.parent) in said:
+            raise
+        raise ValueError(f"{path} cannot be used: {type(error).__name__}: {said}") from error
+
+
+@contextmanager
+def blamed_tokenizer(folder: Path) -> Iterator[None]:
+    """The same of the file of a tokenizer that is wrong."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        from tokenizers import Tokenizer  # 0.1 s, which most that import this need not wait for
+
+        if (path := folder / TOKENIZER).exists():
+            with blamed(path):
+                Tokenizer.from_file(str(path))
+        with blamed(folder / "tokenizer_config.json"):
+            raise error

@@ -12,8 +12,10 @@ from pathlib import Path
 from engine.kernels.build import cache_folder
 from engine.models.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.models.read_config import build_config
+from engine.models.sizes import check_sizes
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_file import GgufHeader, list_gguf_shards, read_gguf
+from wire.files import blamed, named
 
 GGUF = ".gguf"
 VERSION = 1  # of what is written
@@ -51,8 +53,9 @@ def _write(folder: Path, shards: list[Path], headers: list[GgufHeader]) -> None:
     metadata = headers[0].metadata
     entries = {name: entry for header in headers for name, entry in header.entries.items()}
     rope = {name: read_floats(entries[name]) for name in OTHERS if name in entries}
-    config = build_config_json(metadata, entries, rope)
-    build_config(config)  # before the tokenizer, which takes seconds
+    with named(shards[0]):
+        config = build_config_json(metadata, entries, rope)
+        check_sizes(build_config(config), entries)  # before the tokenizer, which takes seconds
     for name, values in (("config.json", config), ("generation_config.json", build_generation_json(metadata))):
         (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
     links = [folder / f"model-{number:05}-of-{len(shards):05}.gguf" for number in range(1, len(shards) + 1)]
@@ -64,13 +67,9 @@ def _write(folder: Path, shards: list[Path], headers: list[GgufHeader]) -> None:
 def _write_tokenizer(folder: Path, link: Path) -> None:
     from transformers import AutoTokenizer  # seconds
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    except Exception as error:  # of any kind: transformers trusts the file
-        raise ValueError(
-            f"the tokenizer in {link.resolve()} cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    tokenizer.save_pretrained(folder)
+    with blamed(link.resolve()):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
 
 
 def read_floats(entry: TensorEntry) -> list[float]:

@@ -22,7 +22,7 @@ from engine.weights.checkpoint import FLOATS
 from engine.weights.files import read_safetensors
 from engine.weights.reader import cut_rows
 from engine.weights.table import Part, Product, Shard
-from wire.files import read_json_object
+from wire.files import check_file, named, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
@@ -141,14 +141,15 @@ def _read_config(folder: Path) -> Json:
     if not folder.is_dir():
         raise FileNotFoundError(f"adapter folder {str(folder)!r} does not exist")
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} has no {name}: a folder that PEFT's save_pretrained wrote is expected")
-    if (size := (folder / WEIGHTS).stat().st_size) > MOST_FILE_BYTES:
-        raise ValueError(f"{folder / WEIGHTS} has {size} bytes; adapters may have {MOST_FILE_BYTES}")
+    check_file(folder / WEIGHTS, MOST_FILE_BYTES)
     config = read_json_object(folder / CONFIG)
-    for problem in _find_problems(config):
-        raise ValueError(f"{folder / CONFIG} has {problem}, which Baton does not support")
-    integer(config, "r", 8)
+    with named(folder / CONFIG):
+        for problem in _find_problems(config):
+            raise ValueError(f"has {problem}, which Baton does not support")
+        integer(config, "r", 8)
+        find_scale(config, "", 1)
     return config
 
 

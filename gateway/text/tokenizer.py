@@ -6,21 +6,19 @@ Beside template.py the only file of the gateway that imports transformers.
 import codecs
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import msgspec
-import tokenizers
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gateway.errors import bad_request
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
-from wire.files import read_json, read_json_object
+from wire.files import TOKENIZER, blamed_tokenizer, named, read_json, read_json_object
 from wire.names import MOST_CONTEXT_TOKENS
 from wire.sampling import SamplingParams
 
@@ -37,9 +35,9 @@ _EXAMPLES = (
 )
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 _PROBE = "a text"
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+GENERATION = "generation_config.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TOKENIZER)  # objects
-MOST_REASON_CHARS = 300
+_MOST_REASON_CHARS = 300
 RENDERED_BYTES_PER_TOKEN = 32  # of a rendered chat: twice what its texts may have (request/rules.py)
 LEAST_RENDERED_BYTES = 1 << 16
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
@@ -70,7 +68,7 @@ class Tokenizer:
         self.sampling_defaults = _read_sampling(generation, folder)  # for parameters that a request does not set
         self.examples = _read_examples(folder / "examples.json")
         self._hf: Any = _load(folder)
-        with blame(folder):
+        with blamed_tokenizer(folder):
             self._backend: Any = self._hf.backend_tokenizer
             self._backend.no_truncation()
             self._backend.no_padding()
@@ -113,7 +111,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             why = f"the model's tokenizer cannot read this text: {error}"
-            raise bad_request(why[:MOST_REASON_CHARS], None) from error
+            raise bad_request(why[:_MOST_REASON_CHARS], None) from error
         return [one.ids for one in encoded]
 
     @property
@@ -305,33 +303,13 @@ def _template_parts(content: str | Sequence[object]) -> list[dict[str, str]]:
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
 
 
-@contextmanager
-def blame(folder: Path) -> Iterator[None]:
-    """What libraries raise becomes a ValueError that names a file: they trust what they read, and their panics are no
-    Exceptions."""
-    try:
-        yield
-    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        path, reason = folder / TOKENIZER, error
-        try:
-            tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as other:
-            reason = other
-        else:
-            path = folder / "tokenizer_config.json"
-        said = " ".join(str(reason).split())[:MOST_REASON_CHARS]
-        raise ValueError(f"{path} cannot be used as a tokenizer: {type(reason).__name__}: {said}") from error
-
-
 def _load(folder: Path) -> Any:
     """transformers' fast tokenizer of a folder."""
     for path in sorted(folder.glob("*.json")):
         if path.name in SETTINGS:
             read_json_object(path)
     template = read_optional(folder / "chat_template.json").get("chat_template")
-    with blame(folder):
+    with blamed_tokenizer(folder):
         found: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         if template:
             found.chat_template = template  # where processors had theirs
@@ -342,10 +320,8 @@ def _load(folder: Path) -> Any:
 
 def _read_sampling(generation: Mapping[str, Any], folder: Path) -> SamplingParams:
     given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
-    try:
+    with named(folder / GENERATION):
         return SamplingParams(**given)
-    except ValueError as error:
-        raise ValueError(f"{folder / GENERATION}: {error}") from error
 
 
 def _read_examples(path: Path) -> Sequence[str]:

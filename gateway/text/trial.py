@@ -12,9 +12,9 @@ import msgspec
 
 from gateway.text.template_process import CPU_S as RENDER_CPU_S
 from gateway.text.template_process import MEMORY_BYTES as RENDER_BYTES
-from gateway.text.tokenizer import TOKENIZER, Tokenizer, Tried, blame
+from gateway.text.tokenizer import Tokenizer, Tried
 from runtime.child import Fork, Limits
-from wire.files import check_folder
+from wire.files import TOKENIZER, blamed_tokenizer, check_folder
 
 LIMITS = Limits(cpu_s=60.0, wall_s=600.0, memory_bytes=6 << 30)  # the largest tokenizers take 3 s and 1 GiB
 RENDER_LIMITS = Limits(RENDER_CPU_S, 60.0, RENDER_BYTES)
@@ -75,7 +75,7 @@ def _own_samples(tokenizer: Tokenizer) -> list[str]:
 
 def _try_text(tokenizer: Tokenizer, text: str) -> None:
     began = process_time()
-    with blame(tokenizer.folder):
+    with blamed_tokenizer(tokenizer.folder):
         ids = tokenizer.encode(text, add_special_tokens=False)
         tokenizer.decode(ids)
     took_s, most = process_time() - began, MOST_TOKENS_A_CHAR * len(text)

@@ -1,6 +1,6 @@
 """Mutated folders of models and adapters: each is served, or refused with a sentence that names a file of it.
 
-    python -m tests.attack.folders [--cases 3000] [--seed 1] [--seconds 1800] [--only 1234]
+    python -m tests.attack.folders [--cases 3000] [--first 0] [--seed 1] [--seconds 1800] [--only 1234]
 
 Every case runs in a fork with limits: a traceback, a hang and a crash are found whatever the code does. Prints each
 failure, with its number for `--only`, and the figures; exit status 1 if there is one.
@@ -328,11 +328,12 @@ def run(cases: Sequence[int], seed: int, seconds: float, show: Callable[[str], N
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--only", type=int)
     given = parser.parse_args()
-    cases = range(given.cases) if given.only is None else [given.only]
+    cases = range(given.first, given.first + given.cases) if given.only is None else [given.only]
     counts = run(cases, given.seed, given.seconds, lambda line: print(line, flush=True))
     print(f"{sum(counts.values())} folders:", ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
     return int(set(counts) - {"taken", "refused"} != set())
