@@ -15,7 +15,7 @@ from engine.models.read_config import build_config
 from engine.models.sizes import check_sizes
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_file import GgufHeader, list_gguf_shards, read_gguf
-from wire.files import blamed, named
+from wire.files import blamed, check_file, named
 
 GGUF = ".gguf"
 VERSION = 1  # of what is written
@@ -29,7 +29,10 @@ def gguf_cache() -> Path:
 
 def make_gguf_folder(path: Path, cache: Path) -> Path:
     """The folder in `cache` for the model whose first file is `path`. ValueError if it cannot be used, OSError."""
-    shards = [shard.resolve() for shard in list_gguf_shards(path)]
+    found = list_gguf_shards(path)
+    for shard in found:
+        check_file(shard, None)
+    shards = [shard.resolve() for shard in found]
     stats = [(str(shard), (status := shard.stat()).st_size, status.st_mtime_ns) for shard in shards]
     folder = cache / hashlib.sha256(json.dumps([VERSION, stats]).encode()).hexdigest()[:32]
     if folder.is_dir():

@@ -269,7 +269,9 @@ def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, d
     """
     for name, entry in checkpoint.entries.items():
         if entry.dtype not in checkpoint.dtypes:
-            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}")
+            raise ValueError(
+                f"{entry.path}: {name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}"
+            )
     if dtype == "auto":
         entries = checkpoint.entries
         name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""

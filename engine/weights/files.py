@@ -12,7 +12,7 @@ from wire.files import check_file, parse_json, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_DIMS = 8
+MAX_DIMS, MAX_DTYPE_CHARS = 8, 16
 HEADER_LIMIT_BYTES = 100 * 2**20  # of safetensors, the format's own limit
 
 
@@ -75,7 +75,10 @@ def read_safetensors(path: Path) -> dict[str, TensorEntry]:
 def _build_entry(path: Path, data_begin: int, name: str, fields: Any) -> TensorEntry:
     match fields:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            len(shape) <= MAX_DIMS and all(map(_is_size, [*shape, begin, end])) and begin <= end
+            len(dtype) <= MAX_DTYPE_CHARS
+            and len(shape) <= MAX_DIMS
+            and all(map(_is_size, [*shape, begin, end]))
+            and begin <= end
         ):
             return TensorEntry(path, dtype, tuple(shape), data_begin + begin, end - begin)
     raise ValueError(f"{path} has a damaged header: {name[:80]!r} is {fields!r:.80}")

@@ -87,7 +87,7 @@ def read_grammar_vocabulary(folder: Path) -> None:
 
 
 def run_model(folder: Path) -> None:
-    LLM(str(folder), device="cpu", context_tokens=64).generate_ids([[1, 2, 3]], GREEDY, 2)
+    LLM(str(folder), device="cpu", context_tokens=64).generate_ids([[1]], GREEDY, 1)
 
 
 def read_images(folder: Path) -> None:

@@ -183,7 +183,7 @@ def test_damaged_files_are_named(folder: Path) -> None:
         (whole[:1000], "truncated"),
         (whole[:5], "truncated or not a safetensors file: 5 bytes"),
         (whole + b"x", "longer than its header says"),
-        ((10).to_bytes(8, "little") + b"not json..", "damaged safetensors header"),
+        ((10).to_bytes(8, "little") + b"not json..", "not valid JSON"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"model.safetensors.*{message}"):
