@@ -23,7 +23,7 @@ from engine.models.fallback_probe import probe_config, read_config, refuse
 from engine.staging import Stager
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
-from wire.files import blamed
+from wire.files import blamed, named
 from wire.sampling import SamplingParams
 
 MAX_NAMES_SHOWN = 8
@@ -45,7 +45,8 @@ def load_fallback(
     served or a checkpoint that lacks tensors.
     """
     config = read_config(folder)
-    shape = probe_config(config)
+    with named(folder / "config.json"):
+        shape = probe_config(config)
     total_bytes = sum(entry.num_bytes for entry in SafetensorsCheckpoint(folder).entries.values())
     if on_progress:
         on_progress(0, total_bytes)

@@ -53,7 +53,9 @@ def probe(folder: Path) -> FallbackConfig:
 
     FileNotFoundError if it is missing; ValueError says what the model needs that Baton lacks.
     """
-    return probe_config(read_config(folder))
+    config = read_config(folder)
+    with named(folder / "config.json"):
+        return probe_config(config)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

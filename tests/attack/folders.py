@@ -45,6 +45,7 @@ from tests.support.draft_heads import write_eagle3, write_target
 from tests.support.fake_engine_client import FakeEngineClient
 from tests.support.gguf_files import write_gguf_models
 from tests.support.lora import write_adapter
+from tests.support.quantised import write_models
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
 from worker.models import check_models
 
@@ -132,6 +133,11 @@ def write_bases(folder: Path) -> list[Base]:
     bases = [Base(llama, whole)]
     for family in ("qwen3_moe", "gemma3_text", "qwen3_5_text", "gpt_oss"):
         bases.append(Base(with_text(write_checkpoint(folder / family, family, vocab=408), other), whole))
+    for name in ("awq", "ct-int8"):
+        quantised, _plain = write_models(folder / name, name)
+        bases.append(Base(with_text(quantised, other), (check, run_model)))
+    write_target(folder / "starcoder2", "starcoder2")  # by transformers' code
+    bases.append(Base(with_text(folder / "starcoder2", other), (check, run_model)))
     bases.append(Base(write_vlm_checkpoint(folder / "vlm", "qwen2_5_vl"), (*whole, read_images)))
     (folder / "gguf").mkdir()
     path, _plain = write_gguf_models(folder / "gguf parts", "Q8_0")
