@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -312,7 +312,7 @@ def run_case(bases: Sequence[Base], work: Path, seed: int, number: int) -> tuple
     return base, Outcome("crash" if answer == "crashed" else "hang", f"step {begin} of {base.folder.name}")
 
 
-def run(cases: Sequence[int], seed: int, seconds: float, show: Callable[[str], None]) -> Mapping[str, int]:
+def run(cases: Sequence[int], seed: int, seconds: float, show: Callable[[str], None]) -> Counter[str]:
     """Outcome |-> how many. Shows failures."""
     torch.set_num_threads(1)  # forks would wait for threads that they do not have
     counts, end_s = Counter[str](), time.monotonic() + seconds
