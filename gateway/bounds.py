@@ -18,7 +18,8 @@ from gateway.images import reader
 from gateway.loop_watch import MAX_STEP_S
 from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, TEXT_BYTES_PER_TOKEN
 from gateway.shares import SHARE
-from gateway.text import offload
+from gateway.text import offload, template_process, templates
+from gateway.text.tokenizer import RENDERED_BYTES_PER_TOKEN
 from gateway.tools.json_text import MAX_DIGITS, MAX_ELEMENTS, JsonBudget
 from gateway.tools.request import MAX_TOOLS, MAX_TOOLS_BYTES
 from runtime.peer_input import MAX_JSON_DEPTH
@@ -87,6 +88,15 @@ def build_bounds() -> list[Bound]:
             "429; the work ends with its request",
         ),
         Bound("threads for these", "1", f"{offload.THREADS - 1}", f"{offload.THREADS}", "waits; keys take turns"),
+        Bound(
+            "conversations to render by the model's chat template, waiting",
+            f"{templates.TIMEOUT_S:g} s; then {template_process.CPU_S:g} s of CPU time, {template_process.WALL_S:g} s, "
+            f"{_mib(template_process.MEMORY_BYTES)}, {RENDERED_BYTES_PER_TOKEN} bytes of text a token of the context",
+            _A_SHARE,
+            f"{templates.MAX_WAITING}",
+            "429; beyond time, memory or text 400; the work ends with its request",
+        ),
+        Bound("forks that render these", "1", f"{template_process.FORKS - 1}", f"{template_process.FORKS}", "as above"),
         Bound(
             "images, waiting",
             f"{reader.MAX_IMAGES}, {_mib(reader.MAX_ALL_BYTES)}, {reader.ALL_S:g} s",

@@ -1,8 +1,12 @@
 """The gateway's end of the process that renders chat templates, for all models. On the asyncio thread."""
 
+import asyncio
+
 import structlog
 
 from gateway.errors import not_ready, overloaded
+from gateway.fair_turns import FairTurns
+from gateway.shares import Shared
 from gateway.text.template import ChatTemplate, TemplateRefusalError
 from gateway.text.template_process import (
     FORKS,
@@ -14,10 +18,9 @@ from gateway.text.template_process import (
     Rendered,
     TemplateStart,
 )
-from gateway.text.turns import Turns
 from runtime.child import ChildError, ChildServer, StandingChild
 
-MAX_WAITING = 64  # conversations of one owner; more are refused with 429
+MAX_WAITING = 4096  # conversations, with those being rendered, which take 1 ms: more are refused with 429
 TIMEOUT_S = 30.0  # for their turn
 START_S = 120.0  # to load libraries: a second, unless the machine is busy
 _SLACK_S = 5.0  # for the process to answer that time is over
@@ -30,7 +33,8 @@ class Templates:
     def __init__(self) -> None:
         self._templates: list[ChatTemplate] = []
         self._child = StandingChild[Answer](self._start, START_S)
-        self._turns = Turns(FORKS, MAX_WAITING, TIMEOUT_S, "conversations to be rendered")
+        self._waiting = Shared(MAX_WAITING)
+        self._turns = FairTurns(FORKS)
 
     @property
     def child(self) -> ChildServer[Answer] | None:
@@ -55,12 +59,18 @@ class Templates:
             log.error("no chat template can be rendered", reason=str(error))
 
     async def render(self, packed: bytes, owner: str) -> str:
-        """packed: by `pack_conversation`. A request that is cancelled ends its fork.
+        """packed: by `pack_conversation`; owner: as in Shared. A request that is cancelled ends its fork.
 
-        Raises TemplateRefusalError, or ApiError: 429 if too many of the owner's wait or there is no time, 503.
+        Raises TemplateRefusalError, or ApiError: 429 if too many wait or there is no time, 503.
         """
-        async with self._turns.take(owner):
-            answer = await self._ask(packed)
+        if not self._waiting.has_room(owner):
+            raise overloaded(f"{self._waiting.total} conversations are waiting to be rendered; try again in a moment")
+        with self._waiting.held(owner):
+            await self._take_turn(owner)
+            try:
+                answer = await self._ask(packed)
+            finally:
+                self._turns.give_back(owner)
         match answer:
             case Rendered():
                 return answer.text
@@ -73,6 +83,13 @@ class Templates:
     async def close(self) -> None:
         """End the process."""
         await self._child.close()
+
+    async def _take_turn(self, owner: str) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._turns.take(owner)
+        except TimeoutError:
+            raise overloaded(f"the conversation was not rendered within {TIMEOUT_S:g} s; try again later") from None
 
     async def _ask(self, packed: bytes) -> Answer:
         for _try in range(2):  # it may have died by another's hand

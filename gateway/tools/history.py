@@ -9,7 +9,6 @@ from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonTexts
 
 _SYSTEM = ("system", "developer")
-_FEW = 16  # texts of the system
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content
 
 
@@ -101,17 +100,6 @@ def put_before(header: str, messages: Sequence[Message]) -> Sequence[Message]:
 def later_system_texts(messages: Sequence[Message]) -> list[str]:
     """What the system says after the first message, which some templates drop or refuse."""
     return [message["content"] for message in messages[1:] if message["role"] in _SYSTEM]
-
-
-def are_shown(texts: Sequence[str], rendered: str) -> bool:
-    """Whether all are in the rendered chat. Many are looked for in their order only: in any takes quadratic time."""
-    begin = 0
-    for text in map(str.strip, texts):
-        begin = rendered.find(text, begin)
-        if begin < 0:
-            return len(texts) <= _FEW and all(text.strip() in rendered for text in texts)
-        begin += len(text)
-    return True
 
 
 def system_first(messages: Sequence[Message]) -> list[Message]:

@@ -16,7 +16,6 @@ from gateway.text.template_process import CPU_S, FORKS, pack_conversation
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
-from gateway.text.turns import Turns
 from runtime.child import Limits
 from tests.support.api_server import PLAIN, SERVED, run_api
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_byte_level
@@ -113,45 +112,6 @@ def test_a_process_that_is_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -
         assert refused.value.status == 503
 
     run([LOOPS], test)
-
-
-def test_owners_get_places_in_turn_and_one_cannot_have_all() -> None:
-    async def test() -> None:
-        turns, got, done = Turns(3, 5, WAIT_S, "works"), list[str](), asyncio.Event()
-
-        async def work(owner: str) -> None:
-            async with turns.take(owner):
-                got.append(owner)
-                await done.wait()
-
-        many = [asyncio.create_task(work("many")) for _ in range(7)]
-        await asyncio.sleep(0)
-        assert got == ["many", "many"], "one place is left for others"
-        with pytest.raises(ApiError, match="5 works are waiting"):
-            await work("many")
-        few = [asyncio.create_task(work(owner)) for owner in ("few", "other", "few")]
-        await asyncio.sleep(0)
-        assert got == ["many", "many", "few"]
-        few[1].cancel()  # who leaves the queue holds up nobody
-        done.set()
-        await asyncio.gather(*many, few[0], few[2])
-        assert got[3:5] == ["many", "few"] or got[3:5] == ["few", "many"]
-        for owner in ("many", "few"):  # all places are free again
-            async with turns.take(owner), turns.take(owner):
-                pass
-
-    asyncio.run(test())
-
-
-def test_a_wait_has_a_bound() -> None:
-    async def test() -> None:
-        turns = Turns(1, 5, 0.05, "works")
-        async with turns.take("one"):
-            with pytest.raises(ApiError, match="no time for works"):
-                async with turns.take("other"):
-                    pass
-
-    asyncio.run(test())
 
 
 def test_a_client_gets_a_400_that_names_the_template(tmp_path: Path) -> None:

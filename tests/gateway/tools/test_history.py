@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from gateway.text.template import are_shown
 from gateway.tools.formats import FORMATS
-from gateway.tools.history import are_shown, fit_ids, system_first, template_call
+from gateway.tools.history import fit_ids, system_first, template_call
 
 
 def test_ids_are_made_to_fit() -> None:
@@ -52,7 +53,7 @@ def test_the_system_first(given: str, wanted: str) -> None:
 
 
 def test_texts_of_the_system_are_looked_for_in_linear_time() -> None:
-    assert are_shown(["b ", "a"], "a b") and not are_shown(["c"], "a b")
+    assert are_shown(["b", "a"], "a b") and not are_shown(["c"], "a b")
     many = [f"<{number}>" for number in range(4000)]
     assert are_shown(many, "".join(many))
     assert not are_shown([*many, "<x>"], "".join(many))
