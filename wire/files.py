@@ -72,10 +72,10 @@ def parse_json(text: str | bytes, path: Path) -> Any:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """ValueErrors name the file, unless they do so by themselves."""
+    """ValueErrors name the file, unless they do so by themselves; so do those of a depth that no parser takes."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         said = f"{error}"[:MOST_CHARS]
         raise ValueError(said if str(path) in said else f"{path}: {said}") from error
 

@@ -87,7 +87,8 @@ def open_model(folder: Path) -> tuple[ModelConfig, Checkpoint]:
         if config.scheme is None:
             return config, plain
         wanted = {tensor.name for tensor in build_table(config).stored()}
-        return config, QuantisedCheckpoint(plain, config.scheme, wanted)
+        with named(shards[0]):
+            return config, QuantisedCheckpoint(plain, config.scheme, wanted)
     headers = [read_gguf(shard) for shard in shards]
     architecture = architecture_of(headers[0].metadata)
     if architecture in PAIRED:
@@ -164,7 +165,8 @@ def load_head(
     checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
     if config.scheme is not None:
         wanted = {tensor.name for tensor in build_table(config).stored()}
-        checkpoint = QuantisedCheckpoint(checkpoint, config.scheme, wanted)
+        with named(list_shards(folder)[0]):
+            checkpoint = QuantisedCheckpoint(checkpoint, config.scheme, wanted)
     with named(list_shards(folder)[0]):
         check_sizes(config, checkpoint.entries)
         target_ids = _read_target_ids(stored, config, device)
