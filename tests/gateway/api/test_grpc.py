@@ -210,14 +210,15 @@ async def test_a_refused_request_is_not_kept(is_streamed: bool) -> None:
         raise AssertionError
 
     request, context = Request(), Context()
+    given: Any = context
     seen = weakref.ref(request)
     with pytest.raises(grpc.aio.AbortError):
         if is_streamed:
-            calls = [_guard_generator(stream, end)(request, context)]
+            calls = [_guard_generator(stream, end)(request, given)]
             del request
             await anext(calls.pop())
         else:
-            call = _guard(refuse, end)(request, context)
+            call = _guard(refuse, end)(request, given)
             del request
             await call
     assert context.error is not None and seen() is None
