@@ -23,6 +23,7 @@ from gateway.text.tokenizer import RENDERED_BYTES_PER_TOKEN
 from gateway.tools.json_text import MAX_DIGITS, MAX_ELEMENTS, JsonBudget
 from gateway.tools.request import MAX_TOOLS, MAX_TOOLS_BYTES
 from runtime.peer_input import MAX_JSON_DEPTH
+from wire.images import MAX_IMAGES
 
 _MARKS = re.compile(r"(?<=<!-- bounds -->\n).*?(?=<!-- /bounds -->)", re.DOTALL)
 _A_SHARE = "[a share](#shares)"
@@ -99,7 +100,7 @@ def build_bounds() -> list[Bound]:
         Bound("forks that render these", "1", f"{template_process.FORKS - 1}", f"{template_process.FORKS}", "as above"),
         Bound(
             "images, waiting",
-            f"{reader.MAX_IMAGES}, {_mib(reader.MAX_ALL_BYTES)}, {reader.ALL_S:g} s",
+            f"{MAX_IMAGES}, {_mib(reader.MAX_ALL_BYTES)}, {reader.ALL_S:g} s",
             _A_SHARE,
             f"{reader.MAX_WAITING}",
             "400, 429",

@@ -38,7 +38,7 @@ from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.events import NO_HAND_OFF, ModelState
-from runtime.lifecycle import ReadyReporter, Shutdown, give_memory_back, open_link, spare_what_is_here, take_open_files
+from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
@@ -56,7 +56,6 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
     """
     setup_logging("gateway", config.log_level)
     take_open_files()
-    give_memory_back()
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             most = config.max_context_tokens or None

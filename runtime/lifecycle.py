@@ -6,7 +6,6 @@ serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s o
 """
 
 import asyncio
-import ctypes
 import gc
 import os
 import resource
@@ -24,8 +23,6 @@ log = structlog.get_logger()
 
 FEW_OPEN_FILES = 1024  # a worker takes about 50 for itself, and then one a connection
 MAX_OPEN_FILES = 1 << 20  # of no use beyond; systems may grant billions
-LARGE_BLOCK_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3  # of malloc.h
 LOADING_STEPS = 200  # most loading events, however small the steps of progress
 
 
@@ -96,15 +93,6 @@ def take_open_files() -> None:
         log.warning(
             "few open files allowed", limit=soft, reason=f"each connection takes one; allow more: ulimit -n {1 << 16}"
         )
-
-
-def give_memory_back() -> None:
-    """Have glibc map large blocks apart, so that the memory of large requests is the system's again after them.
-
-    By itself it soon takes blocks of up to 32 MiB from its heap, which shrinks only from its end.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 class Shutdown:
