@@ -28,7 +28,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove faults chaos soak clients wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,15 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 
 prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of each attack: some minutes; takes MINUTES of kills
 	$(BIN)/python -m tests.prove $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+
+attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
+	$(BIN)/python -m tests.attack $(ARGS)
+
+nightly: $(DEV_STAMP) ## What takes half an hour: attacks, fuzzers of public APIs and folders with more examples, faults
+	$(BIN)/python -m tests.attack
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
+	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
+	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)

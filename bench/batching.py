@@ -113,7 +113,7 @@ def main(
 ) -> None:
     """Measure, print a table, and write it to `out` if set."""
     torch.set_num_threads(threads)
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, trust_remote_code=False)
     vocab = reference.config.vocab_size
     prompts = [
         torch.randint(10, vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()

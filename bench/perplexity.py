@@ -61,7 +61,7 @@ class Document(NamedTuple):
 
 
 def read_dialogues(folder: Path, count: int) -> list[Document]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     texts = [render(case.dialogue) for case in held_out_cases(1, count)]
     return [Document(tokenizer(text, add_special_tokens=False)["input_ids"], 1) for text in texts]
 

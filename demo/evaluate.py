@@ -69,7 +69,7 @@ def held_out_cases(seed: int, count: int) -> list[Case]:
 
 def load(directory: Path) -> Any:
     """A transformers model in float32; its types lack `generate`."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.inference_mode()
@@ -93,7 +93,7 @@ def outcomes(target: Any, draft: Any, tokenizer: Any, cases: Sequence[Case], lim
 
 def measure(target_dir: Path, draft_dir: Path, cases: Sequence[Case], limit: int = MAX_NEW_TOKENS) -> list[Outcome]:
     target, draft = load(target_dir), load(draft_dir)
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    tokenizer = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=False)
     ordered = sorted(cases, key=lambda case: (case.scene.kind, len(case.prompt())))  # similar lengths together
     groups = [ordered[i : i + BATCH_SCENES] for i in range(0, len(ordered), BATCH_SCENES)]
     found: list[Outcome] = []

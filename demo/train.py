@@ -148,7 +148,7 @@ def starting_model(config: LlamaConfig, seed: int, known: Path | None) -> LlamaF
     """A new model, or the one saved in `known`."""
     if known is None:
         return new_model(config, seed)
-    return LlamaForCausalLM.from_pretrained(known, dtype=torch.float32)
+    return LlamaForCausalLM.from_pretrained(known, dtype=torch.float32, trust_remote_code=False)
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
         )
         train(target, learning_loss(target, is_compiled), batches(seed, tokenizer), plan)
     if options.only != "target":
-        teacher = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+        teacher = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32, trust_remote_code=False)
         draft = starting_model(draft_config(), seed + 1, draft_dir if options.resume else None)
         share = 1.0 if options.only else 1 - TARGET_SHARE
         plan = Plan("draft", seconds * share, rate_scale * 6e-3, lambda: save_checkpoint(draft, tokenizer, draft_dir))

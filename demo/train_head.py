@@ -90,7 +90,7 @@ def _make_batch(texts: Sequence[Text]) -> Batch:
 def load_target(folder: Path) -> LlamaForCausalLM:
     """In bfloat16. ValueError if it is no Llama model."""
     file = next((path.name for path in folder.glob("*.gguf")), None)
-    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False)
     if not isinstance(target, LlamaForCausalLM):
         raise ValueError(f"{folder} has a {type(target).__name__}, expected a LlamaForCausalLM")
     target.requires_grad_(False)

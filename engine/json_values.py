@@ -1,39 +1,48 @@
-"""Reads values of a config.json; what is wrong is a ValueError that names the key and what is expected."""
+"""Reads values of a config.json or another JSON object of a checkpoint.
 
-import json
+What is wrong is a ValueError that names the key and what is expected; the caller names the file.
+"""
+
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
+
+from wire.names import MOST_CONTEXT_TOKENS
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
 
 NULL_IS_ABSENT = {"head_dim", "num_key_value_heads", "factor", "attention_factor"}  # as in transformers
 LARGEST = 2**53  # far beyond any model; integers up to it are exact as floats
-
-
-def read_json(path: Path) -> Json:
-    """The object in a file. FileNotFoundError if it is missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
+MOST = {  # of numbers by which tables are sized before the weights have been looked at
+    "num_hidden_layers": 1 << 13,
+    "max_position_embeddings": MOST_CONTEXT_TOKENS,
+    "head_dim": 1 << 12,
+    "global_head_dim": 1 << 12,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 26,
+    "linear_num_key_heads": 1 << 14,
+    "linear_num_value_heads": 1 << 14,
+    "linear_key_head_dim": 1 << 12,
+    "linear_value_head_dim": 1 << 12,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "n_routed_experts": 1 << 14,
+}
 
 
 def integer(config: Json, key: str, default: int | None = None, least: int = 1) -> int:
-    value = _value(config, key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
-        raise ValueError(f"config.json: {key} must be an integer from {least} to 2**53, not {value!r}")
+    value, most = _value(config, key, default), MOST.get(key, LARGEST)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{key} must be an integer from {least} to {most}, not {value!r:.80}")
     return value
 
 
 def number(config: Json, key: str, default: float | None = None, above: float = 0) -> float:
     value = _value(config, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= LARGEST:
-        raise ValueError(f"config.json: {key} must be a number above {above} and at most 2**53, not {value!r}")
+        raise ValueError(f"{key} must be a number above {above} and at most 2**53, not {value!r:.80}")
     return float(value)
 
 
@@ -46,7 +55,7 @@ def numbers(config: Json, key: str, count: int) -> tuple[float, ...]:
     """A list of `count` positive numbers."""
     values = collection(config, key, list)
     if len(values) != count:
-        raise ValueError(f"config.json: {key} must have {count} numbers, not {len(values)}")
+        raise ValueError(f"{key} must have {count} numbers, not {len(values)}")
     return tuple(number({key: value}, key) for value in values)
 
 
@@ -59,7 +68,7 @@ def flag(config: Json, key: str, default: bool = False) -> bool:
     """Null is false."""
     value = config.get(key, default)
     if not isinstance(value, bool | None):
-        raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
+        raise ValueError(f"{key} must be true or false, not {value!r:.80}")
     return bool(value)
 
 
@@ -67,5 +76,5 @@ def collection(config: Json, key: str, kind: type[T]) -> T:
     """An object or a list, empty when it is null or absent."""
     value = config.get(key) or kind()
     if not isinstance(value, kind):
-        raise ValueError(f"config.json: {key} must be {'a list' if kind is list else 'an object'}, not {value!r}")
+        raise ValueError(f"{key} must be {'a list' if kind is list else 'an object'}, not {value!r:.80}")
     return value

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
+from wire.files import blamed_tokenizer, read_json_object
 from wire.sampling import SamplingParams
 
 POOL_BYTES = 4 << 30  # at most, for KV
@@ -56,13 +57,15 @@ class LLM:
             model, "", dtype, device, torch.get_num_threads(), page_tokens, max_running, size_pool,
             lambda done, total: None, context_tokens,
         )  # fmt: skip
-        self.tokenizer = AutoTokenizer.from_pretrained(self.engine.folder)
+        folder = self.engine.folder
+        with blamed_tokenizer(folder):
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self._page_tokens = page_tokens
         self._free_pages, self._free_rows = list(range(self.engine.num_pages)), list(range(max_running))
         ends = {self.tokenizer.eos_token_id}
-        if (self.engine.folder / "generation_config.json").exists():
-            more = GenerationConfig.from_pretrained(self.engine.folder).eos_token_id
-            ends |= set(more if isinstance(more, list) else [more])
+        if (path := folder / "generation_config.json").exists():
+            more = read_json_object(path).get("eos_token_id")
+            ends |= {one for one in (more if isinstance(more, list) else [more]) if isinstance(one, int)}
         self._ends = ends - {None}
 
     def generate(

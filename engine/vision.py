@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from engine.image_rows import Encoding
-from engine.json_values import Json, read_json
+from engine.json_values import Json
 from engine.models.assemble import OTHER_PARTS
 from engine.models.wholes import WHOLES
 from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint
+from wire.files import read_json_object
 from wire.image_files import read_image
 
 PixelInputs = Mapping[str, Tensor]  # arguments of get_image_features, of one image
@@ -104,7 +105,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device) -> Vision
 
     A CPU without instructions for `dtype` computes in float32: there torch takes seven times as long in others.
     """
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if config.get("vision_config") is None:
         return None
     _check(config, folder)
@@ -127,9 +128,15 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
     configs, processors, models = cast(Any, (AutoConfig, AutoImageProcessor, AutoModel))
     config = configs.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.audio_config = config.quantization_config = None
-    processor = processors.from_pretrained(folder, backend="pil", local_files_only=True)
+    processor = processors.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
     model, report = _without_text(models._model_mapping[type(config)]).from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     return model, processor, sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
 

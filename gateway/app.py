@@ -25,8 +25,10 @@ from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
+from gateway.shares import Shared
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
+from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
 from gateway.tools.reasoning import resolve_reasoning
@@ -49,13 +51,15 @@ def build_served_model(
 
     `adapters`: by the names that requests may have now. `others`: models of the same service that were built before.
     """
-    offload = others[0].offload if others else Offload()
+    offload, templates = (others[0].offload, others[0].templates) if others else (Offload(), Templates())
     return ServedModel(
         tokenizer=tokenizer,
         segments=SegmentEncoder(tokenizer),
         offload=offload,
+        templates=templates,
+        template=templates.add(tokenizer.template),
         images=_build_images(tokenizer, options, offload),
-        tool_format=resolve_format(options.tool_format, tokenizer.tool_template),
+        tool_format=resolve_format(options.tool_format, tokenizer.template.with_tools),
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,
@@ -63,6 +67,7 @@ def build_served_model(
         options=options,
         metrics=RequestMetrics(registry, options.itl_goal_s, others[0].metrics.live_gaps if others else None),
         created_s=int(time.time()),
+        waiting=others[0].waiting if others else Shared(options.max_queue),
         tracing=tracing,
     )
 

@@ -22,6 +22,7 @@ from gateway.api.tls import ServerTls
 from gateway.app import build_app, build_served_model
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
+from gateway.loop_watch import LoopWatch
 from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
@@ -34,6 +35,7 @@ from gateway.router.placer import Placer
 from gateway.router.router import Router
 from gateway.router.sleep import ModelGate, Sleepers
 from gateway.text.tokenizer import Tokenizer
+from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
@@ -61,7 +63,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             most = config.max_context_tokens or None
-            tokenizers = {name: Tokenizer(Path(folder), most) for name, folder in folders.items()}
+            tokenizers = {name: load_tokenizer(Path(folder), most) for name, folder in folders.items()}
             uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
@@ -105,14 +107,15 @@ async def _serve(
         following.append(asyncio.create_task(key_file.follow()))
     fleet.start()
     await grpc_server.start()
-    rest = RestServer(ServerConfig(app, config.client_timeout_s, STOP_S, tls.context if tls else None))
+    tls_context = tls.context if tls else None
+    rest = RestServer(ServerConfig(app, config.client_timeout_s, STOP_S, tls_context, served.held))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     serving.add_done_callback(lambda _: shutdown.begin("the REST server ended"))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
-    reading = served.start_images()
+    reading = [*served.start_images(), asyncio.create_task(served.models[0].templates.start())]
     first_loads = [
         asyncio.create_task(keep_running(partial(loader.load_first, paths[name]), "loading adapters of --lora"))
         for name, loader in loaders.items()
@@ -126,9 +129,12 @@ async def _serve(
         batches.start()
     shutdown.listen()
     spare_what_is_here()
+    watch = LoopWatch(registry)
+    watch.start()
     note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
     reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
     await shutdown.wait()
+    watch.close()
     if batches:
         await batches.close()
     gate.cut_off()
@@ -158,6 +164,7 @@ def _build_models(
         admin_key=config.admin_key,
         hosts=config.allowed_host,
         salts_by_key=salts_by_key,
+        max_queue=config.max_queue,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,

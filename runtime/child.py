@@ -1,13 +1,16 @@
 """Child processes: each dies with its parent and is reaped, and those that answer calls do so over a socket pair.
 
     parent ── [number, call] ──► child ── [number, answer] ──► parent     in any order, one answer a call
+    parent ── [number, nil] ──► child ── [number, nil] ──► parent         the call is cancelled
 
 A message is 4 bytes of length, then msgpack. The end of the stream means that the other process has ended, or asks this
-one to end. Call 0 is sent at the start; its answer says that the child is ready.
+one to end. Call 0 is sent at the start; its answer says that the child is ready. A child can do hostile work in a
+`Fork` of its own, within limits.
 """
 
 import asyncio
 import ctypes
+import faulthandler
 import itertools
 import os
 import resource
@@ -17,12 +20,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -103,7 +107,7 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
 
         answers: the type of all answers. environment: added to ours.
         """
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, answers])
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, answers | None])
         self._sock, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
@@ -122,7 +126,10 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         return await self._wait_answer(0, timeout_s)
 
     async def ask(self, call: msgspec.Struct, timeout_s: float) -> AnswerT:
-        """Send a call and return its answer. Raises ChildError if there is none in time: the child is killed."""
+        """Send a call and return its answer. Raises ChildError if there is none in time: the child is killed.
+
+        The child stops its work on a call that is cancelled here.
+        """
         if self.trouble:
             raise ChildError(self.trouble)
         assert self._writer is not None
@@ -139,13 +146,17 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         except TimeoutError:
             self.fail(f"did not answer within {timeout_s:g} s")
             raise ChildError(self.trouble) from None
+        except asyncio.CancelledError:
+            if self._writer is not None and not self.trouble:
+                self._writer.write(pack((number, None)))
+            raise
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 number, answer = self._decoder.decode(await receive(reader))
                 waiting = self._calls.pop(number)
-                if not waiting.done():
+                if answer is not None and not waiting.done():
                     waiting.set_result(answer)
         except (EOFError, ConnectionError):
             try:
@@ -224,34 +235,43 @@ class StandingChild(Generic[AnswerT]):
             await self.child.close(timeout_s=0.0)
 
 
-async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Awaitable[object]]) -> NoReturn:
+async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[Any, Any, object]]) -> NoReturn:
     """In a child: answer calls, in parallel, until the parent hangs up, which ends this process at once.
 
-    fd: what `ChildServer` gave. calls: the type of all calls. An exception of `work` ends this process too.
+    fd: what `ChildServer` gave. calls: the type of all calls. `work` is cancelled with its call; its exceptions end
+    this process.
     """
     follow_parent(fd)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
-        signal.signal(number, signal.SIG_IGN)
-    decoder = msgspec.msgpack.Decoder(tuple[int, calls])
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
+        signal.signal(ignored, signal.SIG_IGN)
+    decoder = msgspec.msgpack.Decoder(tuple[int, calls | None])
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    running: dict[int, asyncio.Task[object]] = {}
 
-    async def answer(number: int, call: CallT) -> None:
-        writer.write(pack((number, await work(call))))
+    def answer(number: int, done: asyncio.Task[object]) -> None:
+        del running[number]
+        if done.cancelled() or done.exception() is None:
+            writer.write(pack((number, None if done.cancelled() else done.result())))
 
-    async with asyncio.TaskGroup() as running:
+    async with asyncio.TaskGroup() as group:
         while True:
             try:
                 data = await receive(reader)
             except (EOFError, ConnectionError):
                 os._exit(0)
-            running.create_task(answer(*decoder.decode(data)))
+            number, call = decoder.decode(data)
+            if call is not None:
+                running[number] = group.create_task(work(call))
+                running[number].add_done_callback(partial(answer, number))
+            elif number in running:
+                running[number].cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of one piece of work."""
 
-    cpu_s: int
+    cpu_s: float
     wall_s: float
     memory_bytes: int  # of address space, beyond what the process has
 
@@ -259,54 +279,127 @@ class Limits:
 Trouble = Literal["busy", "slow", "crashed"]  # the wall time is over, the CPU time is, or it ended otherwise
 
 
-async def work_in_fork(fd: int, limits: Limits, work: Callable[[], object]) -> msgspec.Raw | Trouble:
-    """The packed result of `work`, done by a fork of this process: whatever a hostile input does to it ends there.
+class Fork:
+    """A fork of this process that answers calls, each within limits: whatever a hostile input does to it ends there.
 
-    fd: of the calls that this process serves, which the fork closes. This process must have no other thread.
+    This process should have no other thread: what such a one holds is held for ever in the fork.
     """
-    ours, theirs = socket.socketpair()
-    parent, fork = os.getpid(), os.fork()
-    if fork == 0:
+
+    def __init__(self, limits: Limits, work: Callable[[bytes], object], fd: int | None = None) -> None:
+        """Starts it. fd: of the calls that this process serves itself, which the fork closes. Raises OSError."""
+        self._limits = limits
+        self._ours, theirs = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        parent, self.pid = os.getpid(), os.fork()
+        if self.pid == 0:
+            try:
+                self._ours.close()
+                if fd is not None:
+                    os.close(fd)
+                die_with_parent()
+                if os.getppid() == parent:
+                    _answer_in_fork(theirs, limits, work)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    async def ask(self, call: bytes = b"") -> msgspec.Raw | Trouble:
+        """The packed result of `work`. The fork has ended when there is none, or this is cancelled. One at a time."""
+        is_answered = False
         try:
-            os.close(fd)
-            die_with_parent()
-            if os.getppid() == parent:
-                _limit_myself(limits)
-                theirs.sendall(pack(work()))
+            async with asyncio.timeout(self._limits.wall_s):
+                if self._streams is None:
+                    self._streams = await asyncio.open_unix_connection(sock=self._ours)
+                reader, writer = self._streams
+                writer.write(_frame(call))
+                answer = await receive(reader)
+            is_answered = True
+            return msgspec.Raw(answer)
+        except TimeoutError:
+            return "busy"
+        except (EOFError, ConnectionError, ValueError):
+            return _explain(self.end())
         finally:
-            os._exit(0)
-    theirs.close()
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
+            if not is_answered:
+                self.end()
+
+    def ask_now(self, call: bytes = b"") -> msgspec.Raw | Trouble:
+        """The same without an event loop."""
+        self._ours.settimeout(self._limits.wall_s)
+        try:
+            self._ours.sendall(_frame(call))
+            with self._ours.makefile("rb") as stream:
+                if (answer := _read_frame(stream)) is not None:
+                    return msgspec.Raw(answer)
+        except TimeoutError:
+            self.end()
+            return "busy"
+        except OSError:
+            pass
+        return _explain(self.end())
+
+    def end(self) -> int:
+        """Kill it. Returns what waitpid says of it; 0 if it has ended before. Idempotent."""
+        if self.pid == 0:
+            return 0
+        pid, self.pid = self.pid, 0
+        if self._streams is None:
+            self._ours.close()
+        else:
+            self._streams[1].transport.abort()
+        os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its
+        return os.waitpid(pid, 0)[1]
+
+
+async def work_in_fork(fd: int, limits: Limits, work: Callable[[], object]) -> msgspec.Raw | Trouble:
+    """The packed result of `work`, done by a fork of its own. fd: as in `Fork`."""
+    fork = Fork(limits, lambda _: work(), fd)
     try:
-        async with asyncio.timeout(limits.wall_s):
-            return msgspec.Raw(await receive(reader))
-    except TimeoutError:
-        return "busy"
-    except (EOFError, ConnectionError, ValueError):
-        pass
+        return await fork.ask()
     finally:
-        writer.close()
-        os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
-        _pid, status = os.waitpid(fork, 0)  # noqa: ASYNC222  it is dead
-    return "slow" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU else "crashed"
+        fork.end()
+
+
+def _explain(status: int) -> Trouble:
+    return "slow" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF else "crashed"
+
+
+def _answer_in_fork(sock: socket.socket, limits: Limits, work: Callable[[bytes], object]) -> None:
+    _limit_myself(limits)
+    with sock.makefile("rb") as calls:
+        while (call := _read_frame(calls)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # of CPU time; the signal ends this process
+            answer = pack(work(call))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            sock.sendall(answer)
 
 
 def _limit_myself(limits: Limits) -> None:
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    faulthandler.disable()  # crashes are expected
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = num_pages * resource.getpagesize() + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # warnings of libraries quote the client's text
     os.dup2(nowhere, 1)
 
 
+def _read_frame(stream: BinaryIO) -> bytes | None:
+    """The next message of a blocking stream; None at its end."""
+    length = stream.read(LENGTH_BYTES)
+    data = stream.read(int.from_bytes(length, "little"))
+    return data if len(length) == LENGTH_BYTES and len(data) == int.from_bytes(length, "little") else None
+
+
+def _frame(data: bytes) -> bytes:
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
 def pack(message: object) -> bytes:
     """A message after its length."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+    return _frame(msgspec.msgpack.encode(message))
 
 
 async def receive(reader: asyncio.StreamReader) -> bytes:

@@ -138,7 +138,12 @@ def _guard(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
     async def answer(request: Any, context: Context) -> Any:
         if request is None:
             await refuse(context)
-        return await inner(request, cast(Context, _Brief(context)))
+        call = inner(request, cast(Context, _Brief(context)))
+        del request
+        try:
+            return await call
+        except grpc.aio.AbortError as error:
+            raise _without_frames(error)  # noqa: B904
 
     return answer
 
@@ -147,8 +152,19 @@ def _guard_generator(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any
     async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
         if request is None:
             await refuse(context)
-        async with aclosing(inner(request, cast(Context, _Brief(context)))) as responses:
-            async for response in responses:
-                yield response
+        call = inner(request, cast(Context, _Brief(context)))
+        del request
+        try:
+            async with aclosing(call) as responses:
+                async for response in responses:
+                    yield response
+        except grpc.aio.AbortError as error:
+            raise _without_frames(error)  # noqa: B904
 
     return answer
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """A call's context keeps the error that ends it: with its frames, it would keep the request, of up to 500 MB."""
+    error.__context__ = None
+    return error.with_traceback(None)

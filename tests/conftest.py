@@ -5,6 +5,7 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 
 import asyncio
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ wait_without_spinning()
 interpret_kernels()
 structlog.configure([structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])  # plain tracebacks
 settings.register_profile("baton", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("baton")
+settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"
 LONGEST = {"services", "simulator", "worker"}  # folders
 PATIENCE_S = 60.0  # for a coroutine

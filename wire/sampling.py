@@ -53,8 +53,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, scalar in SCALARS.items():
             value = getattr(self, name)
-            if not scalar.is_valid(value):
-                raise ValueError(f"{name} is {value}, expected {scalar.expected}")
+            is_number = isinstance(value, int if scalar.dtype[0] in "iu" else int | float)
+            if not is_number or isinstance(value, bool) or not scalar.is_valid(value):
+                raise ValueError(f"{name} is {value!r}, expected {scalar.expected}")
         for token, bias in self.logit_bias:
             if token < 0 or not isfinite(bias):
                 raise ValueError(f"logit_bias adds {bias} to token {token}, expected an id >= 0 and a finite number")

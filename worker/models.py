@@ -26,6 +26,7 @@ from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
+from wire.files import check_folder, named, read_text
 from wire.names import MTP
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
@@ -173,6 +174,7 @@ def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str =
             names = " or ".join(FILES[part][:2])
             raise ConfigError(f"the model in {folder} has no {part}: put {names} there, or set {flag(option)}")
     try:
+        check_folder(folder)
         if "configuration" in needed and has_native_code(folder):
             load_config(folder)  # other models are judged by transformers, in the workers
         if "tokenizer" in needed and (tokenizer := folder / "tokenizer.json").is_file():
@@ -186,10 +188,8 @@ def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str =
 
 
 def _check_tokenizer(path: Path) -> None:
-    try:
-        msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path} is no tokenizer: {error}") from error
+    with named(path):
+        msgspec.json.decode(read_text(path), type=_TokenizerFile)
 
 
 def find_folder(model: str, option: str = "model") -> Path | None:

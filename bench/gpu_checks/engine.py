@@ -77,7 +77,7 @@ def open_row(rows: InputBatch, row: int, prompt: Sequence[int], sampling: Sampli
 @cache
 def load_reference(dtype: torch.dtype = torch.float32) -> Any:
     """transformers' demo model, on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype, trust_remote_code=False)
 
 
 @cache

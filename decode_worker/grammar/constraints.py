@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from time import thread_time
-from typing import Any, TypeVar
+from time import monotonic, thread_time
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,13 +18,22 @@ import structlog
 from numpy.typing import NDArray
 
 from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
-from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_TURN_CPU_S, UNKNOWN_CPU_S
+from decode_worker.grammar.limits import (
+    BESIDE_SHARE,
+    CHEAP_CPU_S,
+    MAX_STEP_CPU_S,
+    MAX_TURN_CPU_S,
+    UNKNOWN_CPU_S,
+    Allowance,
+)
 from decode_worker.grammar.matcher import LoadedGrammar, Matcher
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from worker.sequences import ScheduledSequence, Sequence
 
 T = TypeVar("T")
 log = structlog.get_logger()
+
+WARN_S = 10.0  # between two warnings
 
 
 class Standing(Enum):
@@ -47,12 +56,18 @@ class _State:
     num_waited: int = 0  # steps since then that had no time for it
 
 
+_Work: TypeAlias = tuple[Sequence, Callable[[Sequence, _State], T]]
+
+
 class Constraints:
     """Follows the grammars of a worker's answers step by step. An exception as a result ends its sequence."""
 
     def __init__(self) -> None:
         self._thread = StepThread()
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
+        self._allowance = Allowance()
+        self._is_beside = False  # other answers, or ones with cheap grammars, are in the step
+        self._warned_s = -WARN_S
 
     def concerns(self, step: ScheduledSequence) -> bool:
         """Whether the step chooses tokens that must match a grammar."""
@@ -66,6 +81,7 @@ class Constraints:
         """
         standings: list[Standing | Exception] = [Standing.OPEN] * len(planned)
         mine = [(i, step, self._state(step.sequence)) for i, step in enumerate(planned) if self.concerns(step)]
+        self._is_beside = len(mine) < len(planned) or any(state.cpu_s <= CHEAP_CPU_S for *_, state in mine)
         mine.sort(key=lambda one: one[2].cpu_s / (1 + one[2].num_waited))
         done = self._do([(step.sequence, partial(_constrain, step.drafts)) for _, step, _ in mine])
         for (i, step, state), one in zip(mine, done, strict=True):
@@ -87,13 +103,28 @@ class Constraints:
     def _state(self, sequence: Sequence) -> _State:
         return self._states.setdefault(sequence, _State())
 
-    def _do(self, work: Seq[tuple[Sequence, Callable[[Sequence, _State], T]]]) -> list[TurnEnd[T | Standing]]:
-        """The result of each answer's work; _NO_TURN if there was no time for it."""
+    def _do(self, work: Seq[_Work[T]]) -> list[TurnEnd[T | Standing]]:
+        """The result of each answer's work; _NO_TURN if there was no time for it, as for costly ones beside others."""
+        costly = [self._is_beside and self._state(sequence).cpu_s > CHEAP_CPU_S for sequence, _ in work]
+        if not any(costly):
+            return self._run(work, MAX_STEP_CPU_S)
+        cheap, dear = ([one for one, is_dear in zip(work, costly, strict=True) if is_dear == kind] for kind in (0, 1))
+        cheap_done, left_s = iter(self._run(cheap, MAX_STEP_CPU_S)), self._allowance.look(monotonic())
+        found: list[TurnEnd[T | Standing]] = [_NO_TURN] * len(dear)
+        if left_s > 0:
+            found = self._run(dear, left_s)
+            self._allowance.take(sum([one.cpu_s for one in found]))
+        else:
+            self._warn(dear[0][0])
+        dear_done = iter(found)
+        return [next(dear_done if is_dear else cheap_done) for is_dear in costly]
+
+    def _run(self, work: Seq[_Work[T]], cpu_s: float) -> list[TurnEnd[T | Standing]]:
         if not work:
             return []
         calls = [partial(call, sequence, self._state(sequence)) for sequence, call in work]
         try:
-            ran = self._thread.run(calls, MAX_STEP_CPU_S)
+            ran = self._thread.run(calls, cpu_s)
         except NoThreadError as error:
             log.error("no grammar is followed", reason=str(error))
             return [TurnEnd(error, 0.0) for _ in work]
@@ -101,6 +132,13 @@ class Constraints:
             TurnEnd(_report(sequence, one.result), one.cpu_s) for (sequence, _), one in zip(work, ran, strict=False)
         ]
         return done + [_NO_TURN] * (len(work) - len(done))
+
+    def _warn(self, sequence: Sequence) -> None:
+        now = monotonic()
+        if now - self._warned_s >= WARN_S:
+            self._warned_s = now
+            why = f"their grammars take more than {BESIDE_SHARE:.0%} of the time beside others"
+            log.warning("answers are slowed", reason=why, request_id=sequence.params.request_id)
 
 
 def _constrain(drafts: Seq[int], sequence: Sequence, state: _State) -> NDArray[np.int32] | Standing:

@@ -1,6 +1,7 @@
 """What a grammar may cost, and checks of its text that need no parser. Pure."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -16,9 +17,32 @@ MAX_TURN_CPU_S = 0.02  # then an answer gets no more drafts in this step, and co
 MAX_STEP_CPU_S = 0.15  # then the other answers wait for the next step; before the forward, and again after it
 MAX_STUCK_CPU_S = 0.3  # then a call that cannot be interrupted is abandoned
 MAX_STUCK = 4  # abandoned calls at once
+CHEAP_CPU_S = 0.001  # of an answer's masks: such grammars are no burden
+BESIDE_SHARE = 0.2  # of a worker's time, for costlier ones while other answers wait for their steps
+MAX_BESIDE_CPU_S = 0.05  # of these in a step
 UNKNOWN_CPU_S = 0.005  # assumed for an answer's first masks: more than honest grammars need
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+class Allowance:
+    """CPU time that costly grammars may take beside other answers: BESIDE_SHARE of all time, unused time kept a while.
+
+    So whoever sends an ambiguous grammar, with however many answers, slows these and hardly the others.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = MAX_BESIDE_CPU_S
+        self._at = -math.inf
+
+    def look(self, now: float) -> float:
+        """Seconds that may be taken now; none are left if it is not positive."""
+        self._left_s = min(self._left_s + BESIDE_SHARE * (now - self._at), MAX_BESIDE_CPU_S)
+        self._at = now
+        return self._left_s
+
+    def take(self, cpu_s: float) -> None:
+        self._left_s -= cpu_s
 
 
 def find_problem(kind: str, text: str) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.grammar.bindings import TokenizerInfo, core
+from wire.files import TOKENIZER, blamed_tokenizer, named, read_json_object, read_text
 
 # xgrammar allows control characters in strings with a maximum length or a pattern.
 _NOT_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
@@ -92,15 +93,16 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
 
     Takes 0.2 s for 128k tokens; seconds where there is no tokenizer.json. Raises OSError or ValueError.
     """
-    path = folder / "tokenizer.json"
-    file = msgspec.json.decode(path.read_bytes() if path.exists() else _convert(folder), type=_TokenizerFile)
-    config = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
-    named = config.get("added_tokens_decoder") or {}
-    added = [msgspec.convert({**one, "id": int(token)}, _Added) for token, one in named.items()] + file.added_tokens
+    path, settings = folder / TOKENIZER, folder / "tokenizer_config.json"
+    with named(path):
+        file = msgspec.json.decode(read_text(path) if path.exists() else _convert(folder), type=_TokenizerFile)
+    config = _read_object(folder / "special_tokens_map.json") | _read_object(settings)
+    with named(settings):
+        added = [*_read_added(config.get("added_tokens_decoder") or {}), *file.added_tokens]
     vocab = file.model.vocab
     pieces = vocab if isinstance(vocab, dict) else {piece: token for token, (piece, _score) in enumerate(vocab)}
     ids = {one.content: one.id for one in added} | pieces | {one.content: one.id for one in file.added_tokens}
-    ids = {text: token for text, token in ids.items() if token < size}
+    ids = {text: token for text, token in ids.items() if 0 <= token < size}
     special = {one.content for one in added if one.special} | set(_named_special(config))
 
     without_vocabulary = {name: getattr(file, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
@@ -119,16 +121,24 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()})
 
 
+def _read_added(given: object) -> Iterator[_Added]:
+    for token, one in msgspec.convert(given, dict[int, dict[str, Any]], strict=False).items():
+        yield msgspec.convert({**one, "id": token}, _Added)
+
+
 def _convert(folder: Path) -> str:
     """The tokenizer.json of a folder without one."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    return str(tokenizer.backend_tokenizer.to_str())
+    with blamed_tokenizer(folder):
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        return str(tokenizer.backend_tokenizer.to_str())
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
+    return dict(read_json_object(path)) if path.exists() else {}
 
 
 def _named_special(config: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ together, in tiles of a few, so that its weights are read once per tile.
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,6 +60,8 @@ def check_product(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: Adapt
     is_shaped = rows.shape == (len(out), depth) and b.shape[::2] == (num_slots, out.shape[1])
     if not is_shaped or width % b.shape[1] or not (a.dtype is b.dtype is rows.dtype):
         raise ValueError(f"adapters {tuple(a.shape)} {tuple(b.shape)} for rows {tuple(rows.shape)} {tuple(out.shape)}")
+    if any(one.dtype is not torch.int32 for one in (*tiles, weights.ranks, weights.blocks)):
+        raise ValueError("tiles, ranks or blocks of adapters are not int32")
     if not all(one.is_contiguous() for one in (out, rows, *tiles, *weights)):
         raise ValueError("rows, tiles or weights of adapters are not contiguous")
 

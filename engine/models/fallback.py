@@ -23,6 +23,7 @@ from engine.models.fallback_probe import probe_config, read_config, refuse
 from engine.staging import Stager
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
+from wire.files import blamed, named
 from wire.sampling import SamplingParams
 
 MAX_NAMES_SHOWN = 8
@@ -44,7 +45,8 @@ def load_fallback(
     served or a checkpoint that lacks tensors.
     """
     config = read_config(folder)
-    shape = probe_config(config)
+    with named(folder / "config.json"):
+        shape = probe_config(config)
     total_bytes = sum(entry.num_bytes for entry in SafetensorsCheckpoint(folder).entries.values())
     if on_progress:
         on_progress(0, total_bytes)
@@ -52,14 +54,15 @@ def load_fallback(
     if has_mtp:  # which transformers leaves out
         config.get_text_config(decoder=True).num_hidden_layers += 1
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, on stderr
-    loaded, report = library.from_pretrained(
-        folder, config=config, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False,
-        use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
-    )  # fmt: skip
+    with blamed(folder / "config.json"):
+        loaded, report = library.from_pretrained(
+            folder, config=config, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False,
+            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
     # transformers fills such tensors with random numbers
     if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         shown = ", ".join(lacking[:MAX_NAMES_SHOWN]) + (", ..." if len(lacking) > MAX_NAMES_SHOWN else "")
-        raise ValueError(f"the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
+        raise ValueError(f"{folder}: the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
     mtp_layer = None
     if has_mtp:
         mtp_layer = find_layers(loaded, shape).to(device).pop(-1)

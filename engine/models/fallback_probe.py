@@ -4,6 +4,7 @@ Found by one forward on the meta device, with neither weights nor memory.
 """
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +22,12 @@ from transformers import (
 )
 
 from engine.attention.shape import AttentionShape
-from engine.json_values import read_json
+from engine.json_values import Json, collection
 from engine.models.config import FallbackConfig, KeptState
 from engine.models.fallback_hooks import POSITIONS, PROBE, build_cache, find_cache_name, keeps_states, read_kept
+from engine.weights.checkpoint import SafetensorsCheckpoint
+from engine.weights.files import INDEX_NAME, SINGLE_NAME
+from wire.files import named, read_json_object
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
 LAYER_TYPES = {*ATTENTION_TYPES, "linear_attention", "conv", "moe", "mlp"}
@@ -33,6 +37,8 @@ IDLE_OPTIONS = {  # passed along, without effect on attention: the mask says wha
     "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict",
 }  # fmt: skip
+LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|blocks?)$|_depth$|^depth$")  # counts in any config
+MOST_EXPERTS = 1 << 12
 ADVICE = "choose another model, or run this one with `transformers serve`"
 
 
@@ -47,25 +53,43 @@ def probe(folder: Path) -> FallbackConfig:
 
     FileNotFoundError if it is missing; ValueError says what the model needs that Baton lacks.
     """
-    return probe_config(read_config(folder))
+    config = read_config(folder)
+    with named(folder / "config.json"):
+        return probe_config(config)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """transformers' view of config.json. Raises like `probe`; never runs code of the checkpoint."""
-    given = read_json(folder / "config.json")
+    given = read_json_object(path := folder / "config.json")
+    with named(path):
+        return _read_config(given, folder)
+
+
+def _read_config(given: Json, folder: Path) -> PreTrainedConfig:
     family = given.get("model_type")
     if family not in list(CONFIG_MAPPING):  # `in` would fail for an unhashable name
         if "auto_map" in given:
             raise refuse(family, "it needs code from its checkpoint (auto_map), which Baton never runs")
         raise refuse(family, "this version of transformers does not know it", "upgrade transformers")
-    if given.get("quantization_config"):
-        method = given["quantization_config"].get("quant_method")
+    if quantised := collection(given, "quantization_config", dict):
+        method = quantised.get("quant_method")
         raise refuse(family, f"its weights are quantised ({method})", "use a checkpoint of plain float weights")
+    if any((folder / name).exists() for name in (INDEX_NAME, SINGLE_NAME)):
+        _check_counts(given, len(SafetensorsCheckpoint(folder).entries))
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class has its own
         raise refuse(family, f"its config.json is refused: {_first_line(error)}", "correct config.json") from error
     return config
+
+
+def _check_counts(given: object, num_tensors: int) -> None:
+    """Layers and experts of any family, by the names that configs have for them: each has a tensor, or a row of one."""
+    for key, value in given.items() if isinstance(given, dict) else ():
+        most = num_tensors if LAYERS.search(key) else MOST_EXPERTS if "experts" in key else None
+        if most is not None and isinstance(value, int) and value > most:
+            raise ValueError(f"{key} is {value}, more than {most}: the weights have {num_tensors} tensors")
+        _check_counts(value, num_tensors)
 
 
 def probe_config(config: PreTrainedConfig) -> FallbackConfig:

@@ -58,7 +58,8 @@ def build_config_json(metadata: Metadata, entries: Mapping[str, TensorEntry], ro
     config = {"model_type": FAMILIES[name], "torch_dtype": "bfloat16"} | FIXED.get(name, {})
     config |= {theirs: own[key] for key, theirs in KEYS.items() if own.get(key) is not None}
     for needed in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
-        if not isinstance(config.get(needed), int) or config[needed] < 1:
+        least = 2 if needed == "max_position_embeddings" else 1
+        if not isinstance(config.get(needed), int) or config[needed] < least:
             raise ValueError(f"its metadata has no usable {needed}: {config.get(needed)!r}")
     if "token_embd.weight" not in entries:
         raise ValueError("it has no tensor token_embd.weight")

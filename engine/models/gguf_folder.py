@@ -12,8 +12,10 @@ from pathlib import Path
 from engine.kernels.build import cache_folder
 from engine.models.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.models.read_config import build_config
+from engine.models.sizes import check_sizes
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_file import GgufHeader, list_gguf_shards, read_gguf
+from wire.files import blamed, check_file, named
 
 GGUF = ".gguf"
 VERSION = 1  # of what is written
@@ -27,7 +29,10 @@ def gguf_cache() -> Path:
 
 def make_gguf_folder(path: Path, cache: Path) -> Path:
     """The folder in `cache` for the model whose first file is `path`. ValueError if it cannot be used, OSError."""
-    shards = [shard.resolve() for shard in list_gguf_shards(path)]
+    found = list_gguf_shards(path)
+    for shard in found:
+        check_file(shard, None)
+    shards = [shard.resolve() for shard in found]
     stats = [(str(shard), (status := shard.stat()).st_size, status.st_mtime_ns) for shard in shards]
     folder = cache / hashlib.sha256(json.dumps([VERSION, stats]).encode()).hexdigest()[:32]
     if folder.is_dir():
@@ -51,8 +56,9 @@ def _write(folder: Path, shards: list[Path], headers: list[GgufHeader]) -> None:
     metadata = headers[0].metadata
     entries = {name: entry for header in headers for name, entry in header.entries.items()}
     rope = {name: read_floats(entries[name]) for name in OTHERS if name in entries}
-    config = build_config_json(metadata, entries, rope)
-    build_config(config)  # before the tokenizer, which takes seconds
+    with named(shards[0]):
+        config = build_config_json(metadata, entries, rope)
+        check_sizes(build_config(config), entries)  # before the tokenizer, which takes seconds
     for name, values in (("config.json", config), ("generation_config.json", build_generation_json(metadata))):
         (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
     links = [folder / f"model-{number:05}-of-{len(shards):05}.gguf" for number in range(1, len(shards) + 1)]
@@ -64,13 +70,9 @@ def _write(folder: Path, shards: list[Path], headers: list[GgufHeader]) -> None:
 def _write_tokenizer(folder: Path, link: Path) -> None:
     from transformers import AutoTokenizer  # seconds
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    except Exception as error:  # of any kind: transformers trusts the file
-        raise ValueError(
-            f"the tokenizer in {link.resolve()} cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    tokenizer.save_pretrained(folder)
+    with blamed(link.resolve()):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
 
 
 def read_floats(entry: TensorEntry) -> list[float]:

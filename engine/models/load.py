@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from engine.json_values import read_json
 from engine.kernels.build import cache_folder
 from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from engine.layers.linear import Quantization
@@ -30,6 +29,7 @@ from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from engine.models.head import HeadDecoder
 from engine.models.read_config import has_native_code, load_config
 from engine.models.read_head import name_eagle3, name_mtp, read_head
+from engine.models.sizes import check_sizes
 from engine.models.table import build_table, shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
@@ -44,6 +44,7 @@ from engine.weights.packed import can_pack
 from engine.weights.quantised import QuantisedCheckpoint
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
+from wire.files import check_folder, named, read_json_object
 from wire.kv_layout import KvPart
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
@@ -78,18 +79,23 @@ def open_model(folder: Path) -> tuple[ModelConfig, Checkpoint]:
     config, shards = load_config(folder), list_shards(folder)
     if shards[0].suffix != ".gguf":
         plain = SafetensorsCheckpoint(folder)
+        with named(folder / "config.json"):
+            check_sizes(config, plain.entries)
         if config.whole is not None:
             found = [prefix for prefix in HEADS if f"{prefix}embed_tokens.weight" in plain.entries]
             config = replace(config, prefix=found[0], head=HEADS[found[0]]) if found else config
         if config.scheme is None:
             return config, plain
         wanted = {tensor.name for tensor in build_table(config).stored()}
-        return config, QuantisedCheckpoint(plain, config.scheme, wanted)
+        with named(shards[0]):
+            return config, QuantisedCheckpoint(plain, config.scheme, wanted)
     headers = [read_gguf(shard) for shard in shards]
     architecture = architecture_of(headers[0].metadata)
     if architecture in PAIRED:
         config = replace(config, rope_is_interleaved=True)  # so the rows are ordered anew where they are read
     stored = {name: entry for header in headers for name, entry in header.entries.items()}
+    with named(shards[0].resolve()):
+        check_sizes(config, stored)
     return config, GgufCheckpoint(architecture, config, stored)
 
 
@@ -112,12 +118,15 @@ def load_model(
     has_mtp: `load_head` follows, with the model's own layer.
     """
     check_quantization(quantization, dtype, device)
+    check_folder(folder)
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
         return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks, has_mtp)
     config, checkpoint = open_model(folder)
-    check_tensors(config, checkpoint)
+    source = list_shards(folder)[0].resolve()
+    with named(source):
+        check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
     chosen = torch.bfloat16 if quantization in ("int8", "int4") else choose_dtype(config, checkpoint, dtype)
     ops, num_reported = ops_for(device), 0
@@ -135,7 +144,8 @@ def load_model(
         return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks, adapters)
 
     name = partial(_name_weights, folder, quantization, ranks)
-    return _build_packed(build, name, checkpoint, chosen, device, quantization, ranks)
+    with named(source):
+        return _build_packed(build, name, checkpoint, chosen, device, quantization, ranks)
 
 
 def load_head(
@@ -155,15 +165,20 @@ def load_head(
     checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
     if config.scheme is not None:
         wanted = {tensor.name for tensor in build_table(config).stored()}
-        checkpoint = QuantisedCheckpoint(checkpoint, config.scheme, wanted)
-    target_ids = _read_target_ids(stored, config, device)
+        with named(list_shards(folder)[0]):
+            checkpoint = QuantisedCheckpoint(checkpoint, config.scheme, wanted)
+    with named(list_shards(folder)[0]):
+        check_sizes(config, checkpoint.entries)
+        target_ids = _read_target_ids(stored, config, device)
     if config.vocab_size != own.vocab_size:
-        raise ValueError(f"its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
+        path = folder / "config.json"
+        raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
     if is_mtp and not is_native:
         from engine.models.fallback_head import build_fallback_head  # imports transformers
 
         return build_fallback_head(config, checkpoint, cast(Any, model)), config.kv_parts
-    check_tensors(config, checkpoint)
+    with named(list_shards(folder)[0]):
+        check_tensors(config, checkpoint)
 
     def build(weights: Weights | None) -> HeadDecoder:
         """See `load_model`."""
@@ -215,7 +230,7 @@ def _load_without_native_code(
     ranks: Ranks, has_mtp: bool,
 ) -> Decoder:  # fmt: skip
     """By transformers' code. The result has the interface of a Decoder."""
-    lacking = f"Baton has no code for model_type {read_json(folder / 'config.json').get('model_type')!r}"
+    lacking = f"Baton has no code for model_type {read_json_object(folder / 'config.json').get('model_type')!r}"
     if ranks.size > 1:
         raise ValueError(f"{lacking}, so only one rank can compute it: set --tp 1")
     if quantization != "none":
@@ -256,7 +271,9 @@ def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, d
     """
     for name, entry in checkpoint.entries.items():
         if entry.dtype not in checkpoint.dtypes:
-            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}")
+            raise ValueError(
+                f"{entry.path}: {name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}"
+            )
     if dtype == "auto":
         entries = checkpoint.entries
         name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""

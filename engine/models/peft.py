@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.json_values import Json, collection, flag, integer, number, read_json
+from engine.json_values import Json, collection, flag, integer, number
 from engine.layers.adapters import HostAdapter, SiteAdapter, SiteKey
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
@@ -22,9 +22,11 @@ from engine.weights.checkpoint import FLOATS
 from engine.weights.files import read_safetensors
 from engine.weights.reader import cut_rows
 from engine.weights.table import Part, Product, Shard
+from wire.files import blamed, check_file, named, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
+MOST_BARS = 8
 NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")  # of the text part
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
@@ -59,6 +61,10 @@ class PeftReader:
 
     def read(self, folder: Path, sites: Mapping[SiteKey, object]) -> HostAdapter:
         """sites: the products that can have adapters. FileNotFoundError or ValueError say what is wrong."""
+        with named(folder / WEIGHTS):
+            return self._read(folder, sites)
+
+    def _read(self, folder: Path, sites: Mapping[SiteKey, object]) -> HostAdapter:
         config = _read_config(folder)
         modules = self._load(folder)
         found, used = dict[SiteKey, SiteAdapter](), set[str]()
@@ -81,7 +87,7 @@ class PeftReader:
         path = folder / WEIGHTS
         halves: dict[str, dict[str, Tensor]] = {}
         entries = read_safetensors(path)  # checks sizes
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with blamed(path), safe_open(path, framework="pt", device="cpu") as file:
             for name, entry in entries.items():
                 parsed = NAME.fullmatch(name)
                 place = parsed and LAYER.fullmatch(parsed["module"])
@@ -140,14 +146,16 @@ def _read_config(folder: Path) -> Json:
     if not folder.is_dir():
         raise FileNotFoundError(f"adapter folder {str(folder)!r} does not exist")
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             raise FileNotFoundError(f"{folder} has no {name}: a folder that PEFT's save_pretrained wrote is expected")
-    if (size := (folder / WEIGHTS).stat().st_size) > MOST_FILE_BYTES:
-        raise ValueError(f"{folder / WEIGHTS} has {size} bytes; adapters may have {MOST_FILE_BYTES}")
-    config = read_json(folder / CONFIG)
-    for problem in _find_problems(config):
-        raise ValueError(f"{folder / CONFIG} has {problem}, which Baton does not support")
-    integer(config, "r", 8)
+    check_file(folder / WEIGHTS, MOST_FILE_BYTES)
+    config = read_json_object(folder / CONFIG)
+    with named(folder / CONFIG):
+        for problem in _find_problems(config):
+            raise ValueError(f"has {problem}, which Baton does not support")
+        integer(config, "r", 8)
+        number(config, "lora_alpha", 8)
+        flag(config, "use_rslora")
     return config
 
 
@@ -158,6 +166,19 @@ def _find_problems(config: Json) -> Iterator[str]:
     for key, value in config.items():
         if key not in IGNORED and key not in CHECKED and value:
             yield f"{key} {value!r}"
-    for pattern in collection(config, "alpha_pattern", dict):
-        if len(pattern) > 200 or not re.fullmatch(r"[\w.\-|()\\^$]+", pattern):
-            yield f"alpha_pattern {pattern!r}"
+    for pattern, own in collection(config, "alpha_pattern", dict).items():
+        number({"alpha_pattern": own}, "alpha_pattern")
+        if not _is_cheap(pattern):
+            yield f"alpha_pattern {pattern!r:.80}"
+
+
+def _is_cheap(pattern: str) -> bool:
+    """Whether it is a regular expression without repetition, and with few alternatives: each one more can double the
+    time that it takes."""
+    if len(pattern) > 200 or pattern.count("|") > MOST_BARS or not re.fullmatch(r"[\w.\-|()\\^$]+", pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.json_values import Json, collection, flag, integer, number, read_json
+from engine.json_values import Json, collection, flag, integer, number
 from engine.layers.config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, ExpertKeys, Family
 from engine.models.read_layers import read_axes, read_kv_heads, read_recurrent, read_ropes, read_windows
 from engine.models.wholes import DEFAULTS, WHOLES, Whole
 from engine.weights.scheme import read_scheme
+from wire.files import named, read_json_object
 
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see ops/base.py
@@ -20,9 +21,9 @@ TIED = "tie_word_embeddings"
 
 def has_native_code(folder: Path) -> bool:
     """Whether the model_type is a family of Baton's. Raises FileNotFoundError or ValueError like `load_config`."""
-    name = read_json(folder / "config.json").get("model_type")
+    name = read_json_object(path := folder / "config.json").get("model_type")
     if not isinstance(name, str):
-        raise ValueError(f"model_type {name!r} in config.json is not the name of a family of models")
+        raise ValueError(f"{path}: model_type {name!r:.80} is not the name of a family of models")
     return name in [*FAMILIES, *WHOLES]
 
 
@@ -31,7 +32,9 @@ def load_config(folder: Path) -> ModelConfig:
 
     ValueError if it is not JSON or needs something unsupported; names the value and what is supported.
     """
-    return build_config(read_json(folder / "config.json"))
+    config = read_json_object(path := folder / "config.json")
+    with named(path):
+        return build_config(config)
 
 
 def build_config(config: Json) -> ModelConfig:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.json_values import Json, collection, flag, integer, number, read_json
+from engine.json_values import Json, collection, flag, integer, number
 from engine.layers.config import RopeConfig
 from engine.models.config import DraftHead, FallbackConfig, LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config
+from wire.files import named, read_json_object
 
 UNUSED = ("t2d", "d2t", "verifier_lm_head.weight", "verifier_norm.weight")  # d2t is read by itself
 FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
@@ -45,16 +46,18 @@ def is_draft_head(folder: Path) -> bool:
     """Whether the checkpoint is a head and no model, as far as its config.json shows. ValueError: it is no JSON."""
     if not (folder / "config.json").is_file():
         return False
-    config = read_json(folder / "config.json")
-    is_eagle3 = any("eagle3" in str(name).lower() for name in collection(config, "architectures", list))
+    config = read_json_object(path := folder / "config.json")
+    with named(path):
+        is_eagle3 = any("eagle3" in str(name).lower() for name in collection(config, "architectures", list))
     return "speculators_model_type" in config or is_eagle3
 
 
 def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:
     """An MTP layer of the model's own folder, or a head's checkpoint. ValueError says what is not supported."""
-    if not is_mtp:
-        return read_eagle3(folder, model)
-    return read_mtp(folder, model) if isinstance(model, ModelConfig) else read_foreign_mtp(folder, model)
+    with named(folder / "config.json"):
+        if not is_mtp:
+            return read_eagle3(folder, model)
+        return read_mtp(folder, model) if isinstance(model, ModelConfig) else read_foreign_mtp(folder, model)
 
 
 def read_eagle3(folder: Path, model: ModelConfig | FallbackConfig) -> ModelConfig:
@@ -62,7 +65,7 @@ def read_eagle3(folder: Path, model: ModelConfig | FallbackConfig) -> ModelConfi
 
     ValueError names what is not supported.
     """
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(f"speculators_model_type {kind!r} is not supported; supported: eagle3")
@@ -162,7 +165,7 @@ def read_foreign_mtp(folder: Path, model: FallbackConfig) -> ModelConfig:
 
 def _check_mtp(folder: Path, names: MtpNames) -> Json:
     """config.json of the language model. ValueError if it has no such layer."""
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     config = collection(config, "text_config", dict) or config
     if not integer(config, names.num_layers_key, 0, least=0):
         raise ValueError(f"the model has no MTP layer: its {names.num_layers_key} is 0 or not there")

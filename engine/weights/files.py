@@ -3,15 +3,16 @@
 Imports no torch, so that commands can look at a checkpoint at once.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_file import read_gguf
+from wire.files import check_file, parse_json, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MAX_DIMS, MAX_DTYPE_CHARS = 8, 16
 HEADER_LIMIT_BYTES = 100 * 2**20  # of safetensors, the format's own limit
 
 
@@ -31,16 +32,16 @@ def list_shards(folder: Path) -> list[Path]:
         raise FileNotFoundError(
             f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf; other files of weights are not supported"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
-    for name in names:
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} is not a safetensors index: weight_map must name a file for each tensor")
+    shards = sorted(set(names.values()))
+    for name in shards:
         if Path(name).name != name:
             raise ValueError(f"{index} names the shard {name!r}, which is not a plain file name")
         if not (folder / name).exists():
             raise FileNotFoundError(f"{index} names the shard {name}, which is not in {folder}")
-    return [folder / name for name in names]
+    return [folder / name for name in shards]
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -54,17 +55,16 @@ def read_safetensors(path: Path) -> dict[str, TensorEntry]:
     Format: 8 bytes little-endian header length N, N bytes of JSON, then the tensors at `data_offsets` from there.
     Raises ValueError if the header is damaged or the file's size differs from what the header says.
     """
-    size = path.stat().st_size
+    size = check_file(path, None)
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or header_bytes > min(size - 8, HEADER_LIMIT_BYTES):
             raise ValueError(f"{path} is truncated or not a safetensors file: {size} bytes, header {header_bytes}")
-        try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            entries = {name: _build_entry(path, 8 + header_bytes, fields) for name, fields in header.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} has a damaged safetensors header: {error!r}") from error
+        header = parse_json(file.read(header_bytes), path)
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has a header that is no JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _build_entry(path, 8 + header_bytes, name, fields) for name, fields in header.items()}
     expected = max((entry.begin_bytes + entry.num_bytes for entry in entries.values()), default=8 + header_bytes)
     if size != expected:
         kind = "truncated" if size < expected else "longer than its header says"
@@ -72,6 +72,17 @@ def read_safetensors(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _build_entry(path: Path, data_begin: int, fields: dict[str, Any]) -> TensorEntry:
-    begin, end = fields["data_offsets"]
-    return TensorEntry(path, fields["dtype"], tuple(fields["shape"]), data_begin + begin, end - begin)
+def _build_entry(path: Path, data_begin: int, name: str, fields: Any) -> TensorEntry:
+    match fields:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+            len(dtype) <= MAX_DTYPE_CHARS
+            and len(shape) <= MAX_DIMS
+            and all(map(_is_size, [*shape, begin, end]))
+            and begin <= end
+        ):
+            return TensorEntry(path, dtype, tuple(shape), data_begin + begin, end - begin)
+    raise ValueError(f"{path} has a damaged header: {name[:80]!r} is {fields!r:.80}")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60

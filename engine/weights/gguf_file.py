@@ -15,6 +15,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.weights.entry import TensorEntry
+from wire.files import check_file
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
@@ -35,7 +36,7 @@ class GgufHeader:
 
 def read_gguf(path: Path) -> GgufHeader:
     """Raises ValueError with one sentence if the file is damaged or truncated, OSError if it cannot be read."""
-    size = path.stat().st_size
+    size = check_file(path, None)
     try:
         with path.open("rb") as file:
             if size < 24 or file.read(4) != b"GGUF":

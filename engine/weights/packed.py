@@ -80,6 +80,8 @@ class Matrix(ABC):
 
     def take_rows(self, ids: Tensor) -> Tensor:
         """[n] int64 |-> [n, K] bfloat16."""
+        if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_cpu:
+            raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, expected int64 [n] on cpu")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape.num_columns:
             raise ValueError(f"ids reach {int(ids.max())}, expected 0 to {self.shape.num_columns - 1}")
         rows = torch.empty(len(ids), self.shape.depth, dtype=torch.bfloat16)

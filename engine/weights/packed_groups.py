@@ -78,7 +78,10 @@ class PackedGroups(Matrix):
 
     def fill(self, groups: Groups, first_panel: int = 0, step: int = 1) -> None:
         """Pack rows into every `step`-th panel. The memory must be zeros before the first call."""
-        shape = self.shape
+        shape, codes = self.shape, groups.codes
+        if codes.dtype is not torch.uint8 or groups.scale.shape != (len(codes), codes.shape[1] // GROUP):
+            scales = tuple(groups.scale.shape)
+            raise ValueError(f"codes are {codes.dtype}, scales {scales}; expected uint8, and one of each group")
         tables = shape.tables.fit(groups)
         if tables is None or groups.bits != shape.bits or not self._fits(groups.codes, first_panel, step):
             raise ValueError(

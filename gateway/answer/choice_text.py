@@ -101,7 +101,7 @@ class OutputReader:
             return self._delta(tokens, num_reasoning, "stop", self._stops.met)
         self._texts.append(self._stops.flush())
         last_id = tokens.token_ids[-1] if is_stopped and tokens.token_ids else None
-        shown, self._unshown = tuple(self._unshown), deque()
+        shown = self._take_shown(is_last=True)
         return replace(self._delta(tokens, num_reasoning, tokens.finish_reason, last_id), shown_tokens=shown)
 
     def _delta(
@@ -132,13 +132,13 @@ class OutputReader:
         self._texts.append(text)
         return is_stopped
 
-    def _take_shown(self) -> tuple[ShownToken, ...]:
-        """Removes and returns the tokens that begin in the text shown so far."""
+    def _take_shown(self, *, is_last: bool = False) -> tuple[ShownToken, ...]:
+        """Removes and returns the tokens that begin in the text shown so far; all of them if it `is_last`."""
         num_taken = self._reasoning.num_taken if self._reasoning else 0
         reasoning_end = self._text_offset + num_taken if num_taken else 0
         end = self._text_offset + num_taken + self._num_content
         shown: list[ShownToken] = []
-        while self._unshown and self._unshown[0].offset < end:
+        while self._unshown and (is_last or self._unshown[0].offset < end):
             token = self._unshown.popleft()
             shown.append(replace(token, is_reasoning=True) if token.offset < reasoning_end else token)
         return tuple(shown)

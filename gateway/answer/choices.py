@@ -13,6 +13,7 @@ import structlog
 
 from gateway.access.keys import Key
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
+from gateway.batches.turns import LineTurns
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -101,27 +102,39 @@ def _note_failure(
         _log.warning("request not answered", request_id=request_id, tokens=num_tokens, **facts)
 
 
-async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+async def stream_choices(
+    served: ServedModel, totals: Totals, turns: LineTurns | None = None
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
+
+    `turns`: of a batch's line, whose choices wait for theirs.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
     job = totals.job
-    served.metrics.prompt_tokens.inc(totals.num_prompt)
     meters = [
         ChoiceMeter(served.metrics, totals.arrived_s, one.owner, is_live=one.priority < LAST_PRIORITY)
         for one in job.generations
     ]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
+    waiting = set[int]()  # for their first token
     try:
+        served.check_share(job.key.name, len(choices))
+        waiting.update(range(len(choices)))
+        served.waiting.add(job.key.name, len(choices))
         with served.ring.admit(len(choices)) as admitted:
+            served.metrics.prompt_tokens.inc(totals.num_prompt)
             totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
+            streams = [turns.hold(stream) for stream in streams] if turns else streams
             async with MergedStreams(streams) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()
+                    if index in waiting:
+                        waiting.remove(index)
+                        served.waiting.add(job.key.name, -1)
                     if tokens is None:
                         message = "the answer ended before it was complete; try again"
                         raise ApiError(500, message, None, "incomplete_answer")
@@ -146,6 +159,7 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                 totals.log("cancelled")
         raise
     finally:
+        served.waiting.add(job.key.name, -len(waiting))
         if totals.trace is not None:
             totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
             totals.trace.close(failure)

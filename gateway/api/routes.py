@@ -87,23 +87,34 @@ def build_api_router(served: ServedModels) -> APIRouter:
         one = served.find(body.model, request.state.key)
         ids, tokenizer = await _tokenize(served, request, body), one.tokenizer
 
-        def write() -> bytes:
+        def write(_: object) -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
             return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
-        return json_response(await one.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+        return json_response(
+            await one.offload.run(len(ids), write, request.state.key.name)
+        )  # a token costs less than a character
 
     @router.post("/detokenize")
     async def to_text(body: DetokenizeRequest, request: Request) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        one = served.find(body.model, request.state.key)
-        text = await detokenize(one, body.model, body.tokens, "tokens", with_control_tokens=True)
+        key = request.state.key
+        one = served.find(body.model, key)
+        text = await detokenize(one, body.model, body.tokens, "tokens", key, with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
     return router
 
 
-async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest | ResponsesRequest) -> GenerateRequest:
+async def _raw(
+    body: ChatCompletionRequest
+    | CompletionRequest
+    | CountInputRequest
+    | CountTokensRequest
+    | MessagesRequest
+    | ResponsesRequest
+    | TokenizeRequest,
+) -> GenerateRequest:
     """The request without its wire format. Lets other requests run before: checking a long body took milliseconds."""
     await sleep(0)
     return body.raw()
@@ -112,8 +123,8 @@ async def _raw(body: ChatCompletionRequest | CompletionRequest | MessagesRequest
 async def _tokenize(
     models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
 ) -> tuple[int, ...]:
-    raw = body.raw()
-    return await while_connected(request, raw, tokenize(models.find(raw.model, request.state.key), raw))
+    raw, key = await _raw(body), request.state.key
+    return await while_connected(request, raw, tokenize(models.find(raw.model, key), raw, key))
 
 
 async def _complete(

@@ -3,14 +3,17 @@
 import os
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 MAX_LINES = 50_000
+MAX_ALL_LINES = 2 * MAX_LINES  # with empty ones
 MAX_ID_CHARS = 256
+MAX_ANSWERS = 128  # of a line, as of any request (request/rules.py)
 
 
 class InputLine(msgspec.Struct):
@@ -20,6 +23,13 @@ class InputLine(msgspec.Struct):
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
+
+
+class _Wanted(msgspec.Struct):
+    """What a line's body says of its number of answers."""
+
+    n: Any = None
+    prompt: Any = None
 
 
 class LineResponse(msgspec.Struct):
@@ -61,16 +71,19 @@ class Input:
     """What a file's lines are. Numbers count from 1, empty lines included."""
 
     offsets: "array[int]"  # by number - 1
+    num_answers: "array[int]"  # that a line asks for, by number - 1; of one that cannot be asked: 0
     numbers: list[int]  # of those that can be asked
     faults: list[Fault]
 
 
 def scan(path: Path, endpoint: str, max_line_bytes: int) -> Input:
     """Reads the whole input. Raises ValueError if it has no line, or too many."""
-    found = Input(array("Q"), [], [])
+    _check_number(path)
+    found = Input(array("Q"), array("H"), [], [])
     seen: dict[str, int] = {}
     for number, (offset, line) in enumerate(_lines(path, max_line_bytes), 1):
         found.offsets.append(offset)
+        found.num_answers.append(0)
         if line is not None and not line.strip():
             continue
         custom_id, fault = _check(number, line, endpoint, max_line_bytes, seen)
@@ -78,11 +91,34 @@ def scan(path: Path, endpoint: str, max_line_bytes: int) -> Input:
             found.faults.append(Fault(number, custom_id, *fault))
         else:
             found.numbers.append(number)
+            found.num_answers[-1] = _count_answers(line or b"")
         if len(found.numbers) + len(found.faults) > MAX_LINES:
             raise ValueError(f"the file has more than {MAX_LINES} lines; send several batches")
     if not found.numbers and not found.faults:
         raise ValueError("the file has no lines; each is one request as JSON")
     return found
+
+
+def _check_number(path: Path) -> None:
+    """Raises ValueError if there are too many lines. Empty ones cost time and memory, too."""
+    num_lines = 0
+    with path.open("rb") as file:
+        while num_lines <= MAX_ALL_LINES and (part := file.read(1 << 20)):
+            num_lines += part.count(b"\n")
+    if num_lines > MAX_ALL_LINES:
+        raise ValueError(f"the file has more than {MAX_ALL_LINES} lines, empty ones included; remove those")
+
+
+def _count_answers(line: bytes) -> int:
+    """How many answers a right line asks for; 1 if its body is not right, which its request finds."""
+    number = 1
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        wanted = msgspec.json.decode(msgspec.json.decode(line, type=InputLine).body, type=_Wanted)
+        if isinstance(wanted.n, int):
+            number = wanted.n
+        if isinstance(wanted.prompt, list) and wanted.prompt and not isinstance(wanted.prompt[0], int):
+            number *= len(wanted.prompt)
+    return min(max(number, 1), MAX_ANSWERS)
 
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
@@ -134,7 +170,7 @@ class Journal:
         self.numbers: set[int] = set()  # of the lines that are there
         self.is_dirty = False  # not yet safe from a power failure
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._size = 0
+        self.size = 0  # bytes
         with path.open("rb") as file:
             for line in file:
                 try:
@@ -144,8 +180,8 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 self.numbers.add(number)
-                self._size += len(line)
-        os.ftruncate(self._fd, self._size)
+                self.size += len(line)
+        os.ftruncate(self._fd, self.size)
 
     def append(self, number: int, line: OutputLine) -> None:
         """Raises OSError, for example when the disk is full; then nothing is added."""
@@ -154,9 +190,9 @@ class Journal:
             if os.write(self._fd, data) != len(data):
                 raise OSError("the disk is full")
         except OSError:
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(self._fd, self.size)
             raise
-        self._size += len(data)
+        self.size += len(data)
         self.is_dirty = True
         self.numbers.add(number)
 

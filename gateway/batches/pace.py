@@ -1,9 +1,9 @@
-"""How many lines of batches run beside live answers. Pure.
+"""How many answers of batches' lines run beside live ones. Pure.
 
-Lines are to cost live answers little time between tokens, which depends on the machine: on a GPU a row more is nearly
+They are to cost live answers little time between tokens, which depends on the machine: on a GPU a row more is nearly
 free, on a CPU it is not. So it is measured: the mean gap between their tokens while no line runs, and while some do.
 
-    no live request for CALM_S ─► any number of lines
+    no live request for CALM_S ─► any number of answers
     beside live answers        ─► up to `limit`: more while the mean gap is at most COST times the quiet one, else half
     not even one line          ─► one line at a time, for DUTY of the time: a batch goes on whatever the load
 """
@@ -35,11 +35,11 @@ class _Window(Gaps):
     """Those between two looks, all with lines or all without."""
 
     seconds: float = 0.0
-    peak: int = 0  # most lines at once
+    peak: int = 0  # most answers of lines at once
 
 
 def count_room(num_places: int, num_free: int, num_waiting: int) -> int:
-    """Lines that may start now: places beyond the reserve, a part of them at once, none while requests wait."""
+    """Answers of lines that may start now: places beyond the reserve, a part at once, none while requests wait."""
     room = num_free - max(int(RESERVE * num_places), 1)
     return 0 if num_waiting or room <= 0 else max(room // 4, 1)
 
@@ -48,26 +48,26 @@ class Pace:
     """Decides on the number of lines by what it sees at each `look`."""
 
     def __init__(self) -> None:
-        self.num_lines = 0  # that run
-        self.limit = 1  # lines beside live answers; 0: one at a time
+        self.num_answers = 0  # that run
+        self.limit = 1  # beside live answers; 0: one at a time
         self.quiet_s = 0.0  # mean gap while no line runs; 0: not measured
         self._looked = (0.0, 0.0, 0)  # when, and the gaps then
-        self._peak = 0  # most lines at once since then
+        self._peak = 0  # most of them at once since then
         self._live_at = self._token_at = -inf  # when a live request was last seen, and its tokens
         self._rests_until = -inf
         self._quiet, self._beside = _Window(), _Window()
 
-    def begin_line(self) -> None:
-        self.num_lines += 1
-        self._peak = max(self._peak, self.num_lines)
+    def begin(self) -> None:
+        self.num_answers += 1
+        self._peak = max(self._peak, self.num_answers)
 
-    def end_line(self, now: float, began: float) -> None:
-        self.num_lines -= 1
+    def end(self, now: float, began: float) -> None:
+        self.num_answers -= 1
         if not self.limit:
             self._rests_until = max(self._rests_until, now + (now - began) * (1 / DUTY - 1))
 
     def look(self, now: float, num_live: int, gaps: Gaps) -> float:
-        """The most lines that may run now. `gaps`: of all live answers since the start."""
+        """The most of them that may run now. `gaps`: of all live answers since the start."""
         is_calm = now - self._live_at > CALM_S
         self._measure(now, gaps)
         if num_live:
@@ -84,7 +84,7 @@ class Pace:
 
     def _measure(self, now: float, gaps: Gaps) -> None:
         (at, total_s, count), self._looked = self._looked, (now, gaps.total_s, gaps.count)
-        peak, self._peak = self._peak, self.num_lines
+        peak, self._peak = self._peak, self.num_answers
         if gaps.count == count:
             return
         self._token_at = now

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,12 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
 from gateway.batches.pace import Gaps, Pace, count_room
-from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status
+from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
+from gateway.batches.turns import TURNS, LineTurns
 from gateway.router.engine_client import Load
 
 _log = structlog.get_logger()
 
-IS_LINE = "is_batch_line"  # in the state of a line's request
+MAX_OPENING = 4  # inputs that are read at the same time, one of each owner
 TICK_S = 0.1  # between two looks at the load, while there are lines to answer
 IDLE_S = 600.0  # between two looks for what is to be deleted
 SYNC_S = 1.0
@@ -32,6 +34,9 @@ MAX_FAILED = 3  # tries of a line that ends all attempts of workers: it may be w
 MAX_RETRY_S = 60.0
 _KEY_GONE = "the API key that made the batch is not accepted any more"
 MAX_DROPS = 3  # of one line, in favour of live answers; then it runs to its end
+
+
+_turns: ContextVar[LineTurns] = ContextVar("turns")  # of the line whose task this is
 
 
 class _Job:
@@ -44,7 +49,9 @@ class _Job:
         self.output: Journal
         self.errors: Journal
         self.pending: deque[int] = deque()  # numbers of lines
-        self.running: dict[int, asyncio.Task[None]] = {}
+        self.running: dict[int, tuple[asyncio.Task[None], LineTurns]] = {}
+        self.num_lines = 0  # of the input, that can be asked or not
+        self.num_bytes = 0  # of the output, as counted in the store
         self.drops: Counter[int] = Counter()
 
     def open(self, store: BatchStore, max_line_bytes: int) -> None:
@@ -59,6 +66,9 @@ class _Job:
         for fault in self.input.faults:
             if fault.number not in done:
                 self.write(fault.number, fault.custom_id, LineError(fault.code, fault.message))
+        self.num_lines = len(self.input.numbers) + len(self.input.faults)
+        self.input.faults.clear()
+        self.input.numbers.clear()
         self.sync()
 
     def read(self, number: int) -> InputLine:
@@ -76,8 +86,14 @@ class _Job:
 
     def count(self) -> None:
         counts = self.batch.request_counts
-        counts.total = len(self.input.numbers) + len(self.input.faults)
+        counts.total = self.num_lines
         counts.completed, counts.failed = len(self.output.numbers), len(self.errors.numbers)
+
+    def count_bytes(self, store: BatchStore) -> None:
+        """The store's count of the output follows it."""
+        size = self.output.size + self.errors.size
+        store.bytes.add(sharer(self.record.owner), size - self.num_bytes)
+        self.num_bytes = size
 
     def sync(self) -> None:
         self.output.sync()
@@ -85,13 +101,13 @@ class _Job:
 
 
 class _Lines(httpx.AsyncBaseTransport):
-    """Hands requests to the REST API in this process, with the key of their batch in their state."""
+    """Hands requests to the REST API in this process, with their turns and their batch's key in their state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        state = {IS_LINE: True, KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
+        state = {TURNS: _turns.get(), KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app({**scope, "state": dict(state)}, receive, send)
@@ -133,6 +149,7 @@ class BatchRunner:
         self._jobs: deque[_Job] = deque()  # in turn
         self._changed = asyncio.Event()
         self._has_new = True  # batches in the store
+        self._opening: dict[str, asyncio.Task[None]] = {}  # by owner
         self._expired_s = -inf
         self._pauses_until = 0.0  # by the loop's clock: the disk is full, or the like
         self._synced_s = 0.0
@@ -145,8 +162,8 @@ class BatchRunner:
 
     async def close(self) -> None:
         """Ends at once: lines that run are redone after the next start."""
-        tasks = [task for job in self._jobs for task in job.running.values()]
-        tasks += [self._task] if self._task else []
+        tasks = [task for job in self._jobs for task, _ in job.running.values()]
+        tasks += [*self._opening.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -184,7 +201,7 @@ class BatchRunner:
             known = {job.batch.id for job in self._jobs}
             for record in self._store.open_batches():
                 if record.value.id not in known:
-                    await self._open(record)
+                    self._open_beside(record)
         for job in list(self._jobs):
             if (key := self._keys.find_owner(job.record.owner)) is None:
                 await self._end(job, "failed")
@@ -193,6 +210,7 @@ class BatchRunner:
         self._fill(now)
         for job in list(self._jobs):
             job.count()
+            job.count_bytes(self._store)
             if job.batch.status == "cancelling":
                 await self._end(job, "cancelled")
             elif not job.pending and not job.running:
@@ -203,6 +221,20 @@ class BatchRunner:
             self._synced_s = now
             for job in list(self._jobs):
                 await asyncio.to_thread(job.sync)
+
+    def _open_beside(self, record: Record) -> None:
+        """Reads its input while the others go on, unless many are read or one of its owner is: later, then."""
+        if record.owner in self._opening or len(self._opening) >= MAX_OPENING:
+            return
+
+        def end(task: asyncio.Task[None]) -> None:
+            del self._opening[record.owner]
+            self._wake()
+            if not task.cancelled() and (error := task.exception()):
+                self._pause(error)
+
+        task = self._opening[record.owner] = asyncio.create_task(self._open(record))
+        task.add_done_callback(end)
 
     async def _open(self, record: Record) -> None:
         batch, key = record.value, self._keys.find_owner(record.owner)
@@ -225,35 +257,45 @@ class BatchRunner:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def _fill(self, now: float) -> None:
-        """Starts lines, or drops some for live answers."""
+        """Lets answers of lines run, or drops some for live answers. More of lines that run come before new lines."""
         if self._served.find_obstacle() is not None:  # draining, or no worker is there
             return
-        load, running = self._served.load(), [(job, number) for job in self._jobs for number in job.running]
-        num_lines = len(running)
-        most = self._pace.look(now, max(load.num_inside - num_lines, 0), self._served.live_gaps)
-        for job, number in reversed(running):
-            if num_lines <= most:
+        running = [(job, number, turns) for job in self._jobs for number, (_, turns) in job.running.items()]
+        load, num_answers = self._served.load(), self._pace.num_answers
+        most = self._pace.look(now, max(load.num_inside - len(running), 0), self._served.live_gaps)
+        for job, number, turns in reversed(running):
+            if num_answers <= most:
                 break
             if job.drops[number] < MAX_DROPS:
                 job.drops[number] += 1
-                job.running[number].cancel()
-                num_lines -= 1
-        room = count_room(load.num_places, load.num_free, load.num_waiting)
-        for _ in range(int(min(room, most - num_lines))):
-            if not self._start_next(now):
-                break
+                job.running[number][0].cancel()
+                num_answers -= turns.num_allowed
+        num_live_waiting = max(load.num_waiting - sum([turns.num_waiting for *_, turns in running]), 0)
+        left = int(min(count_room(load.num_places, load.num_free, num_live_waiting), most - num_answers))
+        for *_, turns in running:
+            while left > 0 and turns.num_waiting:
+                left -= 1
+                self._pace.begin()
+                turns.allow()
+        while left > 0 and (num_begun := self._start_next(now)):
+            left -= num_begun
 
-    def _start_next(self, now: float) -> bool:
+    def _start_next(self, now: float) -> int:
+        """How many answers the line asks for that begins; 0: there is none to begin."""
         for _ in range(len(self._jobs)):
             job = self._jobs[0]
             self._jobs.rotate(-1)
-            if job.pending and job.batch.status == "in_progress":
+            has_room = self._store.bytes.has_room(sharer(job.record.owner))
+            if job.pending and job.batch.status == "in_progress" and has_room:
                 number = job.pending.popleft()
-                self._pace.begin_line()
-                task = job.running[number] = asyncio.create_task(self._answer(job, number))
+                self._pace.begin()
+                turns = LineTurns(lambda: self._pace.end(asyncio.get_running_loop().time(), now))
+                _turns.set(turns)
+                task = asyncio.create_task(self._answer(job, number))
+                job.running[number] = task, turns
                 task.add_done_callback(partial(self._finish, job, number, now))
-                return True
-        return False
+                return job.input.num_answers[number - 1]
+        return 0
 
     async def _answer(self, job: _Job, number: int) -> None:
         """One line, from its input to its output. Raises OSError."""
@@ -278,8 +320,9 @@ class BatchRunner:
             await asyncio.sleep(min(float(response.headers.get("retry-after", 1)), MAX_RETRY_S))
 
     def _finish(self, job: _Job, number: int, began: float, task: asyncio.Task[None]) -> None:
-        del job.running[number]
-        self._pace.end_line(asyncio.get_running_loop().time(), began)
+        _, turns = job.running.pop(number)
+        for _ in range(turns.num_allowed):
+            self._pace.end(asyncio.get_running_loop().time(), began)
         self._changed.set()
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error:
@@ -299,9 +342,10 @@ class BatchRunner:
     async def _end(self, job: _Job, status: Status) -> None:
         """Raises OSError; then it is tried again."""
         batch, record, store = job.batch, job.record, self._store
-        for task in job.running.values():
+        tasks = [task for task, _ in job.running.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*job.running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if status == "completed" and batch.status != "finalizing":
             batch.enter("finalizing")
             await store.save(record)
@@ -317,6 +361,7 @@ class BatchRunner:
             batch.enter(status)
         await store.save(record)
         self._jobs.remove(job)
+        self._store.bytes.add(sharer(record.owner), -job.num_bytes)
         job.output.close()
         job.errors.close()
         counts = batch.request_counts

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar
@@ -19,7 +19,9 @@ from typing import BinaryIO, Literal, TypeVar
 import msgspec
 import structlog
 
+from gateway.access.keys import ANYBODY
 from gateway.errors import ApiError, overloaded
+from gateway.shares import Shared, is_fair
 from wire.private_folders import open_private
 
 _log = structlog.get_logger()
@@ -112,6 +114,21 @@ class Record(msgspec.Struct):
     made_s: float = msgspec.field(default_factory=time.time)  # orders those of one second
 
 
+def sharer(owner: str) -> str:
+    """As in Shared: "" where there are no keys, and so no shares."""
+    return "" if owner == ANYBODY.owner else owner
+
+
+def _has_room(owner: str, records: Collection[Record], most: int) -> bool:
+    """For one more of the owner's."""
+    mine, total = sum([record.owner == owner for record in records]) + 1, len(records) + 1
+    return total <= most and (not sharer(owner) or is_fair(mine, total, most))
+
+
+def _size(record: Record) -> int:
+    return record.value.bytes if isinstance(record.value, FileObject) else 0
+
+
 def new_id(prefix: str) -> str:
     """An id that cannot be guessed."""
     return prefix + secrets.token_hex(16)
@@ -127,8 +144,7 @@ class BatchStore:
         os.close(open_private(folder))
         self.folder = folder
         self.on_change: Callable[[], None] = lambda: None  # called when there is a batch to run, or to end
-        self._max_bytes = max_bytes
-        self._num_coming = 0  # bytes of uploads that have begun
+        self.bytes = Shared(max_bytes)  # of files, of uploads so far, and of batches' output so far
         self._writing = asyncio.Lock()
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # until this process ends
         try:
@@ -142,6 +158,8 @@ class BatchStore:
                 self._records[path.stem] = msgspec.json.decode(path.read_bytes(), type=Record)
             except msgspec.MsgspecError as error:
                 _log.warning("a record of files or batches cannot be read; it is left out", file=str(path), why=error)
+        for record in self._records.values():
+            self.bytes.add(sharer(record.owner), _size(record))
         known = {name for record in self._records.values() for name in (record.output_id, record.error_id)}
         for path in folder.iterdir():  # of uploads that a crash ended
             if _OWN_FILE.fullmatch(path.name) and path.name not in known and path.name not in self._records:
@@ -177,25 +195,32 @@ class BatchStore:
     # -- changes ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def room(self, num_bytes: int) -> Iterator[int]:
-        """Around an upload of so many bytes, or about: yields how many it may have."""
-        values = [record.value for record in self._records.values()]
-        num_kept = sum([value.bytes for value in values if isinstance(value, FileObject)])
-        most = max(min(MAX_FILE_BYTES, num_bytes, self._max_bytes - num_kept - self._num_coming), 0)
-        self._num_coming += most
+    def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Around an upload: yields what to call with the number of bytes before they are kept. Raises ApiError 413."""
+        num_bytes, name = 0, sharer(owner)
+
+        def take(num: int) -> None:
+            nonlocal num_bytes
+            if not self.bytes.has_room(name, num):
+                why = "the upload is larger than the room that is left for your files; delete some, or wait"
+                raise ApiError(413, why, "file", "body_too_large")
+            num_bytes += num
+            self.bytes.add(name, num)
+
         try:
-            yield most
+            yield take
         finally:
-            self._num_coming -= most
+            self.bytes.add(name, -num_bytes)
 
     async def add_file(self, owner: str, content: BinaryIO, filename: str) -> FileObject:
         """Keeps an upload, which is at its start. Raises ApiError."""
-        self._check_room()
+        self._check_room(owner)
         name, now = new_id("file-"), int(time.time())
         try:
             size = await asyncio.to_thread(self._copy, content, self.path(name))
             added = FileObject(name, size, now, now + KEPT_S, filename, "batch")
             await self.save(Record(owner, added))
+            self.bytes.add(sharer(owner), size)
         except BaseException:
             self.path(name).unlink(missing_ok=True)
             raise
@@ -203,9 +228,9 @@ class BatchStore:
 
     async def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> Batch:
         """Begins a batch. Raises ApiError 429 if too many are not over."""
-        self._check_room()
-        if len(self.open_batches()) >= MAX_OPEN_BATCHES:
-            raise overloaded(f"{MAX_OPEN_BATCHES} batches are not over yet; send this one later")
+        self._check_room(owner)
+        if not _has_room(owner, self.open_batches(), MAX_OPEN_BATCHES):
+            raise overloaded(f"of {MAX_OPEN_BATCHES} open batches your key has its share; send this one later")
         now = int(time.time())
         batch = Batch(new_id("batch_"), endpoint, file_id, now, now + 86_400, metadata=metadata)
         await self.save(Record(owner, batch, new_id("file-"), new_id("file-")))
@@ -235,6 +260,7 @@ class BatchStore:
         now = int(time.time())
         kept = FileObject(file_id, path.stat().st_size, now, now + KEPT_S, filename, "batch_output")
         await self.save(Record(owner, kept))
+        self.bytes.add(sharer(owner), kept.bytes)
         return file_id
 
     def delete_file(self, file: FileObject) -> None:
@@ -258,11 +284,13 @@ class BatchStore:
     def _forget(self, name: str) -> None:
         (self.folder / f"{name}.json").unlink(missing_ok=True)  # first: a file without a record is deleted at a start
         self.path(name).unlink(missing_ok=True)
-        del self._records[name]
+        record = self._records.pop(name)
+        self.bytes.add(sharer(record.owner), -_size(record))
 
-    def _check_room(self) -> None:
-        if len(self._records) >= MAX_RECORDS:
-            raise overloaded(f"{MAX_RECORDS} files and batches are kept here; delete some files, or wait")
+    def _check_room(self, owner: str) -> None:
+        if not _has_room(owner, self._records.values(), MAX_RECORDS):
+            why = f"of {MAX_RECORDS} files and batches that are kept here your key has its share"
+            raise overloaded(f"{why}; delete some files, or wait")
 
     def _copy(self, content: BinaryIO, path: Path) -> int:
         with open_new(path) as file:

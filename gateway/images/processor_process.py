@@ -20,6 +20,7 @@ from PIL import Image
 
 from gateway.images.families import PROCESSORS
 from runtime.child import Limits, serve_parent, work_in_fork
+from wire.files import blamed, blamed_tokenizer, check_folder
 from wire.image_files import FORMATS, read_image
 
 CPU_S = 10  # for one image
@@ -80,20 +81,11 @@ class ImageReader:
 
     async def answer(self, call: Call) -> Answer | msgspec.Raw:
         if isinstance(call, ReaderStart):
-            try:
-                self._processor = load_processor(Path(call.folder), call.family)
-            except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-                return Refused(f"the model's image processor cannot be loaded: {error}")
             self._max_pixels = call.max_pixels
-            for name in FORMATS.values():  # loads what is loaded at first use: each fork would do it
-                file = BytesIO()
-                Image.new("RGB", (64, 64)).save(file, name)
-                tried = process(self._processor, file.getvalue(), call.max_pixels)
-                if isinstance(tried, Refused):
-                    return Refused(f"the model's image processor takes no {name}: {tried.message}")
-            gc.collect()
-            gc.freeze()
-            return ReaderReady(fingerprint(self._processor), self._processor.image_token)
+            try:
+                return self._load(Path(call.folder), call.family)
+            except (OSError, ValueError) as error:
+                return Refused(f"the model's image processor cannot be loaded: {error}")
         limits = Limits(CPU_S, WALL_S, MEMORY_BYTES)
         match await work_in_fork(self._fd, limits, lambda: process(self._processor, call.file, self._max_pixels)):
             case "busy":
@@ -105,22 +97,46 @@ class ImageReader:
             case msgspec.Raw() as answer:
                 return answer
 
+    def _load(self, folder: Path, family: str) -> ReaderReady:
+        """ValueError or OSError name the file that is wrong."""
+        check_folder(folder)
+        with blamed(_settings_of(folder)):
+            self._processor = load_processor(folder, family)
+            for name in FORMATS.values():  # loads what is loaded at first use: each fork would do it
+                file = BytesIO()
+                Image.new("RGB", (64, 64)).save(file, name)
+                tried = process(self._processor, file.getvalue(), self._max_pixels)
+                if isinstance(tried, Refused):
+                    raise ValueError(f"it takes no {name}: {tried.message}")
+            gc.collect()
+            gc.freeze()
+            return ReaderReady(fingerprint(self._processor), str(self._processor.image_token))
+
 
 def load_processor(folder: Path, family: str) -> Any:
     """transformers' own processor of a model, without what it has for videos and sound. Raises as transformers does."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     name, its_class = PROCESSORS[family]
-    load_pixels: Any = AutoImageProcessor.from_pretrained
+    pixels: Any = AutoImageProcessor
+    with blamed_tokenizer(folder):
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    own = {"backend": "pil", "local_files_only": True}
     parts = {
-        "image_processor": load_pixels(str(folder), backend="pil", local_files_only=True),
-        "tokenizer": AutoTokenizer.from_pretrained(str(folder), local_files_only=True),
+        "image_processor": pixels.from_pretrained(str(folder), **own, trust_remote_code=False),
+        "tokenizer": tokenizer,
     }
     base = getattr(import_module(f"transformers.models.{name}.processing_{name}"), its_class)
     # the check refuses processors with parts that are None
     lenient = type(its_class, (base,), {"check_argument_for_proper_class": lambda self, *arguments: None})
-    settings, _ = base.get_processor_dict(str(folder), local_files_only=True)
+    settings, _ = base.get_processor_dict(str(folder), local_files_only=True, trust_remote_code=False)
     return lenient.from_args_and_dict([parts.get(part) for part in base.get_attributes()], settings)  # type: ignore[attr-defined]
+
+
+def _settings_of(folder: Path) -> Path:
+    """The file that describes the processor."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return next((path for name in names if (path := folder / name).exists()), folder / names[0])
 
 
 def fingerprint(processor: Any) -> str:

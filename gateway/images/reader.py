@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from gateway.errors import ApiError, bad_request, check_count, not_ready, overloaded
+from gateway.fair_turns import FairTurns
 from gateway.images.fetch import ImageFetcher
 from gateway.images.parts import ImagePart, read_data_uri, too_large
 from gateway.images.processor_process import (
@@ -25,6 +26,7 @@ from gateway.images.processor_process import (
     ReadImage,
     Refused,
 )
+from gateway.shares import Shared
 from gateway.text.offload import Offload
 from runtime.child import ChildError, ChildServer, StandingChild
 from wire.image_files import MAX_FILE_BYTES
@@ -67,8 +69,8 @@ class Images:
         )
         self.fetcher = fetcher
         self._offload = offload
-        self._turns = asyncio.Semaphore(AT_ONCE)
-        self._num_waiting = 0
+        self._turns = FairTurns(AT_ONCE)
+        self._waiting = Shared(MAX_WAITING)
         self._kept: OrderedDict[bytes, ReadImage] = OrderedDict()  # by digest; the next one to forget first
         self._num_bytes = 0
 
@@ -84,31 +86,30 @@ class Images:
         except ApiError as error:
             log.error("no image can be read", reason=str(error))
 
-    async def read(self, parts: Sequence[ImagePart], param: str) -> list[FoundImage]:
-        """Raises ApiError. `param`: the field of all of them."""
+    async def read(self, parts: Sequence[ImagePart], param: str, owner: str = "") -> list[FoundImage]:
+        """Raises ApiError. `param`: the field of all of them; `owner`: as in Shared."""
         check_count(param, len(parts), MAX_IMAGES, "images")
-        if self._num_waiting + len(parts) > MAX_WAITING:
-            raise overloaded(f"{self._num_waiting} images are waiting to be read; try again in a moment")
-        self._num_waiting += len(parts)
-        try:
-            async with asyncio.timeout(ALL_S):
-                return await self._read(parts, param)
-        except TimeoutError:
-            raise overloaded(f"{param}: its images were not read within {ALL_S:g} s; try again later") from None
-        finally:
-            self._num_waiting -= len(parts)
+        if not self._waiting.has_room(owner, len(parts)):
+            raise overloaded(f"{self._waiting.total} images are waiting to be read; try again in a moment")
+        with self._waiting.held(owner, len(parts)):
+            try:
+                async with asyncio.timeout(ALL_S):
+                    return await self._read(parts, param, owner)
+            except TimeoutError:
+                raise overloaded(f"{param}: its images were not read within {ALL_S:g} s; try again later") from None
 
-    async def _read(self, parts: Sequence[ImagePart], param: str) -> list[FoundImage]:
+    async def _read(self, parts: Sequence[ImagePart], param: str, owner: str) -> list[FoundImage]:
         ready = await self._ready()
         self.placeholder = ready.placeholder
         count = _limit(param)  # of fetched files; those in the request are bounded with its body
         fetched = await _all([self._fetch(part, count) for part in parts])
         files = await self._offload.run(
             sum([len(source) for source in fetched]),
-            lambda: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)],
+            lambda _: [_open(*pair, ready.fingerprint) for pair in zip(parts, fetched, strict=True)],
+            owner,
         )
         _limit(param)(sum([len(file) for file, _ in files]))
-        answers = await _all([self._ask(part, *opened) for part, opened in zip(parts, files, strict=True)])
+        answers = await _all([self._ask(part, *opened, owner) for part, opened in zip(parts, files, strict=True)])
         return [FoundImage(*pair, answer) for pair, answer in zip(files, answers, strict=True)]
 
     async def _ready(self) -> ReaderReady:
@@ -131,12 +132,14 @@ class Images:
         except ValueError as error:
             raise refused(part, str(error)) from error
 
-    async def _ask(self, part: ImagePart, file: bytes, digest: bytes) -> ReadImage:
+    async def _ask(self, part: ImagePart, file: bytes, digest: bytes, owner: str) -> ReadImage:
         answer: Answer | None = self._find(digest)
         if answer is None:
-            await self._turns.acquire()
+            await self._turns.take(owner)
             asked = asyncio.create_task(self._ask_process(file, digest))
-            asked.add_done_callback(lambda _: self._turns.release())  # the process works on for a cancelled request
+            asked.add_done_callback(
+                lambda _: self._turns.give_back(owner)
+            )  # the process works on for a cancelled request
             answer = await asyncio.shield(asked)
         match answer:
             case ReadImage():

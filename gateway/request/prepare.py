@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import product
@@ -13,12 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
 from gateway.batches.pace import Gaps
-from gateway.errors import ApiError, bad_request, check_count, missed_deadline
+from gateway.errors import ApiError, bad_request, check_count, missed_deadline, overloaded
+from gateway.held import Held
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
+from gateway.shares import Shared, is_fair
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
@@ -42,6 +44,7 @@ class ApiOptions:
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
+    max_queue: int = 1024  # choices that wait for a place
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
     salts_by_key: bool = False  # keys do not share KV of equal prompts
     hosts: tuple[str, ...] = ()  # names by which the service is called where no key is asked for
@@ -56,6 +59,7 @@ class ServedModel(Prompts):
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
+    waiting: Shared  # choices that wait for their first token
     tracing: Tracing | None = None
 
     def begin_trace(
@@ -117,7 +121,7 @@ class ServedModel(Prompts):
         late_s = time.perf_counter() - arrived_s
         try:
             async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
-                prompts = await self.encode(raw.prompts, tools, salt=cache_salt)
+                prompts = await self.encode(raw.prompts, tools, salt=cache_salt, owner=key.name)
         except TimeoutError:
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
@@ -151,7 +155,7 @@ class ServedModel(Prompts):
         visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
         visible |= tools.format.markers if tools else set[str]()
         if raw.is_echoed:
-            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
+            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, key.name)
         return PreparedRequest(
             model=name,
             key=key,
@@ -167,6 +171,13 @@ class ServedModel(Prompts):
             warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
             visible_controls=visible,
         )
+
+    def check_share(self, sharer: str, num_choices: int) -> None:
+        """No key fills the queue alone. Raises ApiError 429."""
+        num_waiting, most = self.ring.load().num_waiting, self.options.max_queue
+        mine = self.waiting.held_by(sharer) + num_choices
+        if sharer and num_waiting and not is_fair(mine, num_waiting + num_choices, most):
+            raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
@@ -200,6 +211,7 @@ class ServedModels:
     models: Sequence[ServedModel]  # the first answers requests that name none
     registry: CollectorRegistry  # of all metrics
     keys: Keys
+    held: Held = field(default_factory=Held)
 
     def start_images(self) -> list[asyncio.Task[None]]:
         """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""
@@ -208,6 +220,7 @@ class ServedModels:
     async def close(self) -> None:
         """End threads and processes."""
         self.models[0].offload.close()
+        await self.models[0].templates.close()
         for one in self.models:
             if one.images is not None:
                 await one.images.close()
@@ -269,16 +282,24 @@ def _join_reasons(reasons: Sequence[str | None]) -> str | None:
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
-async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
+async def tokenize(served: ServedModel, raw: GenerateRequest, key: Key) -> tuple[int, ...]:
     """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
     served.names.check(raw.model)
     tools = check_tools(raw.tools, served.tool_format)
-    (encoded,) = await served.encode(raw.prompts, tools, add_special_tokens=raw.add_special_tokens, must_fit=False)
+    (encoded,) = await served.encode(
+        raw.prompts, tools, add_special_tokens=raw.add_special_tokens, must_fit=False, owner=key.name
+    )
     return encoded.ids
 
 
 async def detokenize(
-    served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
+    served: ServedModel,
+    model: str | None,
+    token_ids: Sequence[int],
+    param: str,
+    key: Key,
+    *,
+    with_control_tokens: bool,
 ) -> str:
     """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
     served.names.check(model)
@@ -289,5 +310,6 @@ async def detokenize(
     rules.check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
     return await served.offload.run(
         DECODE_COST * len(token_ids),
-        lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+        lambda _: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+        key.name,
     )

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
@@ -11,9 +10,12 @@ from gateway.images.reader import FoundImage, Images
 from gateway.request.image_places import find_images, put_images
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
-from gateway.text.offload import Offload
+from gateway.text.offload import Check, Offload
 from gateway.text.segments import SegmentEncoder
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.template import TemplateRefusalError
+from gateway.text.template_process import pack_conversation
+from gateway.text.templates import Templates
+from gateway.text.tokenizer import Tokenizer
 from gateway.tools import history
 from gateway.tools.formats import Format
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
@@ -35,6 +37,8 @@ class Prompts:
     tokenizer: Tokenizer
     segments: SegmentEncoder  # of the same
     offload: Offload
+    templates: Templates  # renders chats
+    template: int  # the model's number there
     images: Images | None  # None: the model takes none
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
@@ -48,21 +52,26 @@ class Prompts:
         add_special_tokens: bool | None = None,
         must_fit: bool = True,
         salt: str = "",
+        owner: str = "",
     ) -> list[EncodedPrompt]:
         """Encodes prompts, which must fit the context unless they are only counted. `tools` go into chats.
 
-        `add_special_tokens`: None as in answers. `salt`: as in SegmentEncoder. Raises ApiError naming the prompt.
+        `add_special_tokens`: None as in answers. `salt`: as in SegmentEncoder; `owner`: as in Shared.
+        Raises ApiError naming the prompt.
         """
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
-        images = [await self._read_images(prompt) for prompt in prompts]
+        images = [await self._read_images(prompt, owner) for prompt in prompts]
+        chats = await self.offload.run(cost, lambda _: [self._pack(prompt, inputs) for prompt in prompts], owner)
+        texts = [await self._render(chat, prompt.param, owner) for chat, prompt in zip(chats, prompts, strict=True)]
         cost += sum([len(image.read.text) for found in images for image in found])
         encoded = await self.offload.run(
-            cost,
-            lambda: [
-                self._encode(prompt, inputs, add_special_tokens, salt, found)
-                for prompt, found in zip(prompts, images, strict=True)
+            max(cost, sum(map(len, texts))),
+            lambda check: [
+                self._encode(prompt, text, add_special_tokens, salt, found, check)
+                for prompt, text, found in zip(prompts, texts, images, strict=True)
             ],
+            owner,
         )
         for prompt, found in zip(prompts, encoded, strict=True):
             if must_fit:
@@ -70,13 +79,13 @@ class Prompts:
         return encoded
 
     async def with_echoes(
-        self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool
+        self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool, owner: str = ""
     ) -> list[EncodedPrompt]:
-        """The encoded prompts with their echoes: texts as given, token ids as their text."""
+        """The encoded prompts with their echoes: texts as given, token ids as their text. `owner`: as in Shared."""
         pairs = list(zip(prompts, encoded, strict=True))
         num_ids = sum(len(found.ids) for prompt, found in pairs if with_offsets or not isinstance(prompt.content, str))
         return await self.offload.run(
-            DECODE_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs]
+            DECODE_COST * num_ids, lambda check: [self._echo(*pair, with_offsets, check) for pair in pairs], owner
         )
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
@@ -91,7 +100,7 @@ class Prompts:
         check_vocabulary(content, prompt.param, self.tokenizer.vocab_size)
         return 0
 
-    async def _read_images(self, prompt: Prompt) -> Sequence[FoundImage]:
+    async def _read_images(self, prompt: Prompt, owner: str) -> Sequence[FoundImage]:
         """Raises ApiError."""
         parts = prompt.content.images if isinstance(prompt.content, Chat) else []
         if not parts:
@@ -99,7 +108,7 @@ class Prompts:
         if self.images is None:
             path = parts[0].param
             raise bad_request(f"{path}: this model takes no images; send text only", path, "unsupported_field")
-        found = await self.images.read(parts, prompt.param)
+        found = await self.images.read(parts, prompt.param, owner)
         check_text_bytes(sum([len(image.read.text) for image in found]), prompt.param, self.tokenizer.context_tokens)
         return found
 
@@ -137,18 +146,22 @@ class Prompts:
     def _encode(
         self,
         prompt: Prompt,
-        tools: Sequence[TemplateInput],
+        text: str,
         add_special_tokens: bool | None,
         salt: str,
         images: Sequence[FoundImage],
+        check: Check,
     ) -> EncodedPrompt:
+        """`text`: of a chat."""
         content, model = prompt.content, self.tokenizer
+        check()
         if isinstance(content, Chat):
-            text = self._render(content, tools, prompt.param)
             if self.images is not None and images:
                 text = put_images(text, self.images.placeholder, images, prompt.param)
             ids = tuple(
-                model.encode(text, add_special_tokens=True) if add_special_tokens else self.segments.encode(text, salt)
+                model.encode(text, add_special_tokens=True)
+                if add_special_tokens
+                else self.segments.encode(text, salt, check)
             )
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
@@ -163,32 +176,47 @@ class Prompts:
         (token,) = model.pieces([self.images.token_id])
         return replace(encoded, images=find_images(encoded.ids, self.images.token_id, token, images, prompt.param))
 
-    def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
+    def _pack(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> list[bytes]:
+        """What `Templates.render` takes of a chat, twice if it has system messages that a template may refuse or leave
+        out: then with these first. Empty for other prompts."""
+        chat = prompt.content
+        if not isinstance(chat, Chat):
+            return []
         given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
         messages = [history.fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
         if self.tool_format is not None:
             messages = [history.fit_ids(message, self.tool_format) for message in messages]
-        render = partial(
-            self.tokenizer.render_chat,
-            tools=tools,
-            options=chat.options,
-            add_generation_prompt=chat.add_generation_prompt,
-            is_open=chat.is_open,
-        )
-        later = history.later_system_texts(messages)
+        later = [said.strip() for said in history.later_system_texts(messages)]
+        packed = [
+            self.tokenizer.conversation(
+                one,
+                tools,
+                options=chat.options,
+                add_generation_prompt=chat.add_generation_prompt,
+                is_open=chat.is_open,
+                shown=shown,
+            )
+            for one, shown in [(messages, later), *([(history.system_first(messages), [])] if later else [])]
+        ]
         try:
-            text = render(messages)
-            if all(said.strip() in text for said in later):
-                return text
+            return [pack_conversation(self.template, one) for one in packed]
         except TemplateRefusalError as error:
-            if not later:
-                raise _refused(error, param) from error
-        try:
-            return render(history.system_first(messages))
-        except TemplateRefusalError as error:
-            raise _refused(error, param) from error
+            raise _refused(error, prompt.param) from error
 
-    def _echo(self, prompt: Prompt, encoded: EncodedPrompt, with_offsets: bool) -> EncodedPrompt:
+    async def _render(self, chats: Sequence[bytes], param: str, owner: str) -> str:
+        """The text of the first of `chats` that the template takes; empty for none."""
+        refusal: TemplateRefusalError | None = None
+        for packed in chats:
+            try:
+                return await self.templates.render(packed, owner)
+            except TemplateRefusalError as error:
+                refusal = error
+        if refusal is not None:
+            raise _refused(refusal, param) from refusal
+        return ""
+
+    def _echo(self, prompt: Prompt, encoded: EncodedPrompt, with_offsets: bool, check: Check) -> EncodedPrompt:
+        check()
         given = prompt.content if isinstance(prompt.content, str) else None
         if given is not None and not with_offsets:
             return replace(encoded, echo=Echo(given, ()))

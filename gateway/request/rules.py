@@ -197,7 +197,7 @@ def check_logprobs(raw: GenerateRequest) -> None:
 
 def check_num_logprobs(raw: GenerateRequest, num_choices: int, num_places: int) -> None:
     """Limits the memory of several choices; the context limits one. `num_places`: tokens of all choices."""
-    if num_choices == 1:
+    if num_choices == 1 or (raw.num_logprobs is None and raw.num_prompt_logprobs is None):
         return
     num_told = num_places * (max(raw.num_logprobs or 0, raw.num_prompt_logprobs or 0) + 1)
     if num_told > MAX_TOLD_LOGPROBS:

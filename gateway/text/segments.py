@@ -15,10 +15,11 @@ from threading import Lock
 
 from tokenizers import AddedToken
 
-from gateway.text.offload import CHEAP_CHARS
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.offload import CHEAP_CHARS, Check
+from gateway.text.tokenizer import Tokenizer
 
 LEAST_CHARS = 512  # of a segment but the last, so that short messages do not cost an entry each
+AT_ONCE = 128  # segments that are tokenised in one call
 MAX_BYTES = 64 << 20  # of all entries: 16 million tokens
 ENTRY_BYTES = 256  # of an entry without its tokens
 
@@ -29,16 +30,16 @@ class SegmentEncoder:
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        marks = find_marks(tokenizer.added_tokens, _render_sample(tokenizer))
+        marks = find_marks(tokenizer.added_tokens, tokenizer.tried.sample)
         self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._lock = Lock()
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()  # key |-> tokens, the next one to forget first
         self._num_bytes = 0
 
-    def encode(self, text: str, salt: str = "") -> list[int]:
+    def encode(self, text: str, salt: str = "", check: Check = lambda: None) -> list[int]:
         """Token ids, without the model's start token. Texts share kept tokens with those of the same `salt` only.
 
-        Releases the GIL while it tokenises. Tokens of short texts are not kept.
+        Releases the GIL while it tokenises. Tokens of short texts are not kept. `check`: called now and then.
         """
         if len(text) <= CHEAP_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -47,8 +48,12 @@ class SegmentEncoder:
         keys = [blake2b(segment.encode(), digest_size=16, key=salted).digest() for segment in segments]
         found = self._find(keys)
         new = [index for index, tokens in enumerate(found) if tokens is None]
-        encoded = self._tokenizer.encode_all([segments[index] for index in new], add_special_tokens=False)
-        fresh = {index: array("i", ids) for index, ids in zip(new, encoded, strict=True)}
+        fresh: dict[int, array[int]] = {}
+        for begin in range(0, len(new), AT_ONCE):
+            check()
+            some = new[begin : begin + AT_ONCE]
+            encoded = self._tokenizer.encode_all([segments[index] for index in some], add_special_tokens=False)
+            fresh |= {index: array("i", ids) for index, ids in zip(some, encoded, strict=True)}
         self._keep((keys[index], tokens) for index, tokens in fresh.items())
         ids = array("i")
         for index, tokens in enumerate(found):
@@ -78,15 +83,6 @@ class SegmentEncoder:
                     self._num_bytes += _size(tokens)
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _render_sample(tokenizer: Tokenizer) -> str:
-    """Two turns as prompts have them; empty if the template refuses them, or there is none."""
-    messages = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
-    try:
-        return tokenizer.render_chat(messages) if tokenizer.chat_templates else ""
-    except TemplateRefusalError:
-        return ""
 
 
 def find_marks(added: Sequence[AddedToken], sample: str) -> list[str]:

@@ -1,23 +1,25 @@
 """The model's tokenizer and chat template: text to token ids and back, as tokens arrive.
 
-The only file of the gateway that imports transformers.
+Beside template.py the only file of the gateway that imports transformers.
 """
 
 import codecs
-import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-import jinja2
 import msgspec
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from gateway.errors import bad_request
+from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
+from wire.files import TOKENIZER, blamed_tokenizer, named, read_json, read_json_object
+from wire.names import MOST_CONTEXT_TOKENS
 from wire.sampling import SamplingParams
 
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -33,52 +35,66 @@ _EXAMPLES = (
 )
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 _PROBE = "a text"
+GENERATION = "generation_config.json"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TOKENIZER)  # objects
+_MOST_REASON_CHARS = 300
+RENDERED_BYTES_PER_TOKEN = 32  # of a rendered chat: twice what its texts may have (request/rules.py)
+LEAST_RENDERED_BYTES = 1 << 16
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
-class TemplateRefusalError(Exception):
-    """The chat template cannot render these messages; the text says why."""
+class Tried(msgspec.Struct):
+    """What the chat template made of samples, in a fork with limits."""
+
+    prints_texts: bool  # see `Tokenizer.conversation`
+    sample: str  # two turns
 
 
 class Tokenizer:
     """Tokenizer of one checkpoint folder. Thread-safe: only a cache changes after construction."""
 
-    def __init__(self, folder: Path, max_context_tokens: int | None = None) -> None:
+    def __init__(self, folder: Path, max_context_tokens: int | None = None, tried: Tried | None = None) -> None:
         """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit.
 
-        Raises ValueError saying what is wrong.
+        Without `tried` it renders samples itself, without limits. Raises ValueError saying what is wrong.
         """
         self.folder = folder
-        self.config, generation = (_read_object(folder / name) for name in ("config.json", "generation_config.json"))
+        self.config, generation = (read_optional(folder / name) for name in ("config.json", GENERATION))
         config = self.config.get("text_config") or self.config  # multimodal checkpoints nest the language model
+        if not isinstance(config, dict):
+            raise ValueError(f"{folder / 'config.json'} has text_config {config!r}, expected an object")
         context_tokens = _context_tokens(config, folder)
         self.context_tokens = min(context_tokens, max_context_tokens or context_tokens)
-        given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
-        self.sampling_defaults = SamplingParams(**given)  # for parameters that a request does not set
-        path = folder / "examples.json"
-        self.examples: Sequence[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _EXAMPLES
-        if not all(isinstance(one, str) for one in self.examples):
-            raise ValueError(f"{path} must hold a list of texts")
-        self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        if template := _read_object(folder / "chat_template.json").get("chat_template"):
-            self._hf.chat_template = template  # where processors had theirs
-        backend = getattr(self._hf, "backend_tokenizer", None)
-        if backend is None:
-            raise ValueError(f"{folder} has no fast tokenizer: save it with a tokenizer.json first")
-        self._backend: Any = backend
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._silent_ids = frozenset(
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
-        self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
-        self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on the token before
-        self.vocab_size: int = config.get("vocab_size") or self._backend.get_vocab_size()  # rows of the embedding
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
-        listed: Sequence[int | None] = eos if isinstance(eos, list) else [eos]
-        self.eos_token_ids = frozenset(one for one in (*listed, self._hf.eos_token_id) if one is not None)
-        self._wants_parts = False
-        self._wants_parts = "vision_config" in self.config and not self._prints_texts()
+        self.sampling_defaults = _read_sampling(generation, folder)  # for parameters that a request does not set
+        self.examples = _read_examples(folder / "examples.json")
+        self._hf: Any = _load(folder)
+        with blamed_tokenizer(folder):
+            self._backend: Any = self._hf.backend_tokenizer
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._silent_ids = frozenset(
+                token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+            )
+            self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
+            self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on those before
+            self.template = ChatTemplate(
+                self._find_template(),
+                self._find_template([{}]),
+                self._hf.special_tokens_map,
+                RENDERED_BYTES_PER_TOKEN * self.context_tokens + LEAST_RENDERED_BYTES,
+            )
+            self.chat_templates = str(self._hf.chat_template or "")  # the sources of all; empty if there is none
+            own_end: int | None = self._hf.eos_token_id
+        vocab_size = config.get("vocab_size") or self._backend.get_vocab_size()
+        if not _is_id(vocab_size) or not vocab_size:
+            raise ValueError(f"{folder / 'config.json'} has vocab_size {vocab_size!r:.40}, expected a number of tokens")
+        self.vocab_size = vocab_size  # rows of the embedding
+        name, given = (GENERATION, generation) if "eos_token_id" in generation else ("config.json", config)
+        self.eos_token_ids = _read_ends(given.get("eos_token_id"), folder / name)
+        if own_end is not None:
+            self.eos_token_ids |= {own_end}
+        self.tried = tried or self.render_samples()
+        self._wants_parts = "vision_config" in self.config and not self.tried.prints_texts
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
@@ -88,8 +104,14 @@ class Tokenizer:
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """The same of several texts."""
-        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        """The same of several texts. Raises ApiError if a regular expression of the tokenizer gives up."""
+        try:
+            encoded = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # pyo3's PanicException, which cannot be imported, is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            why = f"the model's tokenizer cannot read this text: {error}"
+            raise bad_request(why[:_MOST_REASON_CHARS], None) from error
         return [one.ids for one in encoded]
 
     @property
@@ -97,31 +119,38 @@ class Tokenizer:
         """The tokens that are taken out of a text before it is normalised and split, and their rules."""
         return list(self._backend.get_added_tokens_decoder().values())
 
+    def patterns(self) -> list[str]:
+        """All texts in what normalises and splits, regular expressions included."""
+        parts = [part for part in (self._backend.normalizer, self._backend.pre_tokenizer) if part is not None]
+        return sorted(set(_texts_in([msgspec.json.decode(part.__getstate__()) for part in parts])))
+
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token with this name."""
         return self._backend.token_to_id(text) is not None
 
-    @property
-    def chat_templates(self) -> str:
-        """Sources of all chat templates; empty if there is none."""
-        return str(self._hf.chat_template or "")
-
-    def _prints_texts(self) -> bool:
-        """Whether the chat template prints contents that are texts, not lists of parts as those of images are."""
+    def _find_template(self, tools: Sequence[Any] = ()) -> str:
+        """Its source; empty if there is none."""
         try:
-            return _PROBE in self.render_chat([{"role": "user", "content": _PROBE}])
-        except TemplateRefusalError:
-            return False
-
-    @property
-    def tool_template(self) -> str:
-        """Source of the chat template that is used with tools; empty if there is none."""
-        try:
-            return str(self._hf.get_chat_template(tools=[{}]))
+            return str(self._hf.get_chat_template(tools=tools or None))
         except ValueError:
             return ""
 
-    def render_chat(
+    def render_samples(self) -> Tried:
+        """See `Tried`. Without limits of time and memory."""
+        self._wants_parts = False
+        prints_texts = _PROBE in self._render_if_taken([{"role": "user", "content": _PROBE}])
+        self._wants_parts = "vision_config" in self.config and not prints_texts
+        turns = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
+        return Tried(prints_texts, self._render_if_taken(turns))
+
+    def _render_if_taken(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Empty if the template refuses them, or there is none."""
+        try:
+            return self.render_chat(messages) if self.chat_templates else ""
+        except TemplateRefusalError:
+            return ""
+
+    def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -129,14 +158,15 @@ class Tokenizer:
         options: Mapping[str, str | int | float | bool | None] = {},
         add_generation_prompt: bool = True,
         is_open: bool = False,
-    ) -> str:
-        """Text of a conversation up to the start of the answer. Runs the template in a sandbox.
+        shown: Sequence[str] = (),
+    ) -> Conversation:
+        """What the template is given, to render the text of a conversation up to the start of the answer.
 
         A content is a text, or a list of texts and images; anything but a text is one.
 
         `options`: variables from tools/template_options.py; the template gets those that it names. Without
         `add_generation_prompt` the text ends with the last message. `is_open`: it ends inside the last message, an
-        assistant's, without trailing space if the template trims messages. Raises TemplateRefusalError.
+        assistant's, without trailing space if the template trims messages. `shown`: texts that it must have.
         """
         if is_open and not messages[-1]["content"].strip():  # no text to continue
             messages, add_generation_prompt, is_open = messages[:-1], True, False
@@ -146,21 +176,15 @@ class Tokenizer:
                 message["role"] = "system"
             if self._wants_parts or not isinstance(message["content"], str):
                 message["content"] = _template_parts(message["content"])
-        try:
-            rendered = self._hf.apply_chat_template(
-                known,
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt and not is_open,
-                continue_final_message=is_open,
-                **{name: value for name, value in options.items() if name in self.chat_templates},
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            reason = str(error) or type(error).__name__
-            if reason.startswith("continue_final_message"):  # transformers' check, which quotes the prompt
-                reason = "it drops or changes the text of the last message, so that no answer can go on with it"
-            raise TemplateRefusalError(reason) from error
-        return str(rendered)
+        named = {name: value for name, value in options.items() if name in self.chat_templates}
+        return Conversation(known, tools, named, add_generation_prompt, is_open, shown)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of `conversation`, without limits of time and memory: for templates that were tried, and in forks.
+
+        Raises TemplateRefusalError.
+        """
+        return self.template.render(self.conversation(messages, **options))
 
     def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> "IncrementalDetokenizer":
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
@@ -279,28 +303,79 @@ def _template_parts(content: str | Sequence[object]) -> list[dict[str, str]]:
     return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
 
 
+def _load(folder: Path) -> Any:
+    """transformers' fast tokenizer of a folder."""
+    for path in sorted(folder.glob("*.json")):
+        if path.name in SETTINGS:
+            read_json_object(path)
+    template = read_optional(folder / "chat_template.json").get("chat_template")
+    with blamed_tokenizer(folder):
+        found: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        if template:
+            found.chat_template = template  # where processors had theirs
+    if getattr(found, "backend_tokenizer", None) is None:
+        raise ValueError(f"{folder} has no fast tokenizer: save it with a {TOKENIZER} first")
+    return found
+
+
+def _read_sampling(generation: Mapping[str, Any], folder: Path) -> SamplingParams:
+    given = {name: generation[name] for name in _DEFAULTED if generation.get(name) is not None}
+    with named(folder / GENERATION):
+        return SamplingParams(**given)
+
+
+def _read_examples(path: Path) -> Sequence[str]:
+    examples = read_json(path) if path.exists() else list(_EXAMPLES)
+    if not isinstance(examples, list) or not all(isinstance(one, str) for one in examples):
+        raise ValueError(f"{path} must hold a list of texts")
+    return examples
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(one)
+
+
+def _is_id(value: object) -> TypeGuard[int]:
+    """Whether it can be a token's."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _read_ends(ends: object, path: Path) -> frozenset[int]:
+    """`eos_token_id`, one or several."""
+    listed = [one for one in (ends if isinstance(ends, list) else [ends]) if one is not None]
+    found = frozenset(one for one in listed if _is_id(one))
+    if len(found) < len({repr(one) for one in listed}):
+        raise ValueError(f"{path} has eos_token_id {ends!r:.80}, expected token ids")
+    return found
+
+
 def _context_tokens(config: Mapping[str, Any], folder: Path) -> int:
     """Most tokens of prompt and answer together.
 
     With yarn it is longer: recipes that add it leave max_position_embeddings at the original.
     """
+    path = folder / "config.json"
     context = next((config[key] for key in _CONTEXT_KEYS if key in config), None)
     context = context or _DEFAULT_CONTEXTS.get(str(config.get("model_type")))
-    if not isinstance(context, int) or context < 2:
-        raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
+    if not isinstance(context, int) or isinstance(context, bool) or not 2 <= context <= MOST_CONTEXT_TOKENS:
+        expected = f"as an integer from 2 to {MOST_CONTEXT_TOKENS}, not {context!r:.40}"
+        raise ValueError(f"{path} must give max_position_embeddings {expected}")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
         return context
-    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     factor = rope.get("factor")
-    is_sane = isinstance(original, int) and isinstance(factor, int | float) and 0 < factor < 2**53
-    return max(context, int(original * factor)) if is_sane else context  # the workers report the error
+    if not isinstance(original, int) or not isinstance(factor, int | float) or not 0 < factor * original < 2**53:
+        return context  # the workers report the error
+    if (context := max(context, int(original * factor))) > MOST_CONTEXT_TOKENS:
+        raise ValueError(f"{path} has a context of {context} tokens with rope_scaling, over {MOST_CONTEXT_TOKENS}")
+    return context
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
+def read_optional(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty if there is no file."""
+    return read_json_object(path) if path.exists() else {}

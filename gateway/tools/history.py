@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.errors import bad_request
 from gateway.tools.formats import Format
-from gateway.tools.json_text import read_object
+from gateway.tools.json_text import JsonTexts
 
 _SYSTEM = ("system", "developer")
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content
@@ -23,14 +23,17 @@ def join_parts(parts: Iterable[Any]) -> Any:
     return "".join(listed) if all(isinstance(part, str) for part in listed) else listed
 
 
-def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """One of a message's `tool_calls`; its arguments become an object. Raises ValueError saying what is wrong."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": read_arguments(arguments)}}
+def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a message's `tool_calls`."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; {} if the text is empty. Raises ValueError saying what is wrong."""
-    return read_object(text) if text.strip() else {}
+def read_arguments(text: str, param: str, texts: JsonTexts) -> dict[str, Any]:
+    """A call's arguments; {} if the text is empty. `texts`: of the request. Raises ApiError naming `param`."""
+    try:
+        return texts.read_object(text) if text.strip() else {}
+    except ValueError as error:
+        raise bad_request(f"{param}: {error}", param) from error
 
 
 def check_results(messages: Sequence[Message], params: Sequence[str] | None) -> None:
@@ -105,9 +108,10 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
     These join the user's message before or after them, as many templates require turns to alternate.
     """
     found: list[Message] = []
+    contents: list[list[Any]] = []  # the parts of each
     is_joined = False  # the user's last message may be joined
     for message in messages:
-        is_start = not found or [one["role"] for one in found] == ["system"]
+        is_start = not found or (len(found) == 1 and found[0]["role"] == "system")
         is_system = message["role"] in _SYSTEM
         if is_system and is_start:
             message = {**message, "role": "system"}
@@ -115,11 +119,9 @@ def system_first(messages: Sequence[Message]) -> list[Message]:
             message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
         role = message["role"]
         if found and found[-1]["role"] == role and (is_system or is_joined) and role in ("system", "user"):
-            found[-1] = {
-                **found[-1],
-                "content": join_parts([*parts_of(found[-1]["content"]), "\n\n", *parts_of(message["content"])]),
-            }
+            contents[-1] += ["\n\n", *parts_of(message["content"])]
         else:
             found.append(message)
+            contents.append([*parts_of(message["content"])])
         is_joined = is_system
-    return found
+    return [{**message, "content": join_parts(parts)} for message, parts in zip(found, contents, strict=True)]

@@ -47,21 +47,32 @@ _IMPLIED_BY = {  # type |-> keywords from which the compiler infers it if none i
 _TYPE_OF_JSON = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _MAX_HOPS = 4  # from reference to reference
 _MAX_BRANCHES = 20  # that are compared with each other
-_MAX_COMPARISONS = 50_000  # of values or properties, in all of a schema; takes some 20 ms
 _NOTHING: Schema = {}
 
 
-def check_enforced(schema: Schema, param: str, *, is_strict: bool) -> tuple[str, ...]:
-    """A warning that names what answers may disregard, if there is such a part. Raises ApiError instead if strict."""
-    problem = find_unenforced(schema)
+class Comparisons:
+    """How many values or properties may still be compared in the schemas of one request."""
+
+    def __init__(self, num_left: int = 50_000) -> None:  # some 20 ms
+        self.num_left = num_left
+
+
+def check_enforced(
+    schema: Schema, param: str, comparisons: Comparisons | None = None, *, is_strict: bool
+) -> tuple[str, ...]:
+    """A warning that names what answers may disregard, if there is such a part. Raises ApiError instead if strict.
+
+    `comparisons`: of a request with several schemas.
+    """
+    problem = find_unenforced(schema, comparisons)
     if problem is not None and is_strict:
         raise bad_request(f"{param} has {problem}, which cannot be enforced; say it in another way", param)
     return () if problem is None else (f"{param} has {problem}, which is not enforced",)
 
 
-def find_unenforced(schema: Schema) -> str | None:
+def find_unenforced(schema: Schema, comparisons: Comparisons | None = None) -> str | None:
     """What is not enforced, and where, such as "'uniqueItems' at #/properties/a"; None: all is."""
-    facts = _Facts(schema)
+    facts = _Facts(schema, comparisons or Comparisons())
     left: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
     while left:
         place, part = left.pop()
@@ -78,7 +89,7 @@ def find_unenforced(schema: Schema) -> str | None:
 
 def takes_objects_only(schema: Schema) -> bool:
     """Whether all answers to the schema are objects."""
-    facts = _Facts(schema)
+    facts = _Facts(schema, Comparisons())
     left: list[object] = [schema]
     seen = set[int]()
     while left:
@@ -113,9 +124,9 @@ class _Facts:
     Clients write schemas: each part is read once, however many references lead to it, and comparisons are limited.
     """
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, comparisons: Comparisons) -> None:
         self._root = root
-        self._num_left = _MAX_COMPARISONS
+        self._comparisons = comparisons
         self._targets: dict[int, Schema] = {}  # of references, by the id of their part: parts live as long as the root
         self._shown: dict[int, _Shown] = {}  # by the id of a part
 
@@ -158,18 +169,18 @@ class _Facts:
     def _differ(self, one: _Shown, other: _Shown) -> bool:
         if _widened(one.types).isdisjoint(_widened(other.types)) or self._differ_in_values(one, other):
             return True
-        self._num_left -= 1 + min(len(one.required), len(other.required))
+        self._comparisons.num_left -= 1 + min(len(one.required), len(other.required))
         return one.types == other.types == {"object"} and any(
             self._differ_in_values(self.of(one.required[name]), self.of(other.required[name]))
             for name in one.required.keys() & other.required.keys()
-            if self._num_left > 0
+            if self._comparisons.num_left > 0
         )
 
     def _differ_in_values(self, one: _Shown, other: _Shown) -> bool:
         if one.values is None or other.values is None:
             return False
-        self._num_left -= 1 + min(len(one.values), len(other.values))
-        return self._num_left > 0 and one.values.isdisjoint(other.values)
+        self._comparisons.num_left -= 1 + min(len(one.values), len(other.values))
+        return self._comparisons.num_left > 0 and one.values.isdisjoint(other.values)
 
 
 def _own_types(schema: Schema) -> frozenset[str]:

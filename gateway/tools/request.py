@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
 from gateway.tools.formats import Format
-from gateway.tools.json_schema import as_object, check_enforced, takes_objects_only
+from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
 from gateway.tools.json_text import check_depth
 
 MAX_TOOLS = 128
@@ -86,10 +86,11 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     named = raw.choice if isinstance(raw.choice, NamedChoice) else None
     is_required = named is not None or raw.choice == "required"
     warnings: list[str] = []
+    comparisons = Comparisons()
     for tool in raw.tools:
         path = tool.schema_param
         if tool.is_strict or (is_required and (named is None or named.name == tool.name)):
-            warnings += check_enforced(tool.schema, path, is_strict=tool.is_strict)
+            warnings += check_enforced(tool.schema, path, comparisons, is_strict=tool.is_strict)
         if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
             raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)
     if not raw.tools and (is_required or raw.choice == "auto"):

@@ -18,6 +18,7 @@ import pytest
 from decode_worker.grammar import matcher, step_thread
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.grammar.errors import GrammarMismatchError
+from decode_worker.grammar.limits import MAX_BESIDE_CPU_S
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
@@ -64,28 +65,37 @@ def test_a_token_that_takes_too_long_ends_its_answer(clock: Clock, monkeypatch: 
 # -- all answers of a step -------------------------------------------------------------------------------------------
 
 
-def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> Counter[int]:
-    """Number of turns per answer if they take these CPU seconds and a step has `budget`."""
-    counts = Counter[int]()
+def count_turns(
+    costs: Sequence[float], budget: float, num_steps: int, times: list[float] | None = None, forward_s: float = 1.0
+) -> Counter[int]:
+    """Number of turns per answer if they take these CPU seconds and a step has `budget`, and `forward_s` besides.
 
-    def run(calls: Sequence[partial[Any]], _cpu_s: float) -> list[TurnEnd[Any]]:
-        left, done = budget, list[TurnEnd[Any]]()
+    `times`: gets what the masks of each step took.
+    """
+    counts, now, taken = Counter[int](), 0.0, list[float]() if times is None else times
+
+    def run(calls: Sequence[partial[Any]], cpu_s: float) -> list[TurnEnd[Any]]:
+        left, done = min(budget, cpu_s), list[TurnEnd[Any]]()
         for call in calls:
             number = call.args[1].params.handle
             if done and left <= 0:
                 break
             left -= costs[number]
+            taken[-1] += costs[number]
             counts[number] += 1
             done.append(TurnEnd(call(), costs[number]))
         return done
 
     here, grammar = Constraints(), compile_here("regex", "[a-z]+", vocabulary())
     here._thread.run = run  # type: ignore[method-assign, assignment]
+    here._allowance.look = partial(lambda look, _: look(now), here._allowance.look)  # type: ignore[method-assign]
     cache = PrefixCache(2 * len(costs), [0] * 2 * len(costs))
     scheduler = Scheduler(KVCacheManager(cache, 16), max_running=len(costs), lease_s=1.0)
     params = [SequenceParams("", packed([1, 2]), 1, 8, handle=i, grammar=grammar) for i in range(len(costs))]
     planned = [ScheduledSequence(scheduler.admit(one, 0.0), 1, 1, wants_token=True) for one in params]
     for _step in range(num_steps):
+        now += forward_s + sum(taken[-1:])
+        taken.append(0.0)
         assert set(here.constrain(planned)) <= {Standing.OPEN, Standing.LATE}
     return counts
 
@@ -94,6 +104,22 @@ def test_the_cheap_do_not_wait_for_the_dear() -> None:
     counts = count_turns([0.09] * 60 + [0.0001] * 4, budget=0.15, num_steps=200)
     assert min(counts[number] for number in range(60, 64)) >= 160
     assert min(counts[number] for number in range(60)) > 0
+
+
+def test_many_costly_answers_take_a_share_of_the_time_beside_others() -> None:
+    """One answer with an honest grammar, 64 of an ambiguous one: the honest one keeps four fifths of its pace."""
+    forward_s, times = 0.005, list[float]()
+    counts = count_turns([0.02] * 64 + [0.0001], 0.15, 2000, times, forward_s)
+    assert counts[64] >= 1980, "all are unknown at first"
+    assert max(times[20:]) <= MAX_BESIDE_CPU_S + 0.02 + 0.0001
+    assert sum(times[100:]) < 0.3 * (1900 * forward_s)
+    assert min(counts[number] for number in range(64)) > 0 and sum(times) > 0.1 * 2000 * forward_s
+
+
+def test_costly_answers_alone_get_all_the_time() -> None:
+    times = list[float]()
+    count_turns([0.02] * 64, 0.15, 100, times, 0.005)
+    assert min(times) >= 0.15
 
 
 # -- the thread ------------------------------------------------------------------------------------------------------

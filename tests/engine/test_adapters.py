@@ -172,6 +172,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another method": (dict(peft_type="IA3"), "peft_type 'IA3'"),
     "an unknown setting": (dict(use_future=3), "use_future 3"),
     "alpha": (dict(lora_alpha=-1), "lora_alpha"),
+    "no alpha": (dict(lora_alpha=None), r"adapter_config\.json: lora_alpha must be a number"),
+    "rank": (dict(r=[4]), r"adapter_config\.json: r must be an integer"),
+    "a pattern that is none": (dict(alpha_pattern={"(": 4}), r"adapter_config\.json: has alpha_pattern '\('"),
+    "hours of matching": (dict(alpha_pattern={"(.|.)" * 39 + "x": 4}), r"adapter_config\.json: has alpha_pattern"),
+    "a pattern's alpha": (dict(alpha_pattern={"q_proj": "x"}), r"adapter_config\.json: alpha_pattern must be a number"),
 }
 
 

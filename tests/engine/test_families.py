@@ -10,7 +10,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.json_values import read_json
 from engine.layers.linear import Quantization
 from engine.models import load as weights
 from engine.models.read_config import build_config, load_config
@@ -20,6 +19,7 @@ from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint, write_config
 from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
+from wire.files import read_json_object
 from wire.kv_layout import KvPart, StatePart
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -129,7 +129,7 @@ def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_pa
 def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
     """Files from before transformers 5 have the rope's values beside each other, and other keys for experts."""
     for name in FAMILIES:
-        config = dict(read_json(write_config(tmp_path / name, name) / "config.json"))
+        config = dict(read_json_object(write_config(tmp_path / name, name) / "config.json"))
         text = dict(config.get("text_config") or config)
         if "per_layer_config" in text:  # Gemma 4's older files have keys for its full layers
             full = next(iter(text.pop("per_layer_config").values()))
@@ -209,7 +209,7 @@ def test_published_files_of_qwen_3_5_have_all_experts_in_one_tensor(tmp_path: Pa
 
 
 def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
-    config = dict(read_json(write_config(tmp_path, "lfm2", tied=False) / "config.json"))
+    config = dict(read_json_object(write_config(tmp_path, "lfm2", tied=False) / "config.json"))
     config |= {"block_ff_dim": config.pop("intermediate_size"), "tie_embedding": config.pop("tie_word_embeddings")}
     config |= {"full_attn_idxs": [1], "layer_types": None}
     assert build_config(config) == load_config(tmp_path)
@@ -241,7 +241,7 @@ def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_family_cannot_be_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = dict(read_json(write_config(tmp_path, name) / "config.json"))
+    config = dict(read_json_object(write_config(tmp_path, name) / "config.json"))
     text = {"text_config": {**config["text_config"], **change}} if "text_config" in config else change
     with pytest.raises(ValueError, match=message):
         build_config(config | text)

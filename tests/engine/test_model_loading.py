@@ -76,7 +76,7 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 2\*\*53, not '64'"),
+        ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 1048576, not '64'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number .* not nan"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer from 1 .* not 0"),
         (QWEN | {"use_sliding_window": True, "sliding_window": True}, "sliding_window must be an integer .* not True"),
@@ -183,7 +183,7 @@ def test_damaged_files_are_named(folder: Path) -> None:
         (whole[:1000], "truncated"),
         (whole[:5], "truncated or not a safetensors file: 5 bytes"),
         (whole + b"x", "longer than its header says"),
-        ((10).to_bytes(8, "little") + b"not json..", "damaged safetensors header"),
+        ((10).to_bytes(8, "little") + b"not json..", "not valid JSON"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"model.safetensors.*{message}"):

@@ -238,8 +238,14 @@ def test_what_does_not_fit_is_refused() -> None:
                 PackedLinear(matrix)(wrong)
         with pytest.raises(ValueError, match="ids reach 8, expected 0 to 7"):
             matrix.take_rows(torch.tensor([0, 8]))
+        for ids in (torch.tensor([0, 7], dtype=torch.int32), torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor(0)):
+            with pytest.raises(ValueError, match=r"expected int64 \[n\] on cpu"):
+                matrix.take_rows(ids)
         with pytest.raises(ValueError, match="expected float32"):
             PackedLinear(matrix, torch.zeros(8))
+    for spoiled in (groups._replace(codes=groups.codes.int()), groups._replace(scale=groups.scale[:, :1])):
+        with pytest.raises(ValueError, match="expected uint8, and one of each group"):
+            PackedGroups(Weights().take("", 1 << 16, lambda memory: None), pack_groups(groups).shape).fill(spoiled)
     with pytest.raises(ValueError, match="do not fit"):
         pack(weight).fill(weight, first_panel=2)
     for unlike, panel in ((odd, 0), (draw_groups(8, Tables.SCALES, 8, 64), 0), (groups, 2)):

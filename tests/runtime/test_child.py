@@ -7,14 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, StandingChild, pack, serve_parent
+from runtime.child import (
+    MAX_MESSAGE_BYTES,
+    ChildError,
+    ChildServer,
+    Fork,
+    Limits,
+    StandingChild,
+    pack,
+    serve_parent,
+)
 
 WAIT_S = 60.0
 MODULE = "tests.runtime.test_child"
@@ -100,6 +110,22 @@ def test_a_cancelled_call_harms_no_other() -> None:
     run(test)
 
 
+def test_the_work_on_a_call_is_cancelled_with_it() -> None:
+    async def test(child: Child) -> None:
+        asked = asyncio.create_task(child.ask(Do("note end"), WAIT_S))
+        await child.ask(Do("soon"), WAIT_S)
+        assert (await child.ask(Do("ended?"), WAIT_S)).data == b""
+        asked.cancel()
+        await child.ask(Do("soon"), WAIT_S)
+        assert (await child.ask(Do("ended?"), WAIT_S)).data == b"cancelled"
+        late = asyncio.create_task(child.ask(Do("soon"), WAIT_S))  # cancelled as its answer comes
+        await asyncio.sleep(0)
+        late.cancel()
+        assert (await child.ask(Do("soon"), WAIT_S)).what == "soon" and child.is_answering
+
+    run(test)
+
+
 def test_a_start_outlives_who_asked_for_it_first() -> None:
     """One child is started, for all who wait; a closed one starts none."""
     started, has_begun = list[Child](), asyncio.Event()
@@ -142,7 +168,64 @@ def test_a_child_inherits_nothing_and_ends_with_its_parent() -> None:
         os.close(handle)
 
 
+# -- forks with limits -----------------------------------------------------------------------------------------------
+
+LIMITS = Limits(cpu_s=0.3, wall_s=2.0, memory_bytes=64 << 20)
+
+
+def spin(call: bytes) -> object:
+    """What a hostile input may do."""
+    match call:
+        case b"loop":
+            while True:
+                pass
+        case b"one operation":
+            return str(10**300000000)[:1]
+        case b"sleep":
+            time.sleep(WAIT_S)
+        case b"memory":
+            return len(bytes(1 << 30))
+        case b"exit":
+            os._exit(3)
+    return len(call)
+
+
+@pytest.mark.parametrize(
+    ("call", "trouble"),
+    [("loop", "slow"), ("one operation", "slow"), ("sleep", "busy"), ("memory", "crashed"), ("exit", "crashed")],
+)
+def test_a_fork_ends_with_what_breaks_its_limits(call: str, trouble: str) -> None:
+    async def main() -> None:
+        fork = Fork(LIMITS, spin)
+        for _ in range(3):  # the CPU time is of one call
+            end_s = time.process_time() + 0.15
+            while time.process_time() < end_s:
+                assert msgspec.msgpack.decode(cast(msgspec.Raw, await fork.ask(b"four"))) == 4
+        assert await fork.ask(call.encode()) == trouble and fork.pid == 0
+        fork.end()
+
+    asyncio.run(main())
+    fork = Fork(LIMITS, spin)
+    assert msgspec.msgpack.decode(cast(msgspec.Raw, fork.ask_now(bytes(1 << 20)))) == 1 << 20
+    assert fork.ask_now(call.encode()) == trouble and fork.pid == 0
+
+
+def test_a_fork_ends_with_the_task_that_asks() -> None:
+    async def main() -> None:
+        fork = Fork(LIMITS, spin)
+        handle = os.pidfd_open(fork.pid)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fork.ask(b"sleep"), 0.05)
+        assert select.select([handle], [], [], WAIT_S)[0] and fork.pid == 0
+        os.close(handle)
+
+    asyncio.run(main())
+
+
 # -- the processes ---------------------------------------------------------------------------------------------------
+
+
+noted: list[bytes] = []
 
 
 async def work(call: Do) -> Do:
@@ -150,6 +233,14 @@ async def work(call: Do) -> Do:
     match call.what:
         case "never":
             await asyncio.sleep(WAIT_S)
+        case "note end":
+            try:
+                await asyncio.sleep(WAIT_S)
+            except asyncio.CancelledError:
+                noted.append(b"cancelled")
+                raise
+        case "ended?":
+            return Do("", b"".join(noted))
         case "later":
             await asyncio.sleep(0.1)
         case "exit":

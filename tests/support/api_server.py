@@ -22,6 +22,7 @@ from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
+from gateway.held import Held
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router.adapters import Adapter
 from gateway.text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class Served:
     channel: grpc.Channel
     metadata: tuple[tuple[str, str], ...]  # with the first key
     registry: CollectorRegistry
+    held: Held  # by clients
 
     @property
     def url(self) -> str:
@@ -130,7 +132,9 @@ def run_api(
             httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=WAIT_S) as client,
             grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
         ):
-            yield Served(engine, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry)
+            yield Served(
+                engine, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry, served.held
+            )
     finally:
         http.should_exit = True
         thread.join(WAIT_S)

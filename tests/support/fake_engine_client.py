@@ -41,6 +41,7 @@ class FakeEngineClient:
     def __init__(self) -> None:
         self.generations: list[TokenizedRequest] = []
         self.num_inside = 0  # requests admitted and not yet finished
+        self.num_running = self.num_waiting = 0  # choices: begun, and admitted but not begun
         self.reset(Script())
 
     def reset(self, script: Script, *first: Script) -> None:
@@ -61,7 +62,7 @@ class FakeEngineClient:
         return [one | one.pop("sampling") for one in found]
 
     def load(self) -> Load:
-        return Load(self.num_inside, 0, PLACES, max(PLACES - self.num_inside, 0))
+        return Load(self.num_inside, self.num_waiting, PLACES, max(PLACES - self.num_running, 0))
 
     def check_ready(self) -> str | None:
         return self.unready
@@ -79,15 +80,20 @@ class FakeEngineClient:
             raise self.refusal
         self.admitted.append(num_choices)
         self.num_inside += 1
+        self.num_waiting += num_choices
+        admitted = Admitted(num_choices)
         try:
-            yield Admitted(num_choices)
+            yield admitted
         finally:
             self.num_inside -= 1
+            self.num_waiting -= admitted.num_unplaced
 
     async def generate(
         self, generation: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
         admitted.num_unplaced -= 1
+        self.num_waiting -= 1
+        self.num_running += 1
         assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
@@ -115,6 +121,7 @@ class FakeEngineClient:
                 await asyncio.sleep(0)  # releasing pages may await, too
             finally:
                 record.close(time.monotonic())
+                self.num_running -= 1
                 self.endings.put(ending)
 
     def wait_ending(self, timeout_s: float = 60.0) -> str:

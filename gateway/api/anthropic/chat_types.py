@@ -22,6 +22,7 @@ from gateway.api.http.body import (
 from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
 from gateway.tools.history import join_parts, parts_of, template_call
+from gateway.tools.json_text import check_depth
 from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
@@ -169,11 +170,12 @@ class MessageParam(Body):
                     reasoning.append(block.thinking)
                 case ToolUseBlock():
                     try:
-                        arguments = json.dumps(block.input, ensure_ascii=False, allow_nan=False)
-                        calls.append(template_call(block.id, block.name, arguments))
-                    except (ValueError, RecursionError) as error:
+                        check_depth(block.input)
+                        json.dumps(block.input, allow_nan=False)
+                    except ValueError as error:
                         path = f"{block_path}.input"
                         raise bad_request(f"{path}: {str(error)[:200]}", path) from error
+                    calls.append(template_call(block.id, block.name, block.input))
                 case ToolResultBlock():
                     if said:
                         raise bad_request(f"{block_path}: results of calls come before text", block_path)

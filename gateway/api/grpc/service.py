@@ -76,33 +76,34 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), _generate_message)
+        await self._stream(context, lambda: generate_request(request, self._served.context_tokens), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), _chat_message)
+        await self._stream(context, lambda: chat_request(request, self._served.context_tokens), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
-            raw = tokenize_request(request)
-            served = self._served.find(raw.model, self._key(context))
-            token_ids = await tokenize(served, raw)
+            raw, key = tokenize_request(request, self._served.context_tokens), self._key(context)
+            served = self._served.find(raw.model, key)
+            token_ids = await tokenize(served, raw, key)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
-            check_known(request)
+            check_known(request, self._served.context_tokens)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            served = self._served.find(model, self._key(context))
-            text = await detokenize(served, model, token_ids, "token_ids", with_control_tokens=False)
+            key = self._key(context)
+            served = self._served.find(model, key)
+            text = await detokenize(served, model, token_ids, "token_ids", key, with_control_tokens=False)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
-            check_known(request)
+            check_known(request, self._served.context_tokens)
             names = self._served.names(self._key(context))
             models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)

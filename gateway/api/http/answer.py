@@ -16,7 +16,7 @@ from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.errors import error_response
-from gateway.batches.runner import IS_LINE
+from gateway.batches.turns import TURNS
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel
 from gateway.request.rules import LAST_PRIORITY
@@ -82,13 +82,14 @@ async def respond(
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     state = request.state
-    if hasattr(state, IS_LINE):
+    turns = getattr(state, TURNS, None)
+    if turns is not None:
         if is_streamed:
             raise bad_request("the answer to a line of a batch is not streamed; set stream to false", "stream")
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
-    writer, pieces = new_writer(totals), stream_choices(served, totals)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, turns)
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
@@ -111,6 +112,10 @@ async def respond(
         response = json_response(await until_disconnect(request.receive, whole()))
         response.headers.update(warning_headers(totals.warnings()))
     return response
+
+
+class _UnsentError(Exception):
+    """Its cause: why the client gets no more."""
 
 
 class EventStream(Response):
@@ -173,18 +178,21 @@ class EventStream(Response):
         return b""
 
     async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
-        """Returns the bytes that end the stream."""
+        """Returns the bytes that end the stream. Raises OSError if they cannot be sent."""
+        while not (await asyncio.wait({first}, timeout=PING_S))[0]:
+            await send(_body(self._writer.ping))
         try:
-            while not (await asyncio.wait({first}, timeout=PING_S))[0]:
-                await send(_body(self._writer.ping))
             events = first.result()
             while events:
-                await send(_body(events))
+                try:
+                    await send(_body(events))
+                except OSError as error:
+                    raise _UnsentError from error
                 events = await self._next_events()
         except ApiError as error:
             return self._writer.failure(error)
-        except OSError:
-            raise
+        except _UnsentError as error:
+            raise error.__cause__ or error from None
         except Exception:
             _log.exception("answer failed")
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")

@@ -54,12 +54,14 @@ class Body(BaseModel):
 
     `ignored`: the only unknown fields and values that are taken; others are refused, never dropped silently. None:
     pydantic refuses all. `types`: supported values of `type`, if the API has more; `types_rule`: the error for others.
+    `takes_ids`: it may hold as many numbers as prompts of token ids have.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
     ignored: ClassVar[Ignored | None] = None
     types: ClassVar[Sequence[str]] = ()
     types_rule: ClassVar[str] = ""
+    takes_ids: ClassVar[bool] = False
 
     _warned: tuple[str, ...] = PrivateAttr(())
 

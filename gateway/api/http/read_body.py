@@ -1,8 +1,9 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
+import asyncio
 import json
 from asyncio import sleep
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,15 +13,14 @@ from starlette.responses import Response
 
 from gateway.api.access import waking_timeout
 from gateway.api.http.access import CheckedRoute
-from gateway.errors import ApiError, bad_request
+from gateway.api.http.body import Body
+from gateway.errors import ApiError, bad_request, overloaded
+from gateway.held import Holder
 from gateway.request.prepare import ServedModels
+from gateway.tools.json_text import MAX_ELEMENTS, JsonBudget
 
-# Parsing and freeing a body block the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number
-# (measured on 8 MB bodies). Within these limits that is less than 0.1 s; real requests are far smaller.
-_MAX_CONTAINERS = 20_000
-_MAX_STRINGS = 50_000  # including keys
-_MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the context
 _MAX_PATH_CHARS = 200
+_MAX_IDS = 400_000  # of several prompts, in addition to one that fills the context; 0.1 us each
 
 
 def limited_route(served: ServedModels) -> type[CheckedRoute]:
@@ -31,9 +31,11 @@ def limited_route(served: ServedModels) -> type[CheckedRoute]:
             handle = super().get_route_handler()
             if self.body_field is None:
                 return handle
+            body = self.body_field.field_info.annotation
+            takes_ids = isinstance(body, type) and issubclass(body, Body) and body.takes_ids
 
             async def handle_read(request: Request) -> Response:
-                value = await _read_object(request, served)
+                value = await _read_object(request, served, takes_ids=takes_ids)
                 await sleep(0)  # lets other requests run between reading and checking a long body
                 return await handle(_ReadRequest(request, value))
 
@@ -56,14 +58,17 @@ class _ReadRequest(Request):
         return self._value
 
 
-async def _read_object(request: Request, served: ServedModels) -> dict[str, object]:
+async def _read_object(request: Request, served: ServedModels, *, takes_ids: bool) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     async with in_time(served.options.body_timeout_s):
-        advice = "send a shorter one, or raise --body-limit-bytes"
-        chunks = limited_chunks(request, served.options.max_body_bytes, advice)
-        body = b"".join([chunk async for chunk in chunks])
-    marks = _outside_strings(body, served.context_tokens + _MAX_ELEMENTS)
+        body = await _read_bytes(request, served)
+    budget = JsonBudget(elements=MAX_ELEMENTS + (served.context_tokens + _MAX_IDS if takes_ids else 0))
+    try:
+        marks = budget.take(body)
+    except ValueError as error:
+        raise bad_request(f"the body {error}", None, "body_too_complex") from error
+    await sleep(0)  # counting and parsing are a step each
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
     except ValueError as error:
@@ -71,9 +76,30 @@ async def _read_object(request: Request, served: ServedModels) -> dict[str, obje
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
     if marks.count(b":") != _count_keys(value, marks.count(b"{")):
-        path = next(_repeated_keys(json.loads(body, object_pairs_hook=tuple), ""), "")[:_MAX_PATH_CHARS]
+        path = (_repeated_key(json.loads(body, object_pairs_hook=tuple)) or "")[:_MAX_PATH_CHARS]
         raise bad_request(f"{path} comes twice in one JSON object; send it once", path or None, "invalid_json")
     return value
+
+
+async def _read_bytes(request: Request, served: ServedModels) -> bytes:
+    """The body, of which all that has arrived counts as held. Raises as above, and ApiError 429."""
+    advice = "send a shorter one, or raise --body-limit-bytes"
+    chunks, num_bytes = list[bytes](), 0
+    try:
+        async with asyncio.timeout(None) as limit:
+            owner = request.state.key.name
+            holder = Holder(owner, lambda: limit.reschedule(asyncio.get_running_loop().time()))
+            try:
+                async for chunk in limited_chunks(request, served.options.max_body_bytes, advice):
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    served.held.hold(holder, num_bytes)
+                return b"".join(chunks)
+            finally:
+                served.held.end(holder)
+    except TimeoutError as error:
+        why = "the body came slowly while clients sent too much at once; send it again in a moment"
+        raise overloaded(why) from error
 
 
 def _check_content_type(request: Request) -> None:
@@ -113,18 +139,6 @@ async def in_time(timeout_s: float) -> AsyncIterator[None]:
         raise ApiError(408, message, None, "body_timeout") from error
 
 
-def _outside_strings(body: bytes, max_elements: int) -> bytes:
-    """Returns a JSON text without its strings. Raises ApiError if it has too many parts. Runs at memory speed."""
-    has_escapes = b"\\" in body  # files in base64 have none, and are long
-    without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"") if has_escapes else body
-    is_complex = without_escapes.count(b'"') > 2 * _MAX_STRINGS
-    marks = b"" if is_complex else b"".join(without_escapes.split(b'"')[::2])
-    num_containers = marks.count(b"[") + marks.count(b"{")
-    if is_complex or num_containers > _MAX_CONTAINERS or marks.count(b",") > max_elements:
-        raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
-    return marks
-
-
 def _count_keys(value: object, num_objects: int) -> int:
     """Returns the number of keys of all objects in a parsed value with at most `num_objects` objects."""
     num_keys, rest = 0, [value]
@@ -139,17 +153,17 @@ def _count_keys(value: object, num_objects: int) -> int:
     return num_keys
 
 
-def _repeated_keys(value: object, path: str) -> Iterator[str]:
-    """Yields paths such as `messages[0].role`. Objects are tuples of (key, value)."""
+def _repeated_key(value: object) -> str | None:
+    """The first repeated key by its path, such as `messages[0].role`. Objects are tuples of (key, value)."""
     if isinstance(value, tuple):
         seen: set[str] = set()
-        members = [(key, f"{path}.{key}".removeprefix("."), inner) for key, inner in value]
-        for key, place, _ in members:
+        for key, _ in value:
             if key in seen:
-                yield place
+                return str(key)
             seen.add(key)
-        for _, place, inner in members:
-            yield from _repeated_keys(inner, place)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _repeated_keys(inner, f"{path}[{index}]")
+    if isinstance(value, (tuple, list)):
+        for index, member in enumerate(value):
+            step, inner = member if isinstance(value, tuple) else (f"[{index}]", member)
+            if isinstance(inner, (tuple, list)) and (found := _repeated_key(inner)) is not None:
+                return f"{step}{found}" if found.startswith("[") else f"{step}.{found}"
+    return None

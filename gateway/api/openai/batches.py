@@ -1,6 +1,8 @@
 """OpenAI's files and batches. What runs the batches: gateway/batches/."""
 
 import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from math import ceil
 from typing import Literal
 
@@ -72,10 +74,8 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
     async def upload_file(request: Request) -> Response:
         """Keeps a file of requests for a batch, one as JSON in each line."""
         kept, owner = enter(request)
-        announced = request.headers.get("content-length", "")
-        num_bytes = int(announced) if announced.isdecimal() and len(announced) < 19 else MAX_FILE_BYTES
-        with kept.room(num_bytes) as most:
-            form = await _read_form(served, request, most)
+        with kept.upload(owner) as take:
+            form = await _read_form(served, request, take)
             try:
                 file = _check_form(form)
                 return json_response(await kept.add_file(owner, file.file, file.filename or ""))
@@ -156,18 +156,28 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
     return router
 
 
-async def _read_form(served: ServedModels, request: Request, most: int) -> FormData:
-    """Raises ApiError 400, 408, 413 or 415. `most`: bytes of the file. Its names are UTF-8, whatever it says."""
+async def _read_form(served: ServedModels, request: Request, take: Callable[[int], None]) -> FormData:
+    """Raises ApiError 400, 408, 413 or 415. `take`: as BatchStore.upload yields it. Names are UTF-8."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(415, f"the body is {kind[:100]!r}; send multipart/form-data", None, "unsupported_media_type")
     boundary = _BOUNDARY.search(kind)
     if boundary is None:
         raise bad_request(f"the Content-Type {kind[:100]!r} has no boundary of 1 to 70 characters", None)
-    options, limit = served.options, most + _FORM_BYTES
-    chunks = limited_chunks(request, limit, "send fewer lines, or delete files")
+    options, limit = served.options, MAX_FILE_BYTES + _FORM_BYTES
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        async with aclosing(limited_chunks(request, limit, "send fewer lines")) as parts:
+            while True:
+                async with in_time(options.body_timeout_s):  # nothing arrives
+                    part = await anext(parts, None)
+                if part is None:
+                    return
+                take(len(part))
+                yield part
+
     headers = Headers({"content-type": f'multipart/form-data; boundary="{boundary[1]}"'})
-    parser = MultiPartParser(headers, chunks, max_files=1, max_fields=10, max_part_size=4096)
+    parser = MultiPartParser(headers, chunks(), max_files=1, max_fields=10, max_part_size=4096)
     try:
         async with in_time(options.body_timeout_s * ceil(limit / options.max_body_bytes)):
             return await parser.parse()

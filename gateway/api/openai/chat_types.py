@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from gateway.api.http.body import (
     DETAIL_FIELD,
@@ -22,18 +22,11 @@ from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
 from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
+from gateway.tools.json_text import JsonTexts
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options, effort_options
 
 STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
-
-
-def _arguments(text: str) -> str:
-    read_arguments(text)
-    return text
-
-
-ArgumentsText = Annotated[str, AfterValidator(_arguments)]
 
 
 class FunctionDefinition(Body):
@@ -87,7 +80,7 @@ class FunctionCall(Body):
     """The called function and its arguments."""
 
     name: str = Field(min_length=1)
-    arguments: ArgumentsText = Field(description="A JSON object as text.")
+    arguments: str = Field(description="A JSON object as text.")
 
 
 class MessageToolCall(Body):
@@ -155,9 +148,13 @@ class Message(Body):
         has_calls_only = isinstance(given, dict) and given.get("content") is None and given.get("tool_calls")
         return {**given, "content": ""} if has_calls_only else given
 
-    def plain(self, path: str) -> dict[str, Any]:
-        """As chat templates take it. `path`: its field, for errors."""
-        calls = [template_call(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or ()]
+    def plain(self, path: str, texts: JsonTexts) -> dict[str, Any]:
+        """As chat templates take it. `path`: its field, for errors; `texts`: of the request. Raises ApiError."""
+        calls = []
+        for index, one in enumerate(self.tool_calls or ()):
+            param = f"{path}.tool_calls[{index}].function.arguments"
+            arguments = read_arguments(one.function.arguments, param, texts)
+            calls.append(template_call(one.id, one.function.name, arguments))
         given: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
@@ -180,8 +177,9 @@ class TemplateFields(Body):
         """The conversation, without its wire format. Raises ApiError."""
         given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
         effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
+        texts = JsonTexts()
         chat = Chat(
-            [message.plain(f"messages[{index}]") for index, message in enumerate(messages)],
+            [message.plain(f"messages[{index}]", texts) for index, message in enumerate(messages)],
             options={**effort, **given},  # the client's own override those of the effort
             wishes={"reasoning_effort": ""} if self.reasoning_effort not in (None, "none") else {},
             add_generation_prompt=self.add_generation_prompt is not False,

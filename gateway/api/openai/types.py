@@ -191,6 +191,7 @@ class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
     ignored = {**_IGNORED, **warned("prompt_cache_key", "prompt_cache_retention")}
+    takes_ids = True
 
     prompt: Annotated[
         Annotated[str, Tag("~one")]
@@ -252,6 +253,7 @@ class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
     ignored = {}
+    takes_ids = True
 
     model: str | None = None
     tokens: Ids

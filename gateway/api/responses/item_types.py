@@ -3,7 +3,6 @@
 A function in a namespace is `NAMESPACE__NAME` to the model, a custom tool a function of one text, `input`.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from gateway.api.http.body import (
     by_type,
     only_null,
 )
-from gateway.api.openai.chat_types import ArgumentsText
 from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.request import Tool
@@ -86,7 +84,7 @@ class FunctionCallItem(Body):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
     namespace: str | None = None
-    arguments: ArgumentsText = Field(description="A JSON object as text.")
+    arguments: str = Field(description="A JSON object as text.")
 
 
 class CustomCallItem(Body):
@@ -99,11 +97,6 @@ class CustomCallItem(Body):
     name: str = Field(min_length=1)
     namespace: str | None = None
     input: str
-
-    @property
-    def arguments(self) -> str:
-        """Those of the function that the model sees."""
-        return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
 class CallOutput(Body):

@@ -27,6 +27,7 @@ from gateway.api.openai.chat_types import STRICT
 from gateway.api.responses.item_types import (
     CalledByName,
     CallOutput,
+    CustomCallItem,
     FunctionChoice,
     InputMessage,
     Items,
@@ -37,7 +38,8 @@ from gateway.api.responses.item_types import (
 )
 from gateway.errors import bad_request
 from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
-from gateway.tools.history import template_call
+from gateway.tools.history import read_arguments, template_call
+from gateway.tools.json_text import JsonTexts
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools
 from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
@@ -128,6 +130,7 @@ class CountInputRequest(Body):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
+        texts = JsonTexts()
         reasoning: dict[str, str] = {}  # for the assistant's next message
         for index, item in enumerate(self.input):
             if isinstance(item, InputMessage):
@@ -143,7 +146,11 @@ class CountInputRequest(Body):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": "", **reasoning})
                 calls = messages[-1].setdefault("tool_calls", [])
-                calls.append(template_call(item.call_id, flat_name(item.name, item.namespace), item.arguments))
+                if isinstance(item, CustomCallItem):
+                    arguments: dict[str, Any] = {"input": item.input}
+                else:
+                    arguments = read_arguments(item.arguments, f"input[{index}].arguments", texts)
+                calls.append(template_call(item.call_id, flat_name(item.name, item.namespace), arguments))
             reasoning = {}
         return messages
 

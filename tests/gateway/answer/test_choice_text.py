@@ -8,6 +8,7 @@ from gateway.answer.choice_text import OutputDelta, OutputReader
 from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.reasoning import ReasoningFormat, ReasoningReader
 from tests.support.texts import KINDS, edges, tiny
 from wire.logprobs import TokenLogprobs
 
@@ -119,3 +120,20 @@ def test_log_probabilities_that_are_missing_are_a_bug() -> None:
     reader = OutputReader(tokenizer.detokenizer(), StopStrings([]), frozenset(), with_logprobs=True)
     with pytest.raises(ValueError, match="2 tokens came with 0"):
         reader.read(Tokens((5, 6), None))
+
+
+def test_reasoning_that_ends_in_the_last_part_is_no_text() -> None:
+    """As with speculation: all tokens of a short answer may come together."""
+    tokenizer = tiny(KINDS[0])
+    ids = [*tokenizer.encode("world</think>hello", add_special_tokens=False), 1]
+    reader = OutputReader(
+        tokenizer.detokenizer(),
+        StopStrings([]),
+        frozenset([1]),
+        with_logprobs=True,
+        reasoning=ReasoningReader(ReasoningFormat("think", "<think>", "</think>"), is_inside=True),
+    )
+    delta = reader.read(Tokens(tuple(ids), "stop", _likely(ids)))
+    assert (delta.reasoning, delta.text) == ("world", "hello")
+    shown = [token.token_id for token in delta.shown_tokens if not token.is_reasoning]
+    assert tokenizer.decode(shown) == "hello" and len(delta.shown_tokens) == len(ids)

@@ -2,9 +2,10 @@
 
 import json
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.access.keys import Keys
+from gateway.access.keys import ANYBODY, Keys
 from gateway.api.openai.batches import build_batch_router
+from gateway.batches import store as store_module
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.errors import ApiError, not_ready, overloaded
 from tests.support.api_server import ANSWER, FULL, KEYS, MAX_BODY, SERVED, WAIT_S, Served, run_api
-from tests.support.fake_engine_client import Script
+from tests.support.fake_engine_client import PLACES, Script
 from tests.support.words import HELLO
 
 CHATS: Any = "/v1/chat/completions"
-MAX_BYTES = 4 << 20
+MAX_BYTES = 8 << 20
 OWN_KEYS = (*KEYS, "other-key")
 CHAT: Any = {"model": SERVED, "messages": HELLO}
 
@@ -261,13 +263,62 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["letters"] and tmp_path.stat().st_mode & 0o777 == 0o755
 
 
-def test_uploads_at_the_same_time_share_the_room(tmp_path: Path) -> None:
+def test_uploads_hold_the_room_of_what_has_arrived_and_no_key_all_of_it(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, MAX_BYTES)
-    with store.room(3 << 20) as first, store.room(3 << 20) as second, store.room(1) as third:
-        assert (first, second, third) == (3 << 20, 1 << 20, 0)
-    with store.room(1 << 40) as again:
-        assert again == MAX_BYTES
+    with ExitStack() as uploads:
+        takes = [uploads.enter_context(store.upload("one")) for _ in range(100)]
+        takes[0](3 * MAX_BYTES // 4)
+        with pytest.raises(ApiError, match="larger than the room"):
+            takes[1](1)
+        with store.upload("other") as take:
+            take(MAX_BYTES // 8)
+        with store.upload(ANYBODY.owner) as take:
+            take(MAX_BYTES // 4)
+    assert store.bytes.total == 0
+    with store.upload(ANYBODY.owner) as take:
+        take(MAX_BYTES)
     store.close()
+
+
+def test_an_upload_from_which_nothing_comes_ends(served: Served) -> None:
+    with socket.create_connection(served.host_port, WAIT_S) as connection:
+        key = f"authorization: Bearer {KEYS[0]}\r\n"
+        connection.sendall(
+            b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+            + f"content-length: 3000000\r\n{key}\r\n".encode()
+        )
+        assert b" 408 " in connection.recv(1000).partition(b"\r\n")[0]
+
+
+def test_no_key_uses_up_batches_and_files_and_output_counts(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_OPEN_BATCHES", 8)
+    served.engine.unready = "not yet"
+    begun = [begin(client, line("a")) for _ in range(6)]
+    with pytest.raises(openai.RateLimitError, match="open batches"):
+        begin(client, line("a"))
+    other = client_of(served, "other-key")
+    begun_by_other = begin(other, line("a"))
+    served.engine.unready = None
+    for one, batch in [*((client, batch) for batch in begun), (other, begun_by_other)]:
+        assert wait(one, batch).request_counts.completed == 1
+
+
+def test_a_line_of_many_answers_leaves_places_free(client: openai.OpenAI, served: Served) -> None:
+    """Whatever n and the number of prompts are: the reserve of places is never given to batches."""
+    served.engine.reset(served.script(ANSWER, delay_s=0.01))
+    most = 0
+
+    def look(batch: Any) -> bool:
+        nonlocal most
+        most = max(most, served.engine.num_running)
+        return bool(batch.completed_at)
+
+    many = {**CHAT, "n": 100}
+    batch = wait(client, begin(client, *(line(f"line {number}", many) for number in range(3))), look)
+    assert batch.request_counts.completed == 3
+    assert 2 <= most <= PLACES - PLACES // 4
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from gateway.api.access import waking_timeout
 from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
 from gateway.errors import ApiError
+from gateway.held import IDLE_S
 
-CLIENT_S = 1.0
+CLIENT_S = 2.0
 NUM_BYTES = 6 << 20  # far more than the kernel buffers
 BYTES_PER_S = NUM_BYTES / (3 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine
@@ -202,6 +203,38 @@ def test_a_reader_that_stops_is_cut_off_in_time(server: uvicorn.Server) -> None:
         while count < 1 << 20:
             count += len(client.recv(64 << 10))
         assert wait_until_cut(server, begun) > CLIENT_S / 2
+
+
+def test_the_oldest_idle_connection_gives_way(server: uvicorn.Server, app: App) -> None:
+    config = server.config
+    assert isinstance(config, ServerConfig)
+    config.most_connections = 3
+    with ask(server, request("/work")) as works, ask(server) as idle, ask(server, request("/1")) as used:
+        assert used.recv(1)
+        wait_until(lambda: len(config.connections) == 3)
+        with ask(server, last("/5")) as new:
+            assert read_bodies(new) == [b"xxxxx"]
+            assert not idle.recv(1)
+        app.finish()
+        assert works.recv(1)
+        used.sendall(last("/2"))
+        assert used.recv(1)
+    assert config.num_gave_way == 1
+
+
+def test_answers_not_read_are_bounded_together(server: uvicorn.Server) -> None:
+    config = server.config
+    assert isinstance(config, ServerConfig)
+    config.held.bytes.most = NUM_BYTES * 3 // 2
+    with ask(server, last(f"/{NUM_BYTES}")) as first:
+        wait_until(lambda: config.held.bytes.total > NUM_BYTES // 2)
+        time.sleep(1.1 * IDLE_S)
+        with ask(server, last(f"/{NUM_BYTES}")) as second:
+            assert len(read_bodies(second)[0]) == NUM_BYTES
+        with suppress(ConnectionResetError):
+            assert len(read_bodies(first)[0]) < NUM_BYTES
+    wait_until(lambda: not config.held.bytes.total)
+    assert config.held.num_gave_way == 1
 
 
 @pytest.mark.parametrize("path", ["/stream", "/work"])

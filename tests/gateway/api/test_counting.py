@@ -81,7 +81,7 @@ def test_there_and_back(served: Served) -> None:
 def test_long_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The length that counts is what a template may print, whatever the field."""
     threads: dict[str, str] = {}
-    for name in ("pieces", "render_chat"):
+    for name in ("pieces", "conversation"):
         work = getattr(served.tokenizer, name)
 
         def noted(*args: Any, name: str = name, work: Any = work, **more: Any) -> Any:
@@ -94,7 +94,7 @@ def test_long_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.Mon
         assert threads["pieces"].startswith("tokenise") is is_offloaded
         for field in ("content", "name", "tool_call_id"):
             post(served, "tokenize", messages=[{"role": "user", "content": "x", field: "x" * size}])
-            assert threads["render_chat"].startswith("tokenise") is is_offloaded, field
+            assert threads["conversation"].startswith("tokenise") is is_offloaded, field
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

@@ -15,7 +15,7 @@ MODES = [(api, stream) for api in APIS.values() for stream in (False, True) if s
 SEVERAL = [(api, stream) for api, stream in MODES if api.knows({"n": 2})]
 FAULTS = [
     overloaded("the queue is full"), not_ready("no worker is alive"), took_too_long(),
-    ApiError(503, "x", None, "failed", 1), RuntimeError("secret detail"), None,
+    ApiError(503, "x", None, "failed", 1), RuntimeError("secret detail"), TimeoutError("secret detail"), None,
 ]  # fmt: skip
 
 
@@ -66,7 +66,9 @@ def count_whole(served: Served) -> list[float]:
 def test_a_full_queue_refuses_before_anything_begins(served: Served, api: Api, stream: bool) -> None:
     served.engine.refusal = overloaded("too many")
     num_refused = served.count("requests_failed_total", code="overloaded")
+    num_prompt = served.count("prompt_tokens_total")
     outcome = api.ask(served, {"n": 2} if api.knows({"n": 2}) else {}, stream)
+    assert served.count("prompt_tokens_total") == num_prompt, "of requests that began"
     assert (outcome.status, outcome.retry_after) == (429, 1)
     assert served.count("requests_failed_total", code="overloaded") == num_refused + 1
     assert not served.engine.generations and not served.engine.num_inside
@@ -97,3 +99,18 @@ def test_a_client_that_leaves_ends_the_work(served: Served, api: Api, stream: bo
     api.leave(served, asked, stream, n)
     assert [served.engine.wait_ending() for _ in range(n)] == ["closed"] * n
     served.wait_count(before + n, "cancelled_total", phase=phase)
+
+
+def test_no_key_fills_the_queue(served: Served) -> None:
+    """Others' requests find a place while one key's many are refused."""
+    many, one = APIS["chat"].body({"n": 128}), APIS["chat"].body({})
+    served.engine.reset(served.script("hello"))
+    served.engine.num_waiting += 900
+    try:
+        answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
+        assert answer.status_code == 429 and "share" in answer.json()["error"]["message"]
+        assert served.http.post("/v1/chat/completions", json=one, headers=dict(served.metadata)).status_code == 200
+    finally:
+        served.engine.num_waiting -= 900
+    answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 128

@@ -7,22 +7,29 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import structlog
 from fastapi import FastAPI
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from demo.paths import TARGET_DIR
 from gateway.access.keys import Keys
+from gateway.api.grpc.requests import chat_request, generate_request
 from gateway.app import build_app, build_served_model
+from gateway.errors import ApiError
+from gateway.loop_watch import MAX_STEP_S, PERIOD_S, LoopWatch
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router import attempt
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
+from protos import inference_pb2 as pb
 from runtime.lifecycle import spare_what_is_here
+from tests.attack.cases import field, varint
 from tests.support.fake_engine_client import FakeEngineClient, Script
 
 MOST_SHARE = 0.125  # twice that
@@ -74,8 +81,8 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
 
     Asked again, nothing is tokenised, unless the request has another salt.
     """
-    steps, num_tokenised, tokenizer = list[float](), list[int](), Tokenizer(TARGET_DIR)
-    tokenizer.context_tokens = 1 << 18
+    steps, num_tokenised, tokenizer = list[float](), [0], Tokenizer(TARGET_DIR)
+    tokenizer.context_tokens, tokenizer.template.max_bytes = 1 << 18, 1 << 23
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
     served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
@@ -85,7 +92,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}
 
     def count(texts: list[str], **options: bool) -> list[list[int]]:
-        num_tokenised.append(sum(map(len, texts)))
+        num_tokenised[-1] += sum(map(len, texts))
         return encode_all(texts, **options)
 
     encode_all = tokenizer.encode_all
@@ -102,6 +109,7 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
         measured.extend(steps)
         num_tokenised.clear()
         for salt in ("", "another", "another"):
+            num_tokenised.append(0)
             await _post(app, "/v1/chat/completions", {**body, "cache_salt": salt})
 
     measured = list[float]()
@@ -124,8 +132,133 @@ def _measure_steps(monkeypatch: pytest.MonkeyPatch, steps: list[float]) -> None:
     monkeypatch.setattr(asyncio.Handle, "_run", run_measured)
 
 
+# -- requests made to cost much: what one client sends holds up no other ---------------------------------------------
+
+MB8 = 8_000_000
+MANY = "[" + "[]," * (MB8 // 4) + "[]]"
+
+
+def _call(arguments: str) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+def _tool(index: int, schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"f{index}", "parameters": schema, "strict": True}}
+
+
+def _one_of(index: int) -> Any:
+    branches = [{"type": "object", "properties": {f"p{at}": {"const": at}}, "required": [f"p{at}"]} for at in range(19)]
+    return {"type": "object", "properties": {"a": {"oneOf": branches}}}
+
+
+def _said(item: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "x"}, item]}
+
+
+ONE_OF = [_tool(at, _one_of(at)) for at in range(60)]
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "containers in arguments": ("chat/completions", _call(f'{{"a": {MANY}}}')),
+    "containers in broken arguments": ("chat/completions", _call(MANY[:-1])),
+    "allowed containers": ("chat/completions", _call('{"a": [' + ",".join(['{"b": []}'] * 9_900) + "]}")),
+    "many calls": ("chat/completions", {"messages": _call('{"a": []}')["messages"] * 1000}),
+    "numbers in arguments": ("chat/completions", _call('{"a": [' + "1.5," * (MB8 // 4) + "1]}")),
+    "allowed numbers": ("chat/completions", _call('{"a": [' + "1.5," * 99_000 + "1]}")),
+    "allowed strings": ("chat/completions", _call(json.dumps({"a": ["b\n"] * 49_000}))),
+    "escapes": ("chat/completions", _call(json.dumps({"a": "\n" * (MB8 // 3)}))),
+    "halves of pairs": ("chat/completions", _call('{"a": "' + "\\ud83d" * (MB8 // 7) + '"}')),
+    "backslashes": ("chat/completions", _call('{"a": "' + "\\\\" * (MB8 // 4) + '"}')),
+    "long numbers in arguments": ("chat/completions", _call('{"a": [' + ("9" * 4200 + ",") * 1900 + "1]}")),
+    "depth": ("chat/completions", _call("[" * (MB8 // 2) + "]" * (MB8 // 2))),
+    "items": ("responses", _said({"type": "function_call", "call_id": "c", "name": "f", "arguments": MANY})),
+    "custom call": ("responses", _said({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": MANY})),
+    "long numbers": ("chat/completions", '{"messages": [' + ("9" * 4200 + ",") * 1900 + "1]}"),
+    "equal keys": ("chat/completions", '{"model": "demo", "x": {' + '"a": 1,' * 49_000 + '"a": 1}}'),
+    "equal keys, deep": ("chat/completions", '{"a":[' + '{"b":{"c":1}},' * 9_000 + '{"b": 1, "b": 1}]}'),
+    "tools with oneOf": ("chat/completions", {"messages": MESSAGES, "tools": ONE_OF}),
+    "numbers in a schema": ("chat/completions", {"messages": MESSAGES, "tools": [_tool(0, {"enum": [1.5] * 99_000})]}),
+    "kwargs": ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": [1.5] * 99_000}}),
+    "a huge integer": ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": 10**127}}),
+    "inputs": ("messages", {"max_tokens": 5, "messages": [
+        *MESSAGES,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": [5] * 99_000}}]},
+    ]}),
+    "ids": ("completions", {"prompt": [list(range(250))] * 1_900}),
+}  # fmt: skip
+
+
+def _served() -> Iterator[tuple[FastAPI, ServedModels]]:
+    engine = FakeEngineClient()
+    engine.script = Script(ANSWER, group=5)
+    model = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
+    served = ServedModels([model], model.metrics.registry, Keys())
+    yield build_app(served), served
+    model.offload.close()
+
+
+served = pytest.fixture(_served, scope="module")
+
+
+@pytest.mark.usefixtures("as_in_a_gateway")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies_make_no_long_step(served: tuple[FastAPI, ServedModels], name: str) -> None:
+    path, body = HOSTILE[name]
+    data = body.encode() if isinstance(body, str) else json.dumps({"model": "demo", **body}).encode()
+
+    async def test() -> int:
+        watch = LoopWatch(CollectorRegistry())
+        await _post_bytes(served[0], "/v1/completions", b'{"prompt": "x", "max_tokens": 1}')
+        watch.start()
+        await asyncio.sleep(2 * PERIOD_S)
+        status = await _post_bytes(served[0], f"/v1/{path}", data)
+        await asyncio.sleep(2 * PERIOD_S)
+        watch.close()
+        assert watch.num_long == 0
+        return status
+
+    assert asyncio.run(test()) in (200, 400, 413)
+
+
+def _hostile_messages() -> Iterator[tuple[str, type[Message], Callable[..., Any], bytes]]:
+    """Names, types and readers of gRPC's requests, and their bytes."""
+    yield "images", pb.ChatRequest, chat_request, field(2, field(7, b"") * 4_000_000)
+    yield "images of many", pb.ChatRequest, chat_request, field(2, field(1, b"user") + field(7, b"") * 10) * 200_000
+    yield "ids", pb.GenerateRequest, generate_request, field(3, field(1, b"\x01" * MB8))
+    yield "allowed ids", pb.GenerateRequest, generate_request, field(3, field(1, b"\x01" * 90_000))
+    yield "stops", pb.GenerateRequest, generate_request, field(2, b"x") + field(10, b"") * 4_000_000
+    yield "stop ids", pb.GenerateRequest, generate_request, field(2, b"x") + field(11, b"\x01" * MB8)
+    yield (
+        "biases",
+        pb.GenerateRequest,
+        generate_request,
+        field(2, b"x") + b"".join(field(17, b"\x08" + varint(at)) for at in range(1_000_000)),
+    )
+    call = field(1, b"c") + field(2, b"f") + field(3, b'{"a": [' + b"[]," * 4_000 + b"[]]}")
+    yield "arguments", pb.ChatRequest, chat_request, field(2, field(1, b"assistant") + field(5, call)) * 200
+    tool = field(1, b"f") + field(3, b'{"a": [' + b"[]," * 4_000 + b"[]]}")
+    yield "tools", pb.ChatRequest, chat_request, field(2, field(1, b"user")) + field(24, tool) * 127
+
+
+@pytest.mark.usefixtures("as_in_a_gateway")
+@pytest.mark.parametrize(
+    ("kind", "read", "data"), [pytest.param(*given, id=name) for name, *given in _hostile_messages()]
+)
+def test_hostile_messages_make_no_long_step(kind: type[Message], read: Callable[..., Any], data: bytes) -> None:
+    """Parsing them is gRPC's, and within the limit by its size."""
+    request = kind.FromString(data)
+    began = time.thread_time()
+    with suppress(ApiError):
+        read(request, 4096)
+    assert time.thread_time() - began < MAX_STEP_S
+
+
 async def _post(app: FastAPI, path: str, body: dict[str, Any]) -> None:
-    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    assert await _post_bytes(app, path, json.dumps(body).encode()) == 200
+
+
+async def _post_bytes(app: FastAPI, path: str, body: bytes) -> int:
+    """Returns the status."""
+    messages = [{"type": "http.request", "body": body}]
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
         "query_string": b"", "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
@@ -142,7 +275,7 @@ async def _post(app: FastAPI, path: str, body: dict[str, Any]) -> None:
         statuses.append(message.get("status", 0))
 
     await app(scope, receive, send)
-    assert statuses[0] == 200
+    return statuses[0]
 
 
 async def test_others_get_turns_while_a_workers_long_message_is_read() -> None:

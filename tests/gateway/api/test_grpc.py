@@ -1,8 +1,9 @@
 """gRPC only: reflection, health, request ids, details of all refusals, fields of newer clients."""
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from runtime.malformed import _guard, _guard_generator
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
 from tests.support.tiny_tokenizer import CONTEXT
@@ -174,3 +176,49 @@ def test_how_much_is_looked_through_is_bounded(
     assert (outcome.status, outcome.code) == (400, reason)
     assert told in outcome.message and len(outcome.message) < 200
     assert not served.engine.generations
+
+
+class Request:
+    """Stands for a large message."""
+
+
+class Context:
+    """Keeps the error that ends the call, as gRPC's does."""
+
+    error: BaseException | None = None
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        self.error = grpc.aio.AbortError(details)
+        raise self.error
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_refused_request_is_not_kept(is_streamed: bool) -> None:
+    """It would be until a full garbage collection, which a gateway hardly makes."""
+
+    async def refuse(request: Request, context: Any) -> None:
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "wrong")
+
+    async def stream(request: Request, context: Any) -> AsyncIterator[int]:
+        await refuse(request, context)
+        yield 1
+
+    async def end(context: Any) -> NoReturn:
+        raise AssertionError
+
+    request, context = Request(), Context()
+    given: Any = context
+    seen = weakref.ref(request)
+    with pytest.raises(grpc.aio.AbortError):
+        if is_streamed:
+            calls = [_guard_generator(stream, end)(request, given)]
+            del request
+            await anext(calls.pop())
+        else:
+            call = _guard(refuse, end)(request, given)
+            del request
+            await call
+    assert context.error is not None and seen() is None

@@ -4,15 +4,17 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.held import IDLE_S
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import MAX_BODY, SERVED, WAIT_S, Served, run_api
+from tests.support.api_server import KEYS, MAX_BODY, SERVED, WAIT_S, Served, run_api
 from tests.support.words import HELLO
 
 TEXT = APIS["completions"].body({})
@@ -44,7 +46,9 @@ def test_bodies_that_are_no_json_object(served: Served, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("element", "count"), [("[]", 20_001), ('""', 50_001), ("1", 510_000)], ids=["containers", "strings", "numbers"]
+    ("element", "count"),
+    [("[]", 20_001), ('""', 50_001), ("1", 510_000), ("9" * 129, 1)],
+    ids=["containers", "strings", "numbers", "digits"],
 )
 def test_bodies_of_too_many_elements(served: Served, element: str, count: int) -> None:
     body = f'{{"model": "{SERVED}", "prompt": [{",".join([element] * count)}]}}'
@@ -60,7 +64,7 @@ def test_bodies_of_too_many_elements(served: Served, element: str, count: int) -
         ('{"model": "m", "pr\\u006fmpt": "a", "prompt": "b"}', "prompt"),
         ('{"model": "m", "messages": [{}, {"role": "user", "role": "user"}]}', "messages[1].role"),
         ('{"model": "m", "a": [[1, {"b\\":": {"c": 1, "c": 2}}]]}', 'a[0][1].b":.c'),
-        ('{"model": "m", "n": ' + "9" * 4300 + ', "n": 1}', "n"),
+        ('{"model": "m", "n": ' + "9" * 128 + ', "n": 1}', "n"),
     ],
 )
 def test_a_key_that_comes_twice_is_named(served: Served, body: str, path: str) -> None:
@@ -208,3 +212,26 @@ def test_errors_of_messages_have_a_shape_of_their_own(served: Served) -> None:
     for answer, status, kind in answers:
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
         assert (answer.json()["error"].keys(), answer.json()["error"]["type"]) == ({"type", "message"}, kind)
+
+
+def test_bodies_under_way_are_bounded_together_and_the_oldest_idle_gives_way(served: Served) -> None:
+    """Each sends less than a body may have, and then nothing."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    head += f"content-length: {MAX_BODY}\r\n\r\n"
+    held = served.held
+    held.bytes.most, before = 4 * MAX_BODY, held.bytes.most
+    try:
+        with ExitStack() as connections:
+            for _ in range(8):
+                connection = connections.enter_context(socket.create_connection(served.host_port, WAIT_S))
+                connection.sendall(head.encode() + b" " * (MAX_BODY - 1))
+                time.sleep(0.15)
+            assert held.bytes.total <= 3 * MAX_BODY, "a key's share"
+            time.sleep(IDLE_S)
+            assert post(served, json.dumps(TEXT), "/v1/completions")[0] == 200
+        deadline = time.monotonic() + WAIT_S
+        while held.bytes.total:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        held.bytes.most = before

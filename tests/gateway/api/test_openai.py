@@ -130,6 +130,7 @@ def test_more_log_probabilities_than_memory_may_hold_are_refused() -> None:
     raw = GenerateRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
     check_num_logprobs(raw, 1, 10**9)  # bounded by the context
     check_num_logprobs(raw, 2, 2**21 // 21)
+    check_num_logprobs(GenerateRequest(None, [], n=17), 17, 17 << 17)  # none are asked for
     with pytest.raises(ApiError, match="lower max_tokens") as caught:
         check_num_logprobs(raw, 2, 2**21 // 21 + 1)
     assert caught.value.param == "top_logprobs"

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,7 +47,14 @@ def test_wrong_lines_are_named_and_the_others_are_read(tmp_path: Path) -> None:
     assert bytes(read[0].body) == '{"text":"é"}'.encode()
 
 
-@pytest.mark.parametrize(("content", "why"), [(b"\n \n", "no lines"), (b"x\n" * (MAX_LINES + 1), "more than 50000")])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"\n \n", "no lines"),
+        (b"x\n" * (MAX_LINES + 1), "more than 50000"),
+        (b"\n" * (200 << 20), "more than 100000 lines, empty ones included"),
+    ],
+)
 def test_files_without_lines_or_with_too_many_are_refused(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / "input").write_bytes(content)
     with pytest.raises(ValueError, match=why):
@@ -70,6 +78,16 @@ def test_every_line_is_a_number_or_a_fault_whatever_the_bytes(
     assert len(found.numbers) + len(found.faults) == len(rows)
     for number in found.numbers:
         assert isinstance(read_line(path, found.offsets[number - 1]), InputLine)
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [({}, 1), ({"n": 5}, 5), ({"n": 10**9}, 128), ({"n": -1}, 1), ({"n": "5"}, 1), ({"n": 2, "prompt": ["a", "b"]}, 4),
+     ({"n": 2, "prompt": [1, 2, 3]}, 2), ({"n": 2, "prompt": [[1], [2], [3]]}, 6), ({"prompt": "text"}, 1), ([], 1)],
+)  # fmt: skip
+def test_answers_of_a_line_are_counted(tmp_path: Path, body: Any, number: int) -> None:
+    (tmp_path / "input").write_bytes(line("a", body=body))
+    assert list(scan(tmp_path / "input", CHATS, 1000).num_answers) == [number]
 
 
 def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_goes_on(tmp_path: Path) -> None:

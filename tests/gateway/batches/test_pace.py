@@ -30,14 +30,14 @@ class Machine:
             self.end(self.lines[most:])
             for _ in range(most - len(self.lines)):
                 self.lines.append(self.now)
-                self.pace.begin_line()
+                self.pace.begin()
             self.seen.append(len(self.lines))
         return self
 
     def end(self, lines: list[float]) -> None:
         for began in lines:
             self.lines.remove(began)
-            self.pace.end_line(self.now, began)
+            self.pace.end(self.now, began)
 
     def share(self, seconds: float) -> float:
         """Of the last ticks, those with a line."""

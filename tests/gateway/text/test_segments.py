@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from gateway.text import segments
 from gateway.text.segments import ENTRY_BYTES, SegmentEncoder, find_marks
+from gateway.text.tokenizer import Tried
 from tests.support.texts import tiny
 from tests.support.tiny_tokenizer import CORPUS
 
@@ -78,14 +79,11 @@ def backend(kind: str, is_greedy: bool) -> Tokenizer:
 class Plain:
     """A Tokenizer without a checkpoint, which counts the characters that it tokenises."""
 
-    chat_templates = "some"
+    tried = Tried(True, SAMPLE)
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend, self.num_chars = backend, 0
         self.added_tokens = list(backend.get_added_tokens_decoder().values())
-
-    def render_chat(self, messages: object) -> str:
-        return SAMPLE
 
     def encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         assert not add_special_tokens

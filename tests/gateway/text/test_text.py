@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.text.stops import StopStrings
-from gateway.text.tokenizer import IncrementalDetokenizer, TemplateRefusalError, Tokenizer
+from gateway.text.template import TemplateRefusalError
+from gateway.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.support.texts import KINDS, edges, split, tiny
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, CONTEXT, write_byte_level
 
@@ -223,7 +225,7 @@ def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> Non
     with pytest.raises(TemplateRefusalError, match="must follow a call"):
         tokenizer.render_chat([{"role": "tool", "content": "x"}])
     hostile = Tokenizer(write_byte_level(tmp_path))
-    hostile._hf.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    set_template(hostile, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(TemplateRefusalError, match="unsafe"):
         hostile.render_chat([{"role": "user", "content": "x"}])
     injected = "{{ 7 * 7 }}"
@@ -258,8 +260,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_byte_level(tmp_path_factory.mktemp("tiny")))  # its template is changed
 
 
+def set_template(tokenizer: Tokenizer, template: str) -> None:
+    tokenizer.template = msgspec.structs.replace(tokenizer.template, plain=template, with_tools=template)
+
+
 def render(tokenizer: Tokenizer, template: str, text: str) -> str:
-    tokenizer._hf.chat_template = template
+    set_template(tokenizer, template)
     return tokenizer.render_chat([ASKED, {"role": "assistant", "content": text}], is_open=True)
 
 

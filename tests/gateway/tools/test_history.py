@@ -1,10 +1,12 @@
 """Calls of earlier turns in the form templates accept, and the system's messages."""
 
 import re
+import time
 from typing import Any
 
 import pytest
 
+from gateway.text.template import are_shown
 from gateway.tools.formats import FORMATS
 from gateway.tools.history import fit_ids, system_first, template_call
 
@@ -14,7 +16,7 @@ def test_ids_are_made_to_fit() -> None:
     asked: dict[str, Any] = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [template_call("call_ü1", "f", ""), template_call("abc123DEF", "f", "")],
+        "tool_calls": [template_call("call_ü1", "f", {}), template_call("abc123DEF", "f", {})],
     }
     answers = [{"role": "tool", "content": "", "tool_call_id": call_id} for call_id in ("call_ü1", "abc123DEF")]
     for name in ("hermes", "inline", "llama3"):
@@ -48,3 +50,23 @@ def test_the_system_first(given: str, wanted: str) -> None:
         one["content"].replace("\n\n", "+").replace("<system>\n", "<").replace("\n</system>", ">") for one in found
     ]
     assert " ".join(one["role"][0] + text for one, text in zip(found, shown, strict=True)) == wanted
+
+
+def test_texts_of_the_system_are_looked_for_in_linear_time() -> None:
+    assert are_shown(["b", "a"], "a b") and not are_shown(["c"], "a b")
+    many = [f"<{number}>" for number in range(4000)]
+    assert are_shown(many, "".join(many))
+    assert not are_shown([*many, "<x>"], "".join(many))
+
+
+def test_many_texts_of_the_system_are_joined_in_linear_time() -> None:
+    def join(count: int) -> float:
+        texts = [{"role": "system", "content": "x" * 1000} for _ in range(count)]
+        began = time.thread_time()
+        (first, _) = system_first([*texts, {"role": "user", "content": ""}])
+        took_s = time.thread_time() - began
+        assert first["content"] == "\n\n".join(["x" * 1000] * count)
+        return took_s
+
+    taken = {count: min(join(count) for _ in range(5)) for count in (500, 8000)}
+    assert taken[8000] < 80 * taken[500], "256 times as long if each joined a new text"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.json_text import JsonText, read_object
+from gateway.tools.json_text import MAX_DIGITS, JsonText, JsonTexts
 from tests.support.texts import split
 
 STRINGS = st.text(st.sampled_from('a "\\\n\t\r\x01ü{}[]:,'), max_size=12)
@@ -42,4 +42,34 @@ SMILE = r"\ud83d\ude42"
     ],
 )  # fmt: skip
 def test_halves_are_replaced_and_whole_pairs_stay(text: str, read: str) -> None:
-    assert read_object(f'{{"{text}": ["{text}"]}}') == {read: [read]}
+    assert JsonTexts().read_object(f'{{"{text}": ["{text}"]}}') == {read: [read]}
+
+
+def test_parts_are_counted_over_all_texts_of_a_request() -> None:
+    texts = JsonTexts()
+    for _ in range(2):
+        texts.read_object(f'{{"a": [{",".join(["[]"] * 9_000)}]}}')
+    with pytest.raises(ValueError, match="too many JSON elements"):
+        texts.read_object(f'{{"a": [{",".join(["[]"] * 9_000)}]}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[" * 65 + "]" * 65, "deeper than 64 levels"),
+        (f'{{"a": {"9" * (MAX_DIGITS + 1)}}}', "more than 128 digits"),
+        (f'{{"a": [{"1," * 100_001}1]}}', "too many JSON elements"),
+        (f'{{"a": [{",".join(["{}"] * 50_000)}]}}', "too many JSON elements"),
+        (f'{{"a": [{",".join(["0"] * 10)}', "not valid JSON"),
+        (r'{"\ud83d": "\ud83d", "a": NaN}', "not valid JSON"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_texts_are_refused_with_what_is_wrong(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        JsonTexts().read_object(text)
+
+
+def test_parts_of_strings_do_not_count() -> None:
+    code = "\\" + '"[{,' * 100_000 + "9" * 1000
+    assert JsonTexts().read_object(json.dumps({"code": code})) == {"code": code}

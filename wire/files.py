@@ -1,0 +1,111 @@
+"""Reads files that strangers have made, of a checkpoint or adapter: what is no file, too long or no JSON is refused.
+
+Each ValueError names the file.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 256 << 20  # of a file that is read as a whole; the largest tokenizer.json have 40 MB
+WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken")  # files that are read as a whole, by us or by libraries
+MOST_CHARS = 1000  # of an error: it may quote a value
+TOKENIZER = "tokenizer.json"
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+def check_file(path: Path, most_bytes: int | None = MOST_BYTES) -> int:
+    """The bytes of a file, links followed. FileNotFoundError; ValueError if it is no file, or longer."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a folder')}, expected a file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ValueError(f"{path} has {status.st_size} bytes, expected at most {most_bytes}")
+    return status.st_size
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder with something that would hang or fill the memory of a library that opens it by name."""
+    for entry in os.scandir(folder):
+        path = Path(entry.path)
+        is_whole = path.suffix in WHOLE
+        try:
+            if is_whole or not entry.is_dir():
+                check_file(path, MOST_BYTES if is_whole else None)
+        except FileNotFoundError:  # a link to nothing
+            continue
+
+
+def read_text(path: Path) -> str:
+    """FileNotFoundError if it is missing."""
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """FileNotFoundError if it is missing."""
+    return parse_json(read_text(path), path)
+
+
+def read_json_object(path: Path) -> Mapping[str, Any]:
+    """The same of a file that must hold an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def parse_json(text: str | bytes, path: Path) -> Any:
+    """`path`: for errors."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """ValueErrors name the file, unless they do so by themselves; so do those of a depth that no parser takes."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        said = f"{error}"[:MOST_CHARS]
+        raise ValueError(said if str(path) in said else f"{path}: {said}") from error
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """The same of whatever libraries raise that trust what they read; Rust's panics are no Exceptions."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        said = " ".join(str(error).split())[:MOST_CHARS]
+        if isinstance(error, ValueError) and str(path.parent) in said:
+            raise
+        raise ValueError(f"{path} cannot be used: {type(error).__name__}: {said}") from error
+
+
+@contextmanager
+def blamed_tokenizer(folder: Path) -> Iterator[None]:
+    """The same of the file of a tokenizer that is wrong."""
+    try:
+        yield
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        from tokenizers import Tokenizer  # 0.1 s, which most that import this need not wait for
+
+        if (path := folder / TOKENIZER).exists():
+            with blamed(path):
+                Tokenizer.from_file(str(path))
+        with blamed(folder / "tokenizer_config.json"):
+            raise error
