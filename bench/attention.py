@@ -40,6 +40,16 @@ class Case:
     query_len: int
     context_len: int
 
+    @property
+    def operations(self) -> float:
+        """Of the products of queries with the keys that they see, and of the probabilities with values."""
+        seen = self.query_len * (self.context_len - (self.query_len - 1) / 2)
+        return 4 * self.num_sequences * seen * SHAPE.num_heads * SHAPE.head_dim
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of keys and values."""
+        return 2 * self.num_sequences * self.context_len * SHAPE.num_kv_heads * SHAPE.head_dim * dtype.itemsize
+
 
 CASES = [
     *(Case("decode", count, 1, context) for count in (1, 16) for context in (128, 1024, 4096)),

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
+from math import inf
 from statistics import median
 
 import torch
@@ -31,7 +32,10 @@ from wire.kv_layout import LAYERS, KvPart
 BF16 = torch.bfloat16
 GROUPS = ("int4", "4-bit groups", "8-bit groups")
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
-ATTENTION = (attention.Case("decode", 16, 1, 1024), attention.Case("prefill", 1, 512, 512))
+ATTENTION = (
+    *(attention.Case("decode", 16, 1, context) for context in (1024, 4096)),
+    *(attention.Case("prefill", 1, 512, context) for context in (512, 1024, 8192, 32768)),
+)
 HANDED_PAGES = 128  # of 512 KiB
 
 
@@ -47,7 +51,8 @@ def run_kernels(threads: int, rounds: int) -> None:
 
         ceilings = measure_ceilings(torch.get_num_threads()) if can_pack() else None
         tables = build_products(ceilings, rounds, report) if ceilings else []
-        for name, build in (("attention", build_attention), ("sampling", build_sampling), ("hand-off", build_hand_off)):
+        attend = partial(build_attention, ceilings=ceilings)
+        for name, build in (("attention", attend), ("sampling", build_sampling), ("hand-off", build_hand_off)):
             report(name)
             tables.append(build(rounds))
     found = ceilings.describe() if ceilings else "no C++ compiler: torch multiplies"
@@ -88,8 +93,8 @@ def describe_rate(one: Rate) -> tuple[str, str]:
     return f"{one.num_bytes / 1e9:.1f} {one.reading:4.0%}", f"{one.operations / 1e9:.0f} {one.multiplying:4.0%}"
 
 
-def build_attention(rounds: int) -> Table:
-    table = Table("", "SDPA, contiguous KV, ms", "paged, ms", "x SDPA", title="attention, one layer")
+def build_attention(rounds: int, ceilings: Ceilings | None) -> Table:
+    table = Table("", "SDPA, contiguous KV, ms", "paged, ms", "x SDPA", "GB/s", "GFLOP/s", title="attention, one layer")
     for case in ATTENTION:
         batch, heads, pool = attention.build_case(case, BF16)
         backend = choose_attention(attention.SHAPE, [None], torch.device("cpu"), BF16).backend
@@ -101,9 +106,14 @@ def build_attention(rounds: int) -> Table:
             "paged": cycle([partial(backend.attend, layer, heads, None) for layer in layers]),
         }
         seconds = take_turns(calls, rounds)
-        cells = [f"{median(seconds[name]) * 1e3:.2f}" for name in calls]
+        taken = median(seconds["paged"])
+        rates = case.num_bytes(BF16) / taken, case.operations / taken
+        limits = (ceilings.num_bytes, ceilings.operations[False]) if ceilings else (inf, inf)
         name = f"{case.phase}, {case.num_sequences} x {case.query_len} at {case.context_len}"
-        table.add_row(name, *cells, relate(seconds, "paged", "sdpa"))
+        table.add_row(
+            name, *(f"{median(seconds[name]) * 1e3:.2f}" for name in calls), relate(seconds, "paged", "sdpa"),
+            *(f"{rate / 1e9:.1f} {rate / limit:4.0%}" for rate, limit in zip(rates, limits, strict=True)),
+        )  # fmt: skip
     return table
 
 

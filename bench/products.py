@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench.load.machine import measure_reading
 from engine.kernels.build import find_instruction_set
-from engine.kernels.cpu_math import choose_math, measure_rate
+from engine.kernels.cpu_math import Math, choose_math, measure_rate, measure_reading
 from engine.weights.cache import Weights
 from engine.weights.groups import GROUP, Groups, with_zeros
 from engine.weights.packed import PackedLinear, pack
@@ -36,11 +35,13 @@ class Ceilings:
     isa: str
     num_bytes: float
     operations: Mapping[bool, float]  # is_8bit |-> operations
+    loaded: float  # operations in bfloat16 of tiles that are loaded from L1; 0 without tiles
 
     def describe(self) -> str:
         bf16, int8 = (f"{self.operations[is_8bit] / 1e9:.0f} GFLOP/s" for is_8bit in (False, True))
         reading = f"{self.num_bytes / 1e9:.1f} GB/s"
-        return f"{self.isa}: reads {reading}, multiplies {bf16} in bf16 and {int8} in int8 in registers"
+        loaded = f"; tiles loaded from L1: {self.loaded / 1e9:.0f} GFLOP/s in bf16" if self.loaded else ""
+        return f"{self.isa}: reads {reading}, multiplies {bf16} in bf16 and {int8} in int8 in registers{loaded}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def measure_ceilings(num_threads: int) -> Ceilings:
     """Takes about a second. Raises BuildError."""
     math = {is_8bit: choose_math(is_8bit) for is_8bit in (False, True)}
     operations = {is_8bit: measure_rate(kind, is_8bit, num_threads, ROUNDS) for is_8bit, kind in math.items()}
-    return Ceilings(find_instruction_set(), measure_reading(), operations)
+    loaded = measure_rate(math[False], False, num_threads, ROUNDS, has_loads=True) if math[False] is Math.TILES else 0.0
+    return Ceilings(find_instruction_set(), measure_reading(num_threads), operations, loaded)
 
 
 def rate(num_rows: int, seconds: float, ceilings: Ceilings, is_8bit: bool = False) -> Rate:

@@ -1,4 +1,4 @@
-// What the CPU multiplies in registers, without memory: the ceiling of products, and which way is the fastest.
+// What the CPU multiplies in registers, which way is the fastest, and what it reads from memory: the ceilings of products.
 #include "cpu_amx.h"
 #include "cpu_products.h"
 
@@ -42,10 +42,18 @@ template <class Math> double multiply_squares(int64_t num_rounds) {
 #endif
 
 #ifdef BATON_AMX
-double multiply_tiles(int64_t num_rounds, bool is_8bit) {
+// has_loads: each product's operands come from L1, as in a product of matrices.
+double multiply_tiles(int64_t num_rounds, bool is_8bit, bool has_loads) {
+    alignas(64) static const char operands[4][1024] = {};
     const uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
     configure_tiles(rows, 8);
     for (int64_t round = 0; round < num_rounds; ++round) {
+        if (has_loads) {
+            TILE_LOAD(4, operands[0], 64);
+            TILE_LOAD(5, operands[1], 64);
+            TILE_LOAD(6, operands[2], 64);
+            TILE_LOAD(7, operands[3], 64);
+        }
         if (is_8bit) {
             TILE_DOT_U8S8(0, 4, 6);
             TILE_DOT_U8S8(1, 4, 7);
@@ -74,8 +82,9 @@ extern "C" int baton_request_tiles() {
 #endif
 }
 
-// Operations done by each of `num_threads` at once; 0 where this build has no such math. math: MathKind.
-extern "C" double baton_multiply_registers(int math, int is_8bit, int64_t num_rounds, int num_threads) {
+// Operations done by each of `num_threads` at once; 0 where this build has no such math. math: MathKind. has_loads: see
+// multiply_tiles; others ignore it.
+extern "C" double baton_multiply_registers(int math, int is_8bit, int has_loads, int64_t num_rounds, int num_threads) {
     double done = 0;
 #pragma omp parallel num_threads(num_threads) reduction(max : done)
     {
@@ -90,8 +99,25 @@ extern "C" double baton_multiply_registers(int math, int is_8bit, int64_t num_ro
         if (math == kTiles) done = is_8bit ? multiply_squares<Dots>(num_rounds) : multiply_squares<Pairs>(num_rounds);
 #endif
 #ifdef BATON_AMX
-        if (math == kTiles) done = multiply_tiles(num_rounds, is_8bit);
+        if (math == kTiles) done = multiply_tiles(num_rounds, is_8bit, has_loads);
 #endif
     }
     return done;
+}
+
+// Reads `num_bytes`, a multiple of 4096 times `num_threads`; returns a sum, so that the compiler keeps the loads.
+extern "C" int64_t baton_read(const char* from, int64_t num_bytes, int num_threads) {
+    const int64_t share = num_bytes / num_threads;
+    int64_t total = 0;
+#pragma omp parallel for schedule(static) num_threads(num_threads) reduction(+ : total)
+    for (int thread = 0; thread < num_threads; ++thread) {
+        Ints sums[4] = {};
+        const char* at = from + thread * share;
+        for (const char* const end = at + share; at < end; at += 256) {
+            for (int line = 0; line < 4; ++line) __builtin_prefetch(at + 8192 + line * 64, 0, 2);
+            for (int i = 0; i < 256; i += (int)sizeof(Ints)) sums[i / 64] += load<Ints>(at + i);
+        }
+        for (int lane = 0; lane < kLanes; ++lane) total += (sums[0] + sums[1] + sums[2] + sums[3])[lane];
+    }
+    return total;
 }

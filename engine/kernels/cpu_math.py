@@ -1,13 +1,17 @@
-"""How this CPU multiplies fastest, and how fast: measured in registers, by cpu_math.cpp."""
+"""How this CPU multiplies fastest, how fast, and how fast it reads: measured by cpu_math.cpp."""
 
 import ctypes
+import mmap
 import time
 from enum import IntEnum
 from functools import cache
 
+import numpy as np
+
 from engine.kernels.build import find_instruction_set, load_kernel
 
 ROUNDS, TRIES = 2000, 8  # a try takes 0.1 ms or so
+READ_BYTES = 512 << 20  # more than caches hold
 
 
 class Math(IntEnum):
@@ -34,22 +38,45 @@ def describe_math() -> str:
     return f"{find_instruction_set()}, bfloat16 {HOW[choose_math()]}"
 
 
-def measure_rate(math: Math, is_8bit: bool, num_threads: int = 1, rounds: int = ROUNDS) -> float:
-    """Operations a second that registers allow, the best of several tries; 0 if this CPU has no such math."""
+def measure_rate(
+    math: Math, is_8bit: bool, num_threads: int = 1, rounds: int = ROUNDS, *, has_loads: bool = False
+) -> float:
+    """Operations a second that registers allow, the best of several tries; 0 if this CPU has no such math.
+
+    `has_loads`: tiles are loaded from L1 for each product. Where a core's other thread is busy, that takes far longer.
+    """
     kernel = _load()
     if math is Math.TILES and not kernel.baton_request_tiles():
         return 0.0
     best = 0.0
     for _ in range(TRIES):
         began = time.perf_counter()
-        done = kernel.baton_multiply_registers(math, is_8bit, rounds, num_threads)
+        done = kernel.baton_multiply_registers(math, is_8bit, has_loads, rounds, num_threads)
         best = max(best, num_threads * done / (time.perf_counter() - began))
+    return best
+
+
+def measure_reading(num_threads: int) -> float:
+    """Bytes a second that this many threads read from memory, the best of several tries."""
+    share = READ_BYTES // num_threads // 4096 * 4096
+    memory = mmap.mmap(-1, share * num_threads + 3 * 4096)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    values = np.frombuffer(memory, np.uint8)
+    values.fill(1)
+    best = 0.0
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        _load().baton_read(values.ctypes.data, share * num_threads, num_threads)
+        best = max(best, share * num_threads / (time.perf_counter() - began))
     return best
 
 
 @cache
 def _load() -> ctypes.CDLL:
     kernel = load_kernel("cpu_math")
-    kernel.baton_multiply_registers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    kernel.baton_multiply_registers.argtypes = [*[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_int]
     kernel.baton_multiply_registers.restype = ctypes.c_double
+    kernel.baton_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    kernel.baton_read.restype = ctypes.c_int64
     return kernel

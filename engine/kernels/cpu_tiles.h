@@ -20,11 +20,14 @@ namespace {
 constexpr int64_t kCachedBytes = 1 << 20;  // of x; L2 has 2 MiB, of which two blocks of w take 256 KiB at a depth of 2,048
 constexpr int64_t kPassRows = 256;  // weights that are read from memory for fewer rows leave tiles idle
 constexpr int64_t kRunBlocks = 16, kRunBytes = 1 << 19;  // of blocks whose sums are kept
+constexpr int64_t kWidenedTiles = 64;  // of depth: two blocks of them take 256 KiB
 constexpr int kTile = kTileWords;
 
-#define BATON_DOT(c, a, b)                                                \
-    if constexpr (std::is_same_v<Math, Pairs>) TILE_DOT_BF16(c, a, b); \
-    else TILE_DOT_U8S8(c, a, b)
+#define BATON_DOT(c, a, b)                                                     \
+    do {                                                                       \
+        if constexpr (std::is_same_v<Math, Pairs>) TILE_DOT_BF16(c, a, b); \
+        else TILE_DOT_U8S8(c, a, b);                                       \
+    } while (0)
 
 // sums[16 * kTall][32] += x[num_tiles][kTall] times w[num_tiles][2]. kTall: tiles of rows, 1 or 2.
 // Next operands are loaded as soon as products have read the last ones: a core whose other thread is busy has few tiles
@@ -137,82 +140,94 @@ void lay_out_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64
 }
 
 // Rows of sums that are still to be written.
-template <class Sums> struct Unwritten {
-    const Sums* sums;
+template <class Math> struct Unwritten {
+    const typename Math::Sums* sums;
     const float* units;
     int64_t row, num_rows, column;
+    void write(const BatonProduct& of, int64_t count) {
+        count = std::min(count, num_rows);
+        write_rows<Math>(of, row, count, column, sums, units);
+        sums += count * 2 * kVectors, units += count, row += count, num_rows -= count;
+    }
+};
+
+// Some rows of a product, which all threads multiply.
+template <class Source> struct TilePass {
+    using Math = typename Source::Math;
+    static constexpr int64_t kRows = (Source::kWidens ? 2 : 1) * kPassRows;  // widening takes as long for fewer
+    static constexpr int64_t kLines = Source::kBlockWords / 16, kPair = 32 * 2 * kVectors;
+    const BatonProduct& of;
+    int64_t begin, num_rows, num_tiles;
+    int64_t num_blocks = (of.num_columns + 31) / 32, num_pairs = (num_rows + 31) / 32;
+    int64_t part = std::min({num_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4), Source::kWidens ? kWidenedTiles : num_tiles});
+    int64_t run = std::clamp(num_blocks / (2 * of.num_threads), (int64_t)1, std::min(kRunBlocks, kRunBytes / (num_pairs * 4096)));
+    int64_t lines = (kLines + num_pairs - 1) / num_pairs;  // of the next block, to be fetched for each tile of depth
+
+    Item find(int64_t first, int64_t width, int64_t item) const {  // blocks of a part of the depth, then of the next part
+        const int64_t tile = item / width * part, block = first + item % width;
+        return {of.w + (block * num_tiles + tile) * Source::kBlockWords, block, tile, std::min(part, num_tiles - tile)};
+    }
+    // A run of blocks from `first` on, by one thread.
+    void multiply(const uint32_t* x, const float* units, int64_t first) const {
+        static thread_local std::vector<typename Math::Sums> sums_memory;
+        static thread_local std::vector<uint32_t> widened_memory;
+        const bool keeps_sums = part < num_tiles;
+        const int64_t width = std::min(run, num_blocks - first), num_items = width * ((num_tiles + part - 1) / part);
+        auto* const sums = align(sums_memory, (keeps_sums ? width * num_pairs : 1) * kPair);
+        uint32_t* const widened = Source::kWidens ? align(widened_memory, 2 * part * 2 * kTile) : nullptr;
+        Unwritten<Math> unwritten{};
+        Widening<Source> widening{find(first, width, 0), widened};
+        widening.finish();
+        for (int64_t item = 0; item < num_items; ++item) {
+            const auto [stored, block, tile, count] = find(first, width, item);
+            const uint32_t* const w = Source::kWidens ? widened + item % 2 * part * 2 * kTile : stored;
+            const bool has_next = Source::kWidens && item + 1 < num_items;
+            widening = {has_next ? find(first, width, item + 1) : Item{}, widened + (item + 1) % 2 * part * 2 * kTile};
+            const char* next = (const char*)stored;
+            next += num_pairs == 1 ? kPrefetchBytes : num_tiles * kLines * 64 * (Source::kWidens ? 2 : 1);
+            const char* const end = next + count * kLines * 64;
+            const int64_t rows_a_tile = (31 + count) / count, calls_a_step = std::max<int64_t>(num_pairs / 2, 1);
+            int64_t calls = 0;
+            const auto meanwhile = [&] {
+                if (next < end)
+                    for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+                if (unwritten.num_rows) unwritten.write(of, rows_a_tile);
+                if (has_next && ++calls % calls_a_step == 0) widening.step();
+            };
+            for (int64_t i = 0; i < num_pairs; ++i) {
+                const int64_t row = i * 32, left = std::min<int64_t>(num_rows - row, 32);
+                auto* const at = sums + (keeps_sums ? (block - first) * num_pairs + i : 0) * kPair;  // unwritten until stored
+                const uint32_t* const rows = x + row / 16 * num_tiles * kTile;
+                if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
+                else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
+                if (tile + count < num_tiles) continue;
+                unwritten = {at, units + row, begin + row, left, block * 32};
+                fetch_outputs(of, begin + row, left, block * 32);
+            }
+            widening.finish();
+        }
+        unwritten.write(of, 32);
+    }
 };
 
 template <class Source> void multiply_tiles(const BatonProduct& of) {
-    using Math = typename Source::Math;
-    using Sums = typename Math::Sums;
-    constexpr int64_t kLines = Source::kBlockWords / 16, kRows = (Source::kWidens ? 2 : 1) * kPassRows;
+    using Pass = TilePass<Source>;
     static thread_local std::vector<uint32_t> x_memory;
-    static thread_local std::vector<float> unit_memory(kRows);
+    static thread_local std::vector<float> unit_memory(Pass::kRows);
     const uint8_t tile_rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
     const int64_t num_tiles = (of.depth + Source::kTileDepth - 1) / Source::kTileDepth;
-    const int64_t num_blocks = (of.num_columns + 31) / 32;
     float* const units = unit_memory.data();
-    for (int64_t begin = 0; begin < of.num_rows; begin += kRows) {
-        const int64_t num_rows = std::min(kRows, of.num_rows - begin), num_pairs = (num_rows + 31) / 32;
-        const int64_t part = std::min(num_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4));  // of the depth
-        const int64_t run = std::clamp(num_blocks / (2 * of.num_threads), (int64_t)1, std::min(kRunBlocks, kRunBytes / (num_pairs * 4096)));
-        const int64_t lines = (kLines + num_pairs - 1) / num_pairs;
-        uint32_t* const x = align(x_memory, num_pairs * 2 * num_tiles * kTile);
-        if (num_rows <= kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
+    for (int64_t begin = 0; begin < of.num_rows; begin += Pass::kRows) {
+        const Pass pass{of, begin, std::min(Pass::kRows, of.num_rows - begin), num_tiles};
+        uint32_t* const x = align(x_memory, pass.num_pairs * 2 * num_tiles * kTile);
+        const auto lay_out = [&] { lay_out_rows<typename Pass::Math>(of, begin, pass.num_rows, num_tiles, x, units); };
+        if (pass.num_rows <= kFewRows) lay_out();
 #pragma omp parallel num_threads(of.num_threads) if (of.num_threads > 1)
         {
-            static thread_local std::vector<Sums> sums_memory;
-            static thread_local std::vector<uint32_t> widened_memory;
-            if (num_rows > kFewRows) lay_out_rows<Math>(of, begin, num_rows, num_tiles, x, units);
-            constexpr int64_t kPair = 32 * 2 * kVectors;
-            Sums* const sums = align(sums_memory, (part < num_tiles ? run * num_pairs : 2) * kPair);
-            uint32_t* const widened = Source::kWidens ? align(widened_memory, 2 * part * 2 * kTile) : nullptr;
-            Unwritten<Sums> unwritten{};
-            const auto write = [&](int64_t count) {
-                count = std::min(count, unwritten.num_rows);
-                write_rows<Math>(of, unwritten.row, count, unwritten.column, unwritten.sums, unwritten.units);
-                unwritten.sums += count * 2 * kVectors, unwritten.units += count;
-                unwritten.row += count, unwritten.num_rows -= count;
-            };
+            if (pass.num_rows > kFewRows) lay_out();
             configure_tiles(tile_rows, 8);
 #pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t first = 0; first < num_blocks; first += run) {
-                const int64_t width = std::min(run, num_blocks - first), num_items = width * ((num_tiles + part - 1) / part);
-                const auto find = [&](int64_t item) {  // blocks of a part of the depth, then those of the next part
-                    const int64_t tile = item / width * part, block = first + item % width;
-                    return Item{of.w + (block * num_tiles + tile) * Source::kBlockWords, block, tile, std::min(part, num_tiles - tile)};
-                };
-                Widening<Source> widening{};
-                if (Source::kWidens) widening = {find(0), widened}, widening.finish();
-                for (int64_t item = 0; item < num_items; ++item) {
-                    const auto [stored, block, tile, count] = find(item);
-                    const uint32_t* const w = Source::kWidens ? widened + item % 2 * part * 2 * kTile : stored;
-                    widening = {item + 1 < num_items ? find(item + 1) : Item{}, widened + (item + 1) % 2 * part * 2 * kTile};
-                    const int64_t ahead = num_tiles * kLines * 64 * (Source::kWidens ? 2 : 1), rows_a_tile = (31 + count) / count;
-                    const char* next = (const char*)stored + (num_pairs == 1 ? kPrefetchBytes : ahead);
-                    const char* const end = next + count * kLines * 64;
-                    int64_t calls = 0;
-                    const auto meanwhile = [&] {
-                        if (next < end)
-                            for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-                        if (unwritten.num_rows) write(rows_a_tile);
-                        if (Source::kWidens && ++calls % std::max<int64_t>(num_pairs / 2, 1) == 0) widening.step();
-                    };
-                    for (int64_t i = 0; i < num_pairs; ++i) {
-                        const int64_t left = std::min<int64_t>(num_rows - i * 32, 32);
-                        Sums* const at = sums + (part < num_tiles ? (block - first) * num_pairs + i : i % 2) * kPair;
-                        const uint32_t* const rows = x + i * 2 * num_tiles * kTile;
-                        if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
-                        else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
-                        if (tile + count < num_tiles) continue;
-                        unwritten = {at, units + i * 32, begin + i * 32, left, block * 32};
-                        fetch_outputs(of, begin + i * 32, left, block * 32);
-                    }
-                    widening.finish();
-                }
-                write(32);
-            }
+            for (int64_t first = 0; first < pass.num_blocks; first += pass.run) pass.multiply(x, units, first);
             TILE_RELEASE();
         }
     }

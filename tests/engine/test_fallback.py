@@ -190,8 +190,8 @@ def attend_with(self: Any, forward: Any, option: str, *args: Any, **kwargs: Any)
     [
         ({"model_type": "secret", "auto_map": {"AutoConfig": "x.Y"}}, "needs code from its checkpoint (auto_map)"),
         ({"model_type": "secret"}, "this version of transformers does not know it. What to do: upgrade transformers"),
-        ({"model_type": None}, "in config.json is not the name of a family of models"),
-        ({"model_type": ["gpt2"]}, "in config.json is not the name of a family of models"),
+        ({"model_type": None}, "is not the name of a family of models"),
+        ({"model_type": ["gpt2"]}, "is not the name of a family of models"),
         ({"model_type": "gpt2", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
         ({"model_type": "gpt2", "n_layer": "two"}, "its config.json is refused"),
     ],
