@@ -93,7 +93,7 @@ def describe_rate(one: Rate) -> tuple[str, str]:
     return f"{one.num_bytes / 1e9:.1f} {one.reading:4.0%}", f"{one.operations / 1e9:.0f} {one.multiplying:4.0%}"
 
 
-def build_attention(rounds: int, ceilings: Ceilings | None) -> Table:
+def build_attention(rounds: int, ceilings: Ceilings | None = None) -> Table:
     table = Table("", "SDPA, contiguous KV, ms", "paged, ms", "x SDPA", "GB/s", "GFLOP/s", title="attention, one layer")
     for case in ATTENTION:
         batch, heads, pool = attention.build_case(case, BF16)
