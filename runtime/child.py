@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, NoReturn, TypeVar
 
 import msgspec
+import structlog
 
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
@@ -37,6 +38,7 @@ END_S = 5.0  # that a child has to end when its stream has
 
 AnswerT = TypeVar("AnswerT")
 CallT = TypeVar("CallT")
+log = structlog.get_logger()
 
 
 class ChildError(Exception):
@@ -228,6 +230,17 @@ class StandingChild(Generic[AnswerT]):
         assert self.child is not None
         return await self.child.ask(call, timeout_s)
 
+    async def ask_twice(self, call: msgspec.Struct, timeout_s: float, what: str) -> AnswerT:
+        """As `ask`, and again if it fails, which is logged: it may have been killed. `what`: its name in the log."""
+        for is_last in (False, True):
+            try:
+                return await self.ask(call, timeout_s)
+            except ChildError as error:
+                log.warning(f"{what} fails", error=str(error))
+                if is_last:
+                    raise
+        raise AssertionError
+
     async def close(self) -> None:
         """Kill it, for good. Running calls end with ChildError."""
         self._is_closed = True
@@ -277,6 +290,29 @@ class Limits:
 
 
 Trouble = Literal["busy", "slow", "crashed"]  # the wall time is over, the CPU time is, or it ended otherwise
+
+
+class Refused(msgspec.Struct, tag=True):
+    """An answer of a child: why there is no result, in words for the client: "it is damaged"."""
+
+    message: str
+    param: str = ""  # the part of the call that is wrong, where the child knows it
+
+
+class Busy(msgspec.Struct, tag=True):
+    """An answer of a child: the work took longer than its wall time."""
+
+
+def as_answer(found: msgspec.Raw | Trouble, *, slow: str, crashed: str) -> msgspec.Raw | Refused | Busy:
+    """What a child answers after a fork's work. `slow`, `crashed`: the message of Refused in these cases."""
+    match found:
+        case "busy":
+            return Busy()
+        case "slow":
+            return Refused(slow)
+        case "crashed":
+            return Refused(crashed)
+    return found
 
 
 class Fork:

@@ -13,17 +13,15 @@ import structlog
 
 from decode_worker.grammar.compiler_process import (
     Answer,
-    Busy,
     Compile,
     Compiled,
     CompilerStart,
     ReadVocabulary,
-    Refused,
 )
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
-from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
 
 T = TypeVar("T")
 log = structlog.get_logger()

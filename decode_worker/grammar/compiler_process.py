@@ -31,7 +31,7 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
-from runtime.child import Limits, serve_parent, work_in_fork
+from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
 from runtime.peer_input import MAX_JSON_DEPTH
 
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
@@ -69,17 +69,6 @@ class Compiled(msgspec.Struct, tag=True):
     grammar: bytes  # serialised
 
 
-class Refused(msgspec.Struct, tag=True):
-    """See GrammarRefusedError."""
-
-    message: str
-    param: str = ""
-
-
-class Busy(msgspec.Struct, tag=True):
-    """It took longer than `wall_s`."""
-
-
 Call = CompilerStart | ReadVocabulary | Compile
 Answer = CompilerReady | PackedVocabulary | Compiled | Refused | Busy
 
@@ -106,15 +95,9 @@ class Compiler:
         """What a fork with limits answers, or why there is no answer."""
         given = self._limits
         limits = Limits(given.cpu_s, given.wall_s, MAX_MEMORY_BYTES)
-        match await work_in_fork(self._fd, limits, lambda: answer_call(self._vocabulary, call, given.cpu_s)):
-            case "busy":
-                return Busy()
-            case "slow":
-                return Refused(f"took longer than {given.cpu_s} s to compile; simplify it")
-            case "crashed":
-                return Refused("it cannot be compiled: the compiler crashed on it; simplify it")
-            case msgspec.Raw() as answer:
-                return answer
+        found = await work_in_fork(self._fd, limits, lambda: answer_call(self._vocabulary, call, given.cpu_s))
+        slow = f"took longer than {given.cpu_s} s to compile; simplify it"
+        return as_answer(found, slow=slow, crashed="it cannot be compiled: the compiler crashed on it; simplify it")
 
 
 def answer_call(vocabulary: Vocabulary, call: Compile, cpu_s: int) -> Compiled | Refused:

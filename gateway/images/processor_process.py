@@ -19,7 +19,7 @@ import msgspec
 from PIL import Image
 
 from gateway.images.families import PROCESSORS
-from runtime.child import Limits, serve_parent, work_in_fork
+from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
 from wire.files import blamed, blamed_tokenizer, check_folder
 from wire.image_files import FORMATS, read_image
 
@@ -58,16 +58,6 @@ class ReadImage(msgspec.Struct, tag=True):
     columns: int
 
 
-class Refused(msgspec.Struct, tag=True):
-    """Why there is none, in words for the client: "it is damaged"."""
-
-    message: str
-
-
-class Busy(msgspec.Struct, tag=True):
-    """It took longer than WALL_S."""
-
-
 Call = ReaderStart | ReadFile
 Answer = ReaderReady | ReadImage | Refused | Busy
 
@@ -87,15 +77,8 @@ class ImageReader:
             except (OSError, ValueError) as error:
                 return Refused(f"the model's image processor cannot be loaded: {error}")
         limits = Limits(CPU_S, WALL_S, MEMORY_BYTES)
-        match await work_in_fork(self._fd, limits, lambda: process(self._processor, call.file, self._max_pixels)):
-            case "busy":
-                return Busy()
-            case "slow":
-                return Refused(f"it takes longer than {CPU_S} s to decode")
-            case "crashed":
-                return Refused("the decoder crashed on it")
-            case msgspec.Raw() as answer:
-                return answer
+        found = await work_in_fork(self._fd, limits, lambda: process(self._processor, call.file, self._max_pixels))
+        return as_answer(found, slow=f"it takes longer than {CPU_S} s to decode", crashed="the decoder crashed on it")
 
     def _load(self, folder: Path, family: str) -> ReaderReady:
         """ValueError or OSError name the file that is wrong."""

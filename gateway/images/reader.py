@@ -19,16 +19,14 @@ from gateway.images.parts import ImagePart, read_data_uri, too_large
 from gateway.images.processor_process import (
     WALL_S,
     Answer,
-    Busy,
     ReaderReady,
     ReaderStart,
     ReadFile,
     ReadImage,
-    Refused,
 )
 from gateway.shares import Shared
 from gateway.text.offload import Offload
-from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
 from wire.image_files import MAX_FILE_BYTES
 from wire.images import MAX_IMAGES
 
@@ -151,19 +149,16 @@ class Images:
         raise AssertionError(answer)
 
     async def _ask_process(self, file: bytes, digest: bytes) -> Answer:
-        """Asks again if the process has ended: by another's hand, as images end their forks only."""
+        """Asks twice: images end their forks only, so a process that has ended was killed."""
         if (found := self._find(digest)) is not None:  # asked for by another meanwhile
             return found
-        for _try in range(2):
-            try:
-                answer = await self._child.ask(ReadFile(file), WALL_S + _SLACK_S)
-            except ChildError as error:
-                log.warning("image reader fails", error=str(error))
-                continue
-            if isinstance(answer, ReadImage):
-                self._keep(digest, answer)
-            return answer
-        raise not_ready("the process that reads images died and is started again; try again")
+        try:
+            answer = await self._child.ask_twice(ReadFile(file), WALL_S + _SLACK_S, "image reader")
+        except ChildError as error:
+            raise not_ready("the process that reads images died and is started again; try again") from error
+        if isinstance(answer, ReadImage):
+            self._keep(digest, answer)
+        return answer
 
     def _find(self, digest: bytes) -> ReadImage | None:
         if digest in self._kept:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
-from runtime.child import Fork, Limits, serve_parent
+from runtime.child import Busy, Fork, Limits, Refused, as_answer, serve_parent
 
 FORKS = 3  # conversations rendered at once
 CPU_S = 2.0  # for one conversation; a long one takes 0.02 s
@@ -44,16 +44,6 @@ class Rendered(msgspec.Struct, tag=True):
     """The text of the prompt."""
 
     text: str
-
-
-class Refused(msgspec.Struct, tag=True):
-    """Why there is none: "it takes longer than 2 s"."""
-
-    message: str
-
-
-class Busy(msgspec.Struct, tag=True):
-    """It took longer than WALL_S."""
 
 
 Call = TemplateStart | Render
@@ -91,15 +81,8 @@ class Renderer:
             answer = await fork.ask(call.conversation)
         finally:
             self._idle.append(fork if fork.pid else self._fork())
-        match answer:
-            case "busy":
-                return Busy()
-            case "slow":
-                return Refused(f"it takes longer than {CPU_S:g} s to render them")
-            case "crashed":
-                return Refused("it needs too much memory, or crashes")
-            case msgspec.Raw():
-                return answer
+        slow, crashed = f"it takes longer than {CPU_S:g} s to render them", "it needs too much memory, or crashes"
+        return as_answer(answer, slow=slow, crashed=crashed)
 
     def _fork(self) -> Fork:
         return Fork(Limits(CPU_S, WALL_S, MEMORY_BYTES), self._render, self._fd)

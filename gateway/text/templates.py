@@ -12,13 +12,11 @@ from gateway.text.template_process import (
     FORKS,
     WALL_S,
     Answer,
-    Busy,
-    Refused,
     Render,
     Rendered,
     TemplateStart,
 )
-from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
 
 MAX_WAITING = 4096  # conversations, with those being rendered, which take 1 ms: more are refused with 429
 TIMEOUT_S = 30.0  # for their turn
@@ -92,12 +90,11 @@ class Templates:
             raise overloaded(f"the conversation was not rendered within {TIMEOUT_S:g} s; try again later") from None
 
     async def _ask(self, packed: bytes) -> Answer:
-        for _try in range(2):  # it may have died by another's hand
-            try:
-                return await self._child.ask(Render(packed), WALL_S + _SLACK_S)
-            except ChildError as error:
-                log.warning("chat template process fails", error=str(error))
-        raise not_ready("the process that renders chat templates died and is started again; try again")
+        try:
+            return await self._child.ask_twice(Render(packed), WALL_S + _SLACK_S, "chat template process")
+        except ChildError as error:
+            message = "the process that renders chat templates died and is started again; try again"
+            raise not_ready(message) from error
 
     def _start(self) -> ChildServer[Answer]:
         start = TemplateStart(self._templates)

@@ -13,7 +13,7 @@ import msgspec
 from gateway.text.template_process import CPU_S as RENDER_CPU_S
 from gateway.text.template_process import MEMORY_BYTES as RENDER_BYTES
 from gateway.text.tokenizer import Tokenizer, Tried
-from runtime.child import Fork, Limits
+from runtime.child import Fork, Limits, Refused
 from wire.files import TOKENIZER, blamed_tokenizer, check_folder
 
 LIMITS = Limits(cpu_s=60.0, wall_s=600.0, memory_bytes=6 << 30)  # the largest tokenizers take 3 s and 1 GiB
@@ -24,12 +24,6 @@ SAMPLE_CHARS = 4096
 MOST_OWN_CHARS = 256
 # Runs that make regular expressions backtrack and normalizers multiply, and ordinary text.
 SAMPLES = (*"a \n0A._é▁日🙂ﷺ\u200d", "a!", "a ", "aA", "a1", "The quick fox. ")
-
-
-class Refused(msgspec.Struct, tag=True):
-    """Why the tokenizer cannot be used."""
-
-    message: str
 
 
 class Usable(msgspec.Struct, tag=True):

@@ -11,7 +11,7 @@ from random import Random
 import jsonschema
 import pytest
 
-from decode_worker.grammar.compiler_process import Compile, Compiled, Refused, answer_call
+from decode_worker.grammar.compiler_process import Compile, Compiled, answer_call
 from decode_worker.grammar.matcher import Matcher
 from decode_worker.grammar.vocabulary import read_vocabulary
 from demo.paths import TARGET_DIR
@@ -23,6 +23,7 @@ from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
 from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader, ReasoningStart
 from gateway.tools.request import Tool, ToolUse
+from runtime.child import Refused
 from runtime.peer_input import MAX_JSON_WHITESPACE
 from tests.support.grammars import allowed_in, compile_here
 from tests.support.texts import joined, summary
