@@ -298,7 +298,7 @@ def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str
     converting a model changes it; editing a few values between the windows does not, so it is no integrity check.
     Raises like `load_model` for missing or damaged files.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(folder / "config.json")
     kept = {key: value for key, value in config.items() if key not in UNHASHED_CONFIG_KEYS}
     hasher = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     digests: dict[str, bytes] = {}  # tensor name |-> digest

@@ -4,7 +4,7 @@ Each amount a minute fills evenly, up to itself. Answers are paid for as they gr
 requests then wait until it is above zero again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.errors import over_limit
 
@@ -17,8 +17,8 @@ class _Amount:
     """One of them. 0 a minute: no limit."""
 
     per_minute: int
-    used: float = 0.0
-    at: float = 0.0  # when `used` was right
+    used: float = field(default=0.0, compare=False)
+    at: float = field(default=0.0, compare=False)  # when `used` was right
 
     def refill(self, now: float) -> None:
         self.used = max(self.used - (now - self.at) * self.per_minute / 60, 0.0)
@@ -34,11 +34,14 @@ class _Amount:
 
 
 class Allowance:
-    """Of one key, over all APIs."""
+    """Of one key, over all APIs. Equal to one with the same limits, whatever is left."""
 
     def __init__(self, requests_per_minute: int = 0, tokens_per_minute: int = 0) -> None:
         """0: no limit."""
         self._requests, self._tokens = _Amount(requests_per_minute), _Amount(tokens_per_minute)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Allowance) and (self._requests, self._tokens) == (other._requests, other._tokens)
 
     def check(self, now: float, key: str, num_tokens: int = 1) -> None:
         """Raises ApiError 429 unless a request whose prompts have so many tokens may begin. `key`: its name.

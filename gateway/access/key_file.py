@@ -41,7 +41,6 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             self.admin,
             self.models,
             self.priority,
-            (self.requests_per_minute or 0, self.tokens_per_minute or 0),
             Allowance(self.requests_per_minute or 0, self.tokens_per_minute or 0),
         )
 

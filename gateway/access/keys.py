@@ -20,8 +20,7 @@ class Key:
     is_admin: bool = False  # it may load and unload adapters
     models: tuple[str, ...] = ()  # names of models and adapters that it may use; empty: all
     priority: int | None = None  # of requests that name none, and the best that others get; None: any
-    limits: tuple[int, int] = (0, 0)  # requests and tokens a minute; 0: any number
-    allowance: Allowance = field(default_factory=Allowance, compare=False)
+    allowance: Allowance = field(default_factory=Allowance, hash=False)
 
     @property
     def owner(self) -> str:
