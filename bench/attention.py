@@ -42,12 +42,12 @@ class Case:
 
     @property
     def operations(self) -> float:
-        """Of the products of queries with the keys that they see, and of the probabilities with values."""
+        """Floating-point operations of Q K' and P V over the keys that each query sees."""
         seen = self.query_len * (self.context_len - (self.query_len - 1) / 2)
         return 4 * self.num_sequences * seen * SHAPE.num_heads * SHAPE.head_dim
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Of keys and values."""
+        """Bytes of K and V that one layer reads."""
         return 2 * self.num_sequences * self.context_len * SHAPE.num_kv_heads * SHAPE.head_dim * dtype.itemsize
 
 

@@ -30,7 +30,7 @@ Calls = Mapping[str, Callable[[int], object]]  # name |-> call with the round's 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the machine reads, and what its registers multiply, in bfloat16 and 8 bits. Per second."""
+    """The machine's limits, per second: bytes read from memory, operations in registers."""
 
     isa: str
     num_bytes: float

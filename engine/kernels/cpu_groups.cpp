@@ -311,8 +311,9 @@ template <int form> struct Grouped {
     static Words pair(Floats low, Floats high) {
 #ifdef __AVX512BF16__
         constexpr auto index = [](int i) { return (uint32_t)i | (uint32_t)(i + 16) << 16; };
-        const __m512i order = _mm512_setr_epi32(index(0), index(1), index(2), index(3), index(4), index(5), index(6), index(7),
-            index(8), index(9), index(10), index(11), index(12), index(13), index(14), index(15));
+        const __m512i order =
+            _mm512_setr_epi32(index(0), index(1), index(2), index(3), index(4), index(5), index(6), index(7), index(8),
+                              index(9), index(10), index(11), index(12), index(13), index(14), index(15));
         return (Words)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 #else
         return __builtin_convertvector(narrow(low), Words) | __builtin_convertvector(narrow(high), Words) << 16;
@@ -437,7 +438,7 @@ extern "C" void baton_take_group_rows(const uint32_t* w, int form, int64_t depth
 extern "C" void baton_multiply_groups(const BatonProduct* product) {
     with_form(product->form, [=](auto path) {
 #ifdef BATON_AMX
-        if (product->math == kTiles && product->num_rows >= kManyRows) 
+        if (product->math == kTiles && product->num_rows >= kManyRows)
             return multiply_tiles<WidenedTiles<path.kForm>>(*product);
 #endif
         multiply<decltype(path)>(*product);

@@ -99,7 +99,8 @@ extern "C" void baton_take_rows(const uint32_t* w, const float* scale, int64_t d
 extern "C" void baton_multiply(const BatonProduct* product) {
 #ifdef BATON_AMX
     if (product->math == kTiles)
-        return product->form == k8Bits ? multiply_tiles<StoredTiles<Dots>>(*product) : multiply_tiles<StoredTiles<Pairs>>(*product);
+        return product->form == k8Bits ? multiply_tiles<StoredTiles<Dots>>(*product)
+                                       : multiply_tiles<StoredTiles<Pairs>>(*product);
 #elif defined(BATON_SQUARES)
     if (product->math == kTiles)
         return product->form == k8Bits ? multiply<Squares<Dots>>(*product) : multiply<Squares<Pairs>>(*product);

@@ -1,4 +1,4 @@
-// What the CPU multiplies in registers, which way is the fastest, and what it reads from memory: the ceilings of products.
+// The ceilings of products: what the CPU multiplies in registers, by which way fastest, and reads from memory.
 #include "cpu_amx.h"
 #include "cpu_products.h"
 

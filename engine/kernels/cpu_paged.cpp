@@ -7,6 +7,11 @@
 // Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
 //   [columns / kLanes][depth][kLanes] float32, any CPU, or
 //   [columns / kLanes][depth / 2][kLanes][2] bfloat16, for products of pairs and AMX tiles
+//
+//                      keys of a tile: kTile               head_dim
+//                    +------------------------+          +----------+
+//   kSubRows of a    |  scores, then softmax  |  times   |  values  |  added to the rows' output
+//   block's rows     +------------------------+          +----------+
 #include <cmath>
 #include <cstdlib>
 #include <limits>

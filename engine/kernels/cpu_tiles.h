@@ -17,7 +17,7 @@
 #ifdef BATON_AMX
 namespace {
 
-constexpr int64_t kCachedBytes = 1 << 20;  // of x; L2 has 2 MiB, of which two blocks of w take 256 KiB at a depth of 2,048
+constexpr int64_t kCachedBytes = 1 << 20;  // of x, of L2's 2 MiB: two blocks of w take 256 KiB at a depth of 2,048
 constexpr int64_t kPassRows = 256;  // weights that are read from memory for fewer rows leave tiles idle
 constexpr int64_t kRunBlocks = 16, kRunBytes = 1 << 19;  // of blocks whose sums are kept
 constexpr int64_t kWidenedTiles = 64;  // of depth: two blocks of them take 256 KiB
@@ -116,7 +116,8 @@ template <class Source> struct Widening {
 
 // Lays out rows [begin, begin + num_rows) of x, 16 at a time. In a parallel region, shared out.
 template <class Math>
-void lay_out_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64_t num_tiles, uint32_t* to, float* units) {
+void lay_out_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64_t num_tiles, uint32_t* to,
+                  float* units) {
     static thread_local std::vector<uint32_t> row_memory;
     const bool is_copy = std::is_same_v<Math, Pairs> && of.depth % (16 * Math::kPerWord) == 0;
 #pragma omp for schedule(static)
@@ -159,11 +160,14 @@ template <class Source> struct TilePass {
     const BatonProduct& of;
     int64_t begin, num_rows, num_tiles;
     int64_t num_blocks = (of.num_columns + 31) / 32, num_pairs = (num_rows + 31) / 32;
-    int64_t part = std::min({num_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4), Source::kWidens ? kWidenedTiles : num_tiles});
-    int64_t run = std::clamp(num_blocks / (2 * of.num_threads), (int64_t)1, std::min(kRunBlocks, kRunBytes / (num_pairs * 4096)));
+    int64_t most_tiles = Source::kWidens ? std::min(num_tiles, kWidenedTiles) : num_tiles;
+    int64_t part = std::min(most_tiles, kCachedBytes / (num_pairs * 2 * kTile * 4));  // of the depth
+    int64_t most_blocks = std::min(kRunBlocks, kRunBytes / (num_pairs * kPair * (int64_t)sizeof(Floats)));
+    int64_t run = std::clamp(num_blocks / (2 * of.num_threads), (int64_t)1, most_blocks);  // of blocks
     int64_t lines = (kLines + num_pairs - 1) / num_pairs;  // of the next block, to be fetched for each tile of depth
 
-    Item find(int64_t first, int64_t width, int64_t item) const {  // blocks of a part of the depth, then of the next part
+    // An item of a run: blocks of a part of the depth, then those of the next part.
+    Item find(int64_t first, int64_t width, int64_t item) const {
         const int64_t tile = item / width * part, block = first + item % width;
         return {of.w + (block * num_tiles + tile) * Source::kBlockWords, block, tile, std::min(part, num_tiles - tile)};
     }
@@ -175,7 +179,7 @@ template <class Source> struct TilePass {
         const int64_t width = std::min(run, num_blocks - first), num_items = width * ((num_tiles + part - 1) / part);
         auto* const sums = align(sums_memory, (keeps_sums ? width * num_pairs : 1) * kPair);
         uint32_t* const widened = Source::kWidens ? align(widened_memory, 2 * part * 2 * kTile) : nullptr;
-        Unwritten<Math> unwritten{};
+        Unwritten<Math> unwritten{};  // is written before the next sums are stored, maybe at the same place
         Widening<Source> widening{find(first, width, 0), widened};
         widening.finish();
         for (int64_t item = 0; item < num_items; ++item) {
@@ -196,7 +200,7 @@ template <class Source> struct TilePass {
             };
             for (int64_t i = 0; i < num_pairs; ++i) {
                 const int64_t row = i * 32, left = std::min<int64_t>(num_rows - row, 32);
-                auto* const at = sums + (keeps_sums ? (block - first) * num_pairs + i : 0) * kPair;  // unwritten until stored
+                auto* const at = sums + (keeps_sums ? (block - first) * num_pairs + i : 0) * kPair;
                 const uint32_t* const rows = x + row / 16 * num_tiles * kTile;
                 if (left > 16) add_depth<Math, 2>(rows + tile * 2 * kTile, w, count, tile == 0, at, meanwhile);
                 else add_depth<Math, 1>(rows + tile * kTile, w, count, tile == 0, at, meanwhile);
