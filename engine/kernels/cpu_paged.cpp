@@ -1,4 +1,5 @@
 // Paged attention on CPUs: online softmax over key tiles, for decode (few query rows) and prefill (many) alike.
+// Pages of bfloat16 on CPUs with AMX: cpu_attention_tiles.h.
 //
 // Python has checked all pointers, strides and page tables. Allocates only per-thread scratch. Throws nothing.
 // A work item is (block of query positions, KV head). Its query rows are position-major: row = position * group + head
@@ -6,50 +7,20 @@
 //
 // Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
 //   [columns / kLanes][depth][kLanes] float32, any CPU, or
-//   [columns / kLanes][depth / 2][kLanes][2] bfloat16, for products of pairs and AMX tiles
+//   [columns / kLanes][depth / 2][kLanes][2] bfloat16, for products of pairs
 //
 //                      keys of a tile: kTile               head_dim
 //                    +------------------------+          +----------+
 //   kSubRows of a    |  scores, then softmax  |  times   |  values  |  added to the rows' output
 //   block's rows     +------------------------+          +----------+
-#include <cmath>
-#include <cstdlib>
-#include <limits>
-
-#include "cpu_amx.h"
-#include "cpu_products.h"
-
-// Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
-struct BatonBatch {
-    void* pool;                    // runs of page_tokens rows of head_dim; the strides below locate a run
-    const int32_t* cu_seqlens_q;   // [B + 1]
-    const int32_t* seq_lens;       // [B]
-    const int32_t* page_table;     // [B, page_table_width]
-    const int64_t* slot_mapping;   // [num_tokens]: page * page_tokens + row in the page
-    const int32_t* blocks;         // [num_blocks, 2]: sequence, first query position among its new tokens
-    int64_t page_table_width, num_tokens, num_blocks, block_tokens;
-    int64_t page_stride, head_stride, layer_stride, kv_stride;  // in elements; kv: from keys to values
-    int64_t num_heads, num_kv_heads, page_tokens, head_dim;
-    float scale, softcap;  // softcap: 0 for none
-};
-
-// One layer's tensors, [T, heads, head_dim]; strides in elements.
-struct BatonLayer {
-    const void *query, *key, *value;  // key and value: null if they are in the pool
-    void* out;  // contiguous
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
-    int64_t layer, window;  // window: keys a query sees, itself included
-    const float* sinks;     // [num_heads] logits that join the softmax and have no value; null: none
-};
+#include "cpu_attention_tiles.h"
 
 namespace {
 
-constexpr int kRows = kRegisters == 32 ? 8 : 6;  // multiplied at a time with two vectors: sums leave registers for both and x
+// Multiplied at a time with two vectors: sums leave registers for both and x.
+constexpr int kRows = kRegisters == 32 ? 8 : 6;
 constexpr int64_t kFewTokens = 16;  // writing these takes less time than waiting for other threads
 constexpr int64_t kBytesAThread = 1 << 19;  // of KV: one thread reads less before another is awake
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 void widen_row(const bfloat16* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = bits<float>((uint32_t)from[i] << 16);
@@ -63,9 +34,6 @@ void write_scaled(const float* from, float factor, bfloat16* to, int64_t n) {
         store_part(to + i, narrow(values * factor), n - i);
     }
 }
-
-// 2^x for x <= 0; exactly 0 below -100, so that no product with it is a (slow) denormal.
-Floats exp2_nonpositive(Floats x) { return exp2_in_range(x < -100.0f ? Floats{} - 127.0f : x); }
 
 // c[rows][2 panels] = a[rows][depth] * panels, plus c if `add`. Depth counts words of 4 bytes: a float or a pair.
 template <class Math, bool add, int rows>
@@ -116,8 +84,6 @@ template <class T> struct Plain : WithVectors<Plain<T>> {
     static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
     static constexpr int kSubRows = 16;  // query rows that share scores
     static constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
-    static void begin(int64_t) {}
-    static void end() {}
     static void store_probability(float* to, Floats p) { store(to, p); }
     static Floats add_word(Floats sum, Words b, uint32_t a) { return add_products(sum, (Floats)b, bits<float>(a)); }
 
@@ -162,8 +128,6 @@ struct PairsOfPages : WithVectors<PairsOfPages> {
     using Page = bfloat16;
     using Operand = bfloat16;
     static constexpr int kStep = 2 * kLanes, kSubRows = 16, kTile = 64;
-    static void begin(int64_t) {}
-    static void end() {}
     static void store_probability(bfloat16* to, Floats p) { store(to, narrow(p)); }
     static Floats add_word(Floats sum, Words b, uint32_t a) { return add_pairs(sum, b, a); }
 
@@ -189,85 +153,6 @@ struct PairsOfPages : WithVectors<PairsOfPages> {
     }
 };
 #endif
-
-#if defined(BATON_AMX) && defined(__AVX512BF16__)
-#define BATON_AMX_PAIRS
-struct TilesOfPages : PairsOfPages {
-    static constexpr int kSubRows = 32;  // two tiles of rows times two of columns: four loads for four products
-    static constexpr int kTile = 256;    // from L2: a row's softmax and its output are touched less often
-    static void begin(int64_t num_rows) {  // tiles 0 to 3: sums; 4, 5: A; 6, 7: B
-        const uint8_t height = std::min<int64_t>(num_rows, 16), rows[8] = {height, height, height, height, height, height, 16, 16};
-        configure_tiles(rows, 8);
-    }
-    static void end() { TILE_RELEASE(); }
-    // Reads and writes min(block's rows, 16) rows, or 32; depth and columns are zero-padded to 32.
-    template <bool add>
-    static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
-                         int64_t rows, int64_t depth, int64_t columns) {
-        if (rows > 16) multiply_tiles<add, true>(a, lda, b, capacity * 16, c, ldc, depth, columns);
-        else multiply_tiles<add, false>(a, lda, b, capacity * 16, c, ldc, depth, columns);
-    }
-    template <bool add, bool has_two>
-    static void multiply_tiles(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel, float* c, int64_t ldc,
-                               int64_t depth, int64_t columns) {
-        for (int64_t j = 0; j < columns; j += 32, b += 2 * panel) {
-            float *const upper = c + j, *const lower = upper + 16 * ldc;
-            if constexpr (add) {
-                TILE_LOAD(0, upper, ldc * 4);
-                TILE_LOAD(1, upper + 16, ldc * 4);
-                if constexpr (has_two) {
-                    TILE_LOAD(2, lower, ldc * 4);
-                    TILE_LOAD(3, lower + 16, ldc * 4);
-                }
-            } else {
-                TILE_ZERO(0);
-                TILE_ZERO(1);
-                TILE_ZERO(2);
-                TILE_ZERO(3);
-            }
-            for (int64_t k = 0; k < depth; k += 32) {
-                TILE_LOAD(4, a + k, lda * 2);
-                TILE_LOAD(6, b + k * 16, 64);
-                TILE_LOAD(7, b + panel + k * 16, 64);
-                if constexpr (has_two) TILE_LOAD(5, a + 16 * lda + k, lda * 2);
-                TILE_DOT_BF16(0, 4, 6);
-                TILE_DOT_BF16(1, 4, 7);
-                if constexpr (has_two) {
-                    TILE_DOT_BF16(2, 5, 6);
-                    TILE_DOT_BF16(3, 5, 7);
-                }
-            }
-            TILE_STORE(0, upper, ldc * 4);
-            TILE_STORE(1, upper + 16, ldc * 4);
-            if constexpr (has_two) {
-                TILE_STORE(2, lower, ldc * 4);
-                TILE_STORE(3, lower + 16, ldc * 4);
-            }
-        }
-    }
-};
-#endif
-
-// One thread's memory, kept between calls; grows to the largest block so far.
-struct Scratch {
-    char* memory = nullptr;
-    size_t capacity = 0, used = 0;
-    ~Scratch() { std::free(memory); }
-    void reserve(size_t bytes) {
-        used = 0;
-        if (bytes <= capacity) return;
-        std::free(memory);
-        capacity = round_up(bytes, 4096);
-        memory = (char*)std::aligned_alloc(64, capacity);
-        if (!memory) std::abort();
-    }
-    template <class T> T* take(size_t count) {
-        T* at = (T*)(memory + used);
-        used += round_up(count * sizeof(T), 64);
-        return at;
-    }
-};
-thread_local Scratch scratch;
 
 // Pointers to the K and V rows of a tile's keys; rows that pad the tile point at zeros.
 template <class Page, int kTile> struct TileRows {
@@ -333,22 +218,15 @@ template <class Math> void soften(float* scores, typename Math::Operand* probabi
     *sums += sum;
 }
 
-// `next_head`: the same sequence's head that this thread will probably process next, if it exists.
-template <class Math>
-void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequence, int64_t first_query, int64_t head,
-                  int64_t next_head) {
+template <class Math> void attend_block(const BatonBatch& batch, const BatonLayer& layer, const Block& block) {
     using Page = typename Math::Page;
     using Operand = typename Math::Operand;
     constexpr int64_t kSubRows = Math::kSubRows, kTile = Math::kTile;
     using Rows = TileRows<Page, kTile>;
     const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
-    const int64_t padded = round_up(dim, Math::kStep);
-    const int64_t query_begin = batch.cu_seqlens_q[sequence];
-    const int64_t query_len = batch.cu_seqlens_q[sequence + 1] - query_begin;
-    const int64_t num_queries = std::min(batch.block_tokens, query_len - first_query);
-    const int64_t first_position = batch.seq_lens[sequence] - query_len + first_query;
-    const int64_t end_position = first_position + num_queries;
-    const int64_t rows = num_queries * group, padded_rows = round_up(rows, kSubRows);
+    const int64_t padded = round_up(dim, Math::kStep), head = block.head;
+    const int64_t first_position = block.position, end_position = first_position + block.num_queries;
+    const int64_t rows = block.num_queries * group, padded_rows = round_up(rows, kSubRows);
 
     scratch.reserve(padded_rows * (padded * (4 + sizeof(Operand)) + sizeof(Floats) + 4) +
                     2 * padded * kTile * sizeof(Operand) + kSubRows * kTile * (4 + sizeof(Operand)) +
@@ -371,7 +249,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     std::fill_n(sums, padded_rows, Floats{});
     std::fill_n(maxima, padded_rows, kMinusInfinity);
     for (int64_t row = 0; row < rows; ++row) {
-        int64_t token = query_begin + first_query + row / group;
+        int64_t token = block.token + row / group;
         const Page* from = (const Page*)layer.query + token * layer.query_token +
                            (head * group + row % group) * layer.query_head;
         if constexpr (std::is_same_v<Operand, Page>) std::copy_n(from, dim, queries + row * padded);
@@ -383,18 +261,17 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     }
 
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
-    const int32_t* pages = batch.page_table + sequence * batch.page_table_width;
     const float scale_log2 = batch.scale * 1.44269504f;
-    Math::begin(rows);
     const int64_t begin_key = std::max<int64_t>(0, first_position - layer.window + 1);
     auto find_next = [&](int64_t of_head, int64_t first) {
-        next->find(batch, layer_keys + of_head * batch.head_stride, pages, first, end_position, Math::kStep, zeros);
+        const Page* const head_keys = layer_keys + of_head * batch.head_stride;
+        next->find(batch, head_keys, block.pages, first, end_position, Math::kStep, zeros);
     };
     find_next(head, begin_key);
     for (int64_t first_key = begin_key; first_key < end_position; first_key += kTile) {
         std::swap(tile, next);
         const bool is_last = first_key + kTile >= end_position;
-        if (is_last && next_head < batch.num_kv_heads) find_next(next_head, begin_key);  // prefetch only
+        if (is_last && block.next_head < batch.num_kv_heads) find_next(block.next_head, begin_key);  // prefetch only
         else find_next(head, first_key + kTile);
         prefetch(next->keys, next->num_keys, dim);
         Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
@@ -421,7 +298,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
-        int64_t token = query_begin + first_query + row / group;
+        int64_t token = block.token + row / group;
         Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * dim;
         write_scaled(output + row * padded, 1.0f / reduce(sums[row], plus), to, dim);
     }
@@ -454,22 +331,21 @@ int64_t count_bytes(const BatonBatch& batch, int64_t page_bytes) {
     return num_keys * batch.num_kv_heads * batch.head_dim * 2 * page_bytes;
 }
 
-template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads) {
-    using Page = typename Math::Page;
+using Attend = void (*)(const BatonBatch&, const BatonLayer&, const Block&);
+
+template <class Page>
+void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads, Attend attend_block) {
     if (count_bytes(batch, sizeof(Page)) < kBytesAThread) num_threads = 1;
     const bool is_short = batch.num_tokens <= kFewTokens;
     const bool is_new = layer.key != nullptr;
     if (is_new && is_short) write_tokens<Page>(batch, layer);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        if (is_new && !is_short) write_tokens<Page>(batch, layer);  // every new key is in the pool before any thread attends
+        // Every new key is in the pool before any thread attends.
+        if (is_new && !is_short) write_tokens<Page>(batch, layer);
 #pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < batch.num_blocks * batch.num_kv_heads; ++item) {
-            const int32_t* block = batch.blocks + item / batch.num_kv_heads * 2;
-            int64_t head = item % batch.num_kv_heads;
-            attend_block<Math>(batch, layer, block[0], block[1], head, head + num_threads);
-        }
-        Math::end();
+        for (int64_t item = 0; item < batch.num_blocks * batch.num_kv_heads; ++item)
+            attend_block(batch, layer, Block(batch, item, num_threads));
     }
 }
 
@@ -478,12 +354,12 @@ template <class Math> void attend(const BatonBatch& batch, const BatonLayer& lay
 // math: MathKind, for pages of bfloat16.
 extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, int is_float32,
                              [[maybe_unused]] int math, int num_threads) {
-    if (is_float32) return attend<Plain<float>>(*batch, *layer, num_threads);
-#ifdef BATON_AMX_PAIRS
-    if (math == kTiles) return attend<TilesOfPages>(*batch, *layer, num_threads);
+    if (is_float32) return attend<float>(*batch, *layer, num_threads, attend_block<Plain<float>>);
+#ifdef BATON_AMX_PAGES
+    if (math == kTiles) return attend<bfloat16>(*batch, *layer, num_threads, attend_by_tiles);
 #endif
 #ifdef BATON_PAIRS
-    if (math != kWidened) return attend<PairsOfPages>(*batch, *layer, num_threads);
+    if (math != kWidened) return attend<bfloat16>(*batch, *layer, num_threads, attend_block<PairsOfPages>);
 #endif
-    attend<Plain<bfloat16>>(*batch, *layer, num_threads);
+    attend<bfloat16>(*batch, *layer, num_threads, attend_block<Plain<bfloat16>>);
 }
