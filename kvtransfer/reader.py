@@ -197,17 +197,20 @@ class TransportReader(Reader):
             if not 0 <= source.page < num_pages:
                 raise ReadError("bounds", f"page {source.page} is outside the peer's pool of {num_pages} pages")
 
-    async def _copy(self, copy: Callable[[], None]) -> None:
-        """Run `copy` in a thread. Even if cancelled, return only after the copy.
+    async def _copy(self, *copies: Callable[[], None]) -> None:
+        """Run `copies` in threads, the first in its turn. Even if cancelled, or if one fails, return only after all.
 
         A running copy cannot be stopped, and until it ends the caller must own the pages that it writes to.
         """
-        copying = asyncio.get_running_loop().run_in_executor(self._executor, copy)
+        loop, own = asyncio.get_running_loop(), self._executor
+        copying = [loop.run_in_executor(own if copy is copies[0] else None, copy) for copy in copies]
         try:
-            await asyncio.shield(copying)
+            await asyncio.wait(copying)
         except asyncio.CancelledError:
-            await asyncio.wait([copying])
+            await asyncio.wait(copying)
             raise
+        for copied in copying:
+            copied.result()
 
 
 class Advert(msgspec.Struct, frozen=True):

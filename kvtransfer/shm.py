@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import Local, PageRef, TransportReader, check_generations
 from protos import kv_pb2
+
+SHARED_BYTES = 4 << 20  # from here on two threads copy: one reaches half the rate of memory
 
 
 class ShmReader(TransportReader):
@@ -45,12 +48,14 @@ class ShmReader(TransportReader):
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         self._check_bounds(sources)
 
-        def copy() -> None:
+        def copy(part: slice) -> None:
             for rank, begin, target, num_bytes in self._runs:
                 theirs = self._pages[rank, :, begin : begin + num_bytes]
-                self._store.store(into, [theirs[source.page] for source in sources], target)
+                self._store.store(into[part], [theirs[source.page] for source in sources[part]], target)
 
-        await self._copy(copy)
+        is_long = not self._store.gpu_uuid and len(sources) * self._store.page_bytes >= SHARED_BYTES
+        threads = 2 if is_long else 1
+        await self._copy(*(partial(copy, slice(i, None, threads)) for i in range(threads)))
         # The generations must be read after the bytes. A weakly ordered CPU (ARM, POWER) does not guarantee that for
         # two reads of one thread. Here they are reads of two threads: the copying thread ends with a release (it passes
         # its result under a lock) and this one begins with an acquire (it takes that result), so all reads of the copy

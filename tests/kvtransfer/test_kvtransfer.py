@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.kv.pool import Pool
-from kvtransfer import grpc_bytes
+from kvtransfer import grpc_bytes, shm
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import METHOD, SERVICE, GrpcReader, PageServer, decode, encode_data
 from kvtransfer.layout import plan_runs
@@ -220,6 +220,24 @@ async def test_generations_are_read_after_the_copy_and_on_another_thread() -> No
     (_, copied_on), (_, read_on) = seen[0], seen[-1]
     assert [what for what, _ in seen] == ["copy", "generation", "generation"]
     assert copied_on != read_on == threading.get_ident()
+
+
+async def test_a_long_read_is_shared_by_two_threads_and_ends_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "SHARED_BYTES", 1)
+    failed, copied = threading.Event(), list[Sequence[int]]()
+
+    def on_store(pages: Sequence[int]) -> None:
+        if 3 in pages:
+            failed.set()
+            raise ValueError("broken")
+        assert failed.wait(60)
+        copied.append(pages)
+
+    reader = ShmReader(build_local(watched(on_store), "reader"), describe(build_local(build_remote_pool())))
+    with pytest.raises(ValueError, match="broken"):
+        await reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4])
+    assert copied == [[4]]
+    await reader.close()
 
 
 @settings(max_examples=60)
