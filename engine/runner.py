@@ -202,9 +202,11 @@ class Runner:
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
-        """Plan the step on the host. Counts tokens for penalties. What drafts sees no images."""
+        """Plan the step on the host. Counts tokens for penalties. What drafts has no adapters and sees no images."""
         step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
-        return replace(step, layout=step.layout._replace(turns=None, images=None)) if self._drafts else step
+        if not self._drafts:
+            return step
+        return replace(step, layout=step.layout._replace(adapters=None, turns=None, images=None))
 
     def _run(self, step: Prepared) -> Launched:
         return self._begin(step)(step)

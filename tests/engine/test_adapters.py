@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.models.peft import find_digest
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
 from engine.ops.cuda import CudaOps
+from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import VOCAB
 from tests.support.lora import greedy, write_adapter
@@ -33,15 +35,19 @@ LIMITS, PAGE = AdapterLimits(3, 8), 16
 COUNT = 8
 
 
-def build(folder: Path, dtype: str = "float32", limits: AdapterLimits = LIMITS, **options: Any) -> Engine:
+def build(
+    folder: Path, dtype: str = "float32", limits: AdapterLimits = LIMITS, draft: str = "", **options: Any
+) -> Engine:
     return build_engine(
-        str(folder), "", dtype, "cpu", 2, PAGE, 4, lambda *_: (64, 8), lambda done, total: None,
+        str(folder), draft, dtype, "cpu", 2, PAGE, 4, lambda *_: (64, 8), lambda done, total: None,
         adapter_limits=limits, **options,
     )  # fmt: skip
 
 
-def answer(engine: Engine, slots: list[int], count: int = COUNT) -> list[list[int]]:
-    """Greedy answers to PROMPTS in one batch, each with the adapter of its slot."""
+def answer(
+    engine: Engine, slots: list[int], count: int = COUNT, runner: Runner | None = None
+) -> list[list[int]]:
+    """Greedy answers to PROMPTS in one batch, each with the adapter of its slot. runner: None: the engine's."""
     rows, answers = engine.rows, [list[int]() for _ in slots]
     for row, (prompt, slot) in enumerate(zip(PROMPTS, slots, strict=False)):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0), len(prompt), slot)
@@ -53,7 +59,7 @@ def answer(engine: Engine, slots: list[int], count: int = COUNT) -> list[list[in
             begin = length - 1 if own else 0
             source, target = take_turns(row, step)
             asked.append(ForwardRow(row, begin, length - begin, 1, state_from=source, state_to=target))
-        for own, token in zip(answers, engine.runner.launch(asked).collect().tokens, strict=True):
+        for own, token in zip(answers, (runner or engine.runner).launch(asked).collect().tokens, strict=True):
             own.append(token)
     for row in range(len(slots)):
         rows.close(row)
@@ -232,23 +238,39 @@ def test_the_digest_is_of_the_content(adapter: tuple[Engine, Path], tmp_path: Pa
     assert len(digests) == 2, "only what changes tokens counts"
 
 
+def count_replays(replays: list[str], compute: Callable[[], None]) -> Callable[[], None]:
+    """A capture whose replays are counted."""
+    compute()
+
+    def replay() -> None:
+        replays.append("forward or choice")
+        compute()
+
+    return replay
+
+
 def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[Engine, Path], tmp_path: Path) -> None:
     eager, folder = adapter
     load(eager, 0, folder)
     expected = answer(eager, [0, -1, 0])
     engine, replays = build(folder.parent / "base"), list[str]()
-
-    def capture(compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
-
-        def replay() -> None:
-            replays.append("step")
-            compute()
-
-        return replay
-
-    engine.runner.capture_graphs([Shape(1), Shape(4), Shape(4, 2)], capture, padding_page=63)
+    captured = [Shape(1), Shape(4), Shape(4, 2)]
+    engine.runner.capture_graphs(captured, partial(count_replays, replays), padding_page=63)
     load(engine, 2, folder)
     assert answer(engine, [2, -1, 2]) == expected
     assert answer(engine, [-1, -1, -1]) == answer(eager, [-1, -1, -1])
     assert len(replays) == 2 * 2 * (COUNT - 1), "a step is a forward and a choice of tokens"
+
+
+def test_a_draft_model_drafts_for_rows_with_adapters_in_graphs_too(adapter: tuple[Engine, Path]) -> None:
+    """It has no adapters."""
+    folder = adapter[1]
+    engine, replays = build(folder.parent / "base", draft=str(folder.parent / "base")), list[str]()
+    load(engine, 2, folder)
+    assert engine.draft_runner is not None
+    expected = answer(engine, [-1, -1, -1], runner=engine.draft_runner)
+    assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
+
+    engine.draft_runner.capture_graphs([Shape(4)], partial(count_replays, replays), padding_page=63)
+    assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
+    assert len(replays) == 2 * (COUNT - 1)
