@@ -158,6 +158,12 @@ class Engine:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
             found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
+        elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
+            original = stretched[0].original_context
+            found["rope's long factors, for short prompts too"] = (
+                f"contexts here may be of {self.config.context_tokens} tokens, more than the original {original}: "
+                f"set --max-context-tokens {original} if that is enough"
+            )
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
         if self.why_blind is not None:
@@ -230,7 +236,9 @@ def build_engine(
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
         has_mtp = draft_model == MTP
-        loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits, has_mtp)
+        loaded = _load(
+            folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits, has_mtp
+        )
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
         if draft_model:
@@ -366,13 +374,18 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _load(
-    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks,
+    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks, max_context_tokens: int,
     on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp)
-    whole = decoder.config if ranks.size == 1 else load_config(folder)
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts, whole.state_parts)
+    decoder = load_model(
+        folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
+    )
+    whole, weights = decoder.config, weight_fingerprint(folder, quantization)
+    if isinstance(whole, ModelConfig):
+        whole = load_config(folder)
+        weights = weights if whole.ropes == decoder.config.ropes else f"short-rope:{weights}"
+    return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
 
 
 def _load_draft(
@@ -386,7 +399,7 @@ def _load_draft(
     folder = model_folder if is_mtp else resolve_model_folder(draft_model)
     if is_mtp or is_draft_head(folder):
         return _load_head(folder, target, quantization, is_mtp=is_mtp)
-    loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
+    loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks, context_tokens)
     decoder = loaded.decoder
     if decoder.config.state_parts:
         raise ValueError(

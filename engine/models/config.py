@@ -1,7 +1,7 @@
 """A model as one frozen value: all that its tensors and its order of operations depend on. Imports no torch."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
@@ -146,6 +146,11 @@ class ModelConfig:
     image_token: int | None = None  # its rows come from an encoding; None: the model takes no images
     image_attention: ImageAttention = "causal"
     pad_token: int = 0  # of which layers are given what they are given of tokens, in the place of an image's
+
+    def within(self, context_tokens: int) -> "ModelConfig":
+        """For sequences of at most so many tokens; 0: the model's own limit."""
+        context = min(self.context_tokens, context_tokens or self.context_tokens)
+        return replace(self, context_tokens=context, ropes=tuple(rope.within(context) for rope in self.ropes))
 
     @property
     def counts_rows(self) -> bool:

@@ -108,6 +108,7 @@ def load_model(
     ranks: Ranks = ONE_RANK,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
     has_mtp: bool = False,
+    max_context_tokens: int = 0,
 ) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
@@ -115,7 +116,7 @@ def load_model(
     `ranks` it loads this rank's shard. Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with
     both equal, in bytes of the files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config
     or dtype, a damaged file, missing, unexpected or mis-shaped tensors, or a device that does not support such weights.
-    has_mtp: `load_head` follows, with the model's own layer.
+    has_mtp: `load_head` follows, with the model's own layer. max_context_tokens: see `ModelConfig.within`.
     """
     check_quantization(quantization, dtype, device)
     check_folder(folder)
@@ -124,6 +125,7 @@ def load_model(
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
         return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks, has_mtp)
     config, checkpoint = open_model(folder)
+    config = config.within(max_context_tokens)
     source = list_shards(folder)[0].resolve()
     with named(source):
         check_tensors(config, checkpoint)
@@ -158,7 +160,8 @@ def load_head(
     Raises like `load_model`; ValueError also if it is the head of another model.
     """
     is_native = isinstance(model.config, ModelConfig)
-    own = load_config(folder) if is_mtp and is_native else model.config  # of all ranks
+    context_tokens = model.config.context_tokens
+    own = load_config(folder).within(context_tokens) if is_mtp and is_native else model.config  # of all ranks
     config = read_head(folder, own, is_mtp=is_mtp)
     device, ranks, stored = model.device, model.ranks, SafetensorsCheckpoint(folder)
     names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
