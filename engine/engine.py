@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
-from engine.models.load import load_head, load_model, resolve_model_folder, weight_fingerprint
+from engine.models.load import load_head, load_model, resolve_model_folder
 from engine.models.peft import PeftReader
 from engine.models.read_config import load_config
 from engine.models.read_head import is_draft_head
@@ -30,6 +31,7 @@ from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, ex
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import HeadRunner, Runner
 from engine.vision import VisionTower, load_tower
+from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from engine.weights.table import Shard
@@ -382,9 +384,10 @@ def _load(
         folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
     )
     whole, weights = decoder.config, weight_fingerprint(folder, quantization)
-    if isinstance(whole, ModelConfig):
-        whole = load_config(folder)
-        weights = weights if whole.ropes == decoder.config.ropes else f"short-rope:{weights}"
+    if not isinstance(whole, ModelConfig):
+        weights = f"transformers-{version('transformers')}:{weights}"
+    elif (whole := load_config(folder)).ropes != decoder.config.ropes:
+        weights = f"short-rope:{weights}"
     return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
 
 

@@ -144,7 +144,7 @@ class Sequence:
     state: SequenceState = field(default_factory=SequenceState)  # empty while it holds no page
     adapter: HeldAdapter = NO_ADAPTER  # from admission on
     row: int = -1  # in the engine's InputBatch, from the first step on
-    num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is to be opened. Set by the loop, like the next
+    num_pages_in_row: int = -1  # `pages` already in the row; -1: it is to be opened. Set by the loop, like the next
     started_at: float | None = None  # start of the first step
     most_tokens: int = field(init=False)  # prompt and answer
     answer_begin: int = field(init=False)  # tokens[answer_begin:] is the answer, with what earlier attempts emitted

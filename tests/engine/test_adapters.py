@@ -44,9 +44,7 @@ def build(
     )  # fmt: skip
 
 
-def answer(
-    engine: Engine, slots: list[int], count: int = COUNT, runner: Runner | None = None
-) -> list[list[int]]:
+def answer(engine: Engine, slots: list[int], count: int = COUNT, runner: Runner | None = None) -> list[list[int]]:
     """Greedy answers to PROMPTS in one batch, each with the adapter of its slot. runner: None: the engine's."""
     rows, answers = engine.rows, [list[int]() for _ in slots]
     for row, (prompt, slot) in enumerate(zip(PROMPTS, slots, strict=False)):

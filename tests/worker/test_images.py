@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -211,20 +212,15 @@ def test_an_answer_that_made_room_is_computed_again_with_its_images(tmp_path: Pa
         str(folder), "", "float32", "cpu", 1, 8, 8, lambda *_: (60, 0), lambda _done, _total: None, 256
     )  # fmt: skip
     assert engine.vision is not None
-    requests = []
+    requests = list[SequenceParams]()
     for handle in (1, 2, 3):
         pixels = engine.vision.read(picture(("red", "blue", "green")[handle - 1], (56, 40)))
         (encoding,) = engine.vision.encode([pixels])
         rows, columns = (side // 2 for side in pixels["image_grid_thw"][0, 1:].tolist())
         span = ImageSpan(3, 3 + len(encoding.rows), bytes([handle]) * 32, rows, columns)
         ids = [handle, 7, 8, *[IMAGE_TOKEN] * len(encoding.rows), 9, 10]
-        sampling, encodings = SamplingParams(temperature=0.0), {span.digest: encoding}
-        requests.append(
-            SequenceParams(
-                f"r{handle}", pack(ids), len(ids) - 1, 60, gateway="g", handle=handle, sampling=sampling,
-                images=(span,), encodings=encodings,
-            )  # fmt: skip
-        )
+        params = answer(handle, len(ids), 60, prompt=pack(ids), sampling=SamplingParams(temperature=0.0))
+        requests.append(replace(params, images=(span,), encodings={span.digest: encoding}))
     roomy = decode(engine, requests)
     tight = decode(engine, requests, num_pages=14)
     assert tight.scheduler.num_preemptions > roomy.scheduler.num_preemptions == 0
