@@ -104,6 +104,21 @@ def test_a_file_that_is_no_image_fails_what_has_it_and_nothing_else(tower: Tower
     assert tower.encoded == [4]
 
 
+def test_a_failure_that_nobody_heard_of_does_not_refuse_what_is_encoded_later(
+    tower: Tower, encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(tower, "encode", lambda images: [][0])
+            assert await encoder.encode(files(b"good"), 0.0) is None
+            await asyncio.wait(encoder._coming.values())
+        for _ in range(2):
+            assert await encoder.encode(files(b"good"), WAIT_S) is not None
+
+    asyncio.run(ask())
+    assert tower.encoded == [4]
+
+
 def test_steps_leave_a_core_while_images_are_encoded(tower: Tower) -> None:
     steps = EngineThread(lambda: False)
     steps.start()
