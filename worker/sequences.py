@@ -230,6 +230,7 @@ class ScheduledSequence:
     count: int
     num_scored: int = 0  # prompt tokens to score, from the sequence's `scored` on
     wants_token: bool = False  # the positions reach the last token, so the step samples the next one
+    is_answer: bool = False  # of an answer: one position, or a few that are computed again
     num_unjudged: int = 0  # the sequence's drafts in steps before: `begin` counts them all as right
     num_drafts: int = 0  # drafts allowed
     num_drafted: int = 0  # drafts in the step
