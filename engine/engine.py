@@ -118,7 +118,8 @@ class Engine:
             for runner in runners:
                 runner.warm_up(self.padding_page)
             wanted = [
-                (one, shapes if one.is_capturable else [], piece_tokens if one.has_pieces else ()) for one in runners
+                (one, one.choose_shapes(shapes if one.is_capturable else []), piece_tokens if one.has_pieces else ())
+                for one in runners
             ]
             total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
             gc.collect()

@@ -239,6 +239,17 @@ def test_waits_have_an_end() -> None:
         os.close(fd)
 
 
+def test_the_progress_of_graphs_ends_with_the_last_one(
+    headed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.engine.CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr(Runner, "is_capturable", True)
+    engine, done = build(*headed, LATE), list[tuple[int, int]]()
+    replace(engine, padding_page=NUM_PAGES).warm_up(4, 3, (), lambda *progress: done.append(progress))
+    total = len(done)
+    assert done == [(count, total) for count in range(1, total + 1)]
+
+
 def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks warm up by themselves: nothing was sent, so the process lives on to say why it cannot start."""
 
