@@ -190,6 +190,8 @@ class ModelConfig:
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+        if self.draft_head is not None:
+            sizes["draft_vocab_size"] = self.draft_head.vocab_size
         if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.norms):
             sizes["intermediate_size"] = self.intermediate_size
         if self.moe is not None:

@@ -170,6 +170,8 @@ def load_head(
     with named(list_shards(folder)[0]):
         check_sizes(config, checkpoint.entries)
         target_ids = _read_target_ids(stored, config, device)
+        if target_ids is not None and len(target_ids) < own.vocab_size and "lm_head.weight" not in checkpoint.entries:
+            raise ValueError(f"lm_head.weight is missing, for draft_vocab_size {len(target_ids)}")
     if config.vocab_size != own.vocab_size:
         path = folder / "config.json"
         raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
