@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from engine.batch import ForwardRow, take_turns
@@ -17,7 +18,8 @@ from engine.graph_shapes import Shape
 from engine.kernels import cpu_adapters
 from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
 from engine.layers.adapters import AdapterLimits
-from engine.models.peft import find_digest
+from engine.models import peft
+from engine.models.peft import find_alphas, find_digest
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
 from engine.ops.cuda import CudaOps
@@ -87,6 +89,25 @@ def test_each_row_has_its_own_adapter_or_none(family: str, tmp_path: Path) -> No
     assert answer(engine, [-1] * 3) == answer(plain, [-1] * 3)
     load(engine, 0, tmp_path / "two")
     assert answer(engine, [0]) == [greedy(merged[1], PROMPTS[0], COUNT)]
+
+
+PATTERNS = {  # in the order in which PEFT writes them
+    r".*\.layers\.1\..*(q_proj|k_proj)": 32, "0.self_attn.v_proj": 5, r"^model\.layers\.0.*\.down_proj": 2,
+    r"layers\.[1-9]\d*\.mlp\.up_proj": 0.5, "v_proj": 3,
+}  # fmt: skip
+
+
+def test_patterns_choose_alphas_and_ranks_as_in_peft(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", "llama")
+    ranks = {r".*\.1\..*o_proj": 6, "gate_proj": 2}
+    merged = write_adapter(tmp_path / "one", base, "llama", seed=1, alpha_pattern=PATTERNS, rank_pattern=ranks)
+    engine = build(base)
+    load(engine, 0, tmp_path / "one")
+    assert answer(engine, [0]) == [greedy(merged, PROMPTS[0], COUNT)]
+    names = [f"{start}layers.{n}.{end}" for start in ("model.", "model.language_model.", "") for n in (0, 1, 12)
+             for end in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
+    expected = {name: PATTERNS.get(get_pattern_key(list(PATTERNS), name), 8) for name in names}
+    assert find_alphas({"alpha_pattern": PATTERNS}, names) == expected
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -179,15 +200,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no alpha": (dict(lora_alpha=None), r"adapter_config\.json: lora_alpha must be a number"),
     "rank": (dict(r=[4]), r"adapter_config\.json: r must be an integer"),
     "a pattern that is none": (dict(alpha_pattern={"(": 4}), r"adapter_config\.json: has alpha_pattern '\('"),
-    "hours of matching": (dict(alpha_pattern={"(.|.)" * 39 + "x": 4}), r"adapter_config\.json: has alpha_pattern"),
+    "hours of matching": (dict(alpha_pattern={"(.|.)*[^a-z._]": 4}), r"adapter_config\.json: alpha_pattern .* takes"),
+    "memory of a pattern": (dict(alpha_pattern={"((a{999}){999}){999}": 4}), r"json: has alpha_pattern '\(\(a\{999"),
     "a pattern's alpha": (dict(alpha_pattern={"q_proj": "x"}), r"adapter_config\.json: alpha_pattern must be a number"),
 }
 
 
 @pytest.mark.parametrize("settings, message", BAD.values(), ids=BAD)
 def test_what_would_be_computed_differently_is_refused(
-    settings: dict[str, Any], message: str, adapter: tuple[Engine, Path], tmp_path: Path
-) -> None:
+    settings: dict[str, Any], message: str, adapter: tuple[Engine, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(peft, "MATCH_S", 0.1)
     engine, folder = adapter
     config = json.loads((folder / "adapter_config.json").read_text()) | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
