@@ -64,10 +64,13 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         missing = sequence.num_missing
         if sequence.phase is not Phase.ACTIVE or not missing:  # it may just have been preempted for an older one
             continue
-        is_again = sequence.launched >= sequence.params.end and missing <= 1 + MAX_DRAFT_TOKENS
+        is_again = missing <= 1 + MAX_DRAFT_TOKENS and sequence.launched >= sequence.params.end
         if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
         elif scheduler.make_room(sequence, sequence.launched + missing):
+            if missing == 1:
+                planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True, True))
+                continue
             first, *second = _divide(scheduler, sequence, missing, is_answer=True)
             planned.append(first)
             later += second
@@ -105,8 +108,6 @@ def _divide(
     scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bool = False
 ) -> list[ScheduledSequence]:
     """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
-    if count == 1:
-        return [ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), is_answer, is_answer)]
     begin = sequence.launched
     ends, last = scheduler.kv.states.find_stops(sequence, count), begin + sequence.num_missing
     num_scored = sequence.num_to_score(ends[0] - begin)  # 0 where there are two parts

@@ -50,7 +50,7 @@ def _find_digests(path: Path) -> Digests:
     with suppress(OSError, CannotShareError):
         kept = cache_folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.digests"
         with locked(kept.with_suffix(".lock")):
-            with suppress(FileNotFoundError, ValueError):
+            with suppress(FileNotFoundError, ValueError, AttributeError):  # there is none, or none that is whole
                 if (found := json.loads(kept.read_bytes())).keys() == entries.keys():
                     os.utime(kept)
                     return Digests(found)

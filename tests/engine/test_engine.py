@@ -147,6 +147,19 @@ def test_fp8_pages_hold_a_quarter_of_the_bytes_at_little_loss() -> None:
     assert asyncio.run(present(rounded)) == said and asyncio.run(present(plain)) is None
 
 
+async def test_models_of_two_number_types_share_no_file_of_states(tmp_path: Path) -> None:
+    """Slots are float32 in both."""
+    folder, config = write_checkpoint(tmp_path / "model", "lfm2"), DecodeConfig(kv_disk=str(tmp_path / "kv"))
+    for dtype in ("float32", "bfloat16"):
+        engine = build_engine(
+            str(folder), "", dtype, "cpu", 1, 16, 4, lambda *_: (8, 8), lambda _done, _total: None, 64
+        )  # fmt: skip
+        worker = build_worker("decode", config, engine, "localhost:1", load_trust(config), "D1")
+        for pool in worker.pools:
+            pool.tiers.close()
+    assert len(list((tmp_path / "kv").iterdir())) == 4
+
+
 CPU = torch.device("cpu")
 CONTEXT = 32
 
