@@ -386,9 +386,9 @@ def _load(
     )
     whole, weights = decoder.config, weight_fingerprint(folder, quantization)
     if not isinstance(whole, ModelConfig):
-        weights = f"transformers-{version('transformers')}:{weights}"
+        weights += f":transformers-{version('transformers')}"
     elif (whole := load_config(folder)).ropes != decoder.config.ropes:
-        weights = f"short-rope:{weights}"
+        weights += ":short-rope"
     return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
 
 

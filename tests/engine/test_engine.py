@@ -82,7 +82,7 @@ def test_longrope_has_the_factors_of_the_context_in_use(tmp_path: Path) -> None:
     expected = greedy(theirs, prompt.tolist(), 12)
     short, long = (build(folder, "", context) for context in (LONGROPE_ORIGINAL, LONGROPE_ORIGINAL + 1))
     assert answer(short, prompt, 12) == expected != answer(long, prompt, 12)
-    assert short.weights == f"short-rope:{long.weights}", "they share no KV"
+    assert short.weights == f"{long.weights}:short-rope", "they share no KV"
     (weakness,) = long.find_weaknesses().values()
     assert "--max-context-tokens 32" in weakness and not short.find_weaknesses()
 
