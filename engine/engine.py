@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
-from engine.models.load import load_head, load_model, resolve_model_folder, weight_fingerprint
+from engine.models.load import load_head, load_model, resolve_model_folder
 from engine.models.peft import PeftReader
 from engine.models.read_config import load_config
 from engine.models.read_head import is_draft_head
@@ -30,6 +31,7 @@ from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, ex
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import HeadRunner, Runner
 from engine.vision import VisionTower, load_tower
+from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from engine.weights.table import Shard
@@ -116,7 +118,8 @@ class Engine:
             for runner in runners:
                 runner.warm_up(self.padding_page)
             wanted = [
-                (one, shapes if one.is_capturable else [], piece_tokens if one.has_pieces else ()) for one in runners
+                (one, one.choose_shapes(shapes if one.is_capturable else []), piece_tokens if one.has_pieces else ())
+                for one in runners
             ]
             total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
             gc.collect()
@@ -158,6 +161,12 @@ class Engine:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
             found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
+        elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
+            original = stretched[0].original_context
+            found["rope's long factors, for short prompts too"] = (
+                f"contexts here may be of {self.config.context_tokens} tokens, more than the original {original}: "
+                f"set --max-context-tokens {original} if that is enough"
+            )
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
         if self.why_blind is not None:
@@ -230,7 +239,9 @@ def build_engine(
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
         has_mtp = draft_model == MTP
-        loaded = _load(folder, dtype, device, quantization, ranks, on_progress, adapter_limits, has_mtp)
+        loaded = _load(
+            folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits, has_mtp
+        )
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
         if draft_model:
@@ -366,13 +377,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _load(
-    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks,
+    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks, max_context_tokens: int,
     on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp)
-    whole = decoder.config if ranks.size == 1 else load_config(folder)
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts, whole.state_parts)
+    decoder = load_model(
+        folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
+    )
+    whole, weights = decoder.config, weight_fingerprint(folder, quantization)
+    if not isinstance(whole, ModelConfig):
+        weights += f":transformers-{version('transformers')}"
+    elif (whole := load_config(folder)).ropes != decoder.config.ropes:
+        weights += ":short-rope"
+    return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
 
 
 def _load_draft(
@@ -386,7 +403,7 @@ def _load_draft(
     folder = model_folder if is_mtp else resolve_model_folder(draft_model)
     if is_mtp or is_draft_head(folder):
         return _load_head(folder, target, quantization, is_mtp=is_mtp)
-    loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
+    loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks, context_tokens)
     decoder = loaded.decoder
     if decoder.config.state_parts:
         raise ValueError(

@@ -111,6 +111,10 @@ class Runner:
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
 
+    def choose_shapes(self, shapes: Collection[Shape]) -> Collection[Shape]:
+        """Those that its steps can have."""
+        return shapes
+
     def capture_graphs(
         self,
         shapes: Collection[Shape],
@@ -202,9 +206,11 @@ class Runner:
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
-        """Plan the step on the host. Counts tokens for penalties. What drafts sees no images."""
+        """Plan the step on the host. Counts tokens for penalties. What drafts has no adapters and sees no images."""
         step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
-        return replace(step, layout=step.layout._replace(turns=None, images=None)) if self._drafts else step
+        if not self._drafts:
+            return step
+        return replace(step, layout=step.layout._replace(adapters=None, turns=None, images=None))
 
     def _run(self, step: Prepared) -> Launched:
         return self._begin(step)(step)
@@ -368,11 +374,13 @@ class HeadRunner(Runner):
         self, shapes: Collection[Shape], capture: Capture, padding_page: int,
         on_progress: OnCaptured = lambda done, total: None,
     ) -> None:  # fmt: skip
-        own = [shape for shape in shapes if shape.num_tokens == 1]
         self._graphs = DecodeGraphs(
-            own, self._model, self._attention, self._pages, self._rows, padding_page, False, capture, on_progress,
-            carried=self._guessed,
+            self.choose_shapes(shapes), self._model, self._attention, self._pages, self._rows, padding_page, False,
+            capture, on_progress, carried=self._guessed,
         )  # fmt: skip
+
+    def choose_shapes(self, shapes: Collection[Shape]) -> Collection[Shape]:
+        return [shape for shape in shapes if shape.num_tokens == 1]
 
     @property
     def has_pieces(self) -> bool:

@@ -133,6 +133,7 @@ class ImageEncoder:
 
     def _keep(self, digest: bytes, encoding: Encoding) -> None:
         self._kept[digest] = encoding
+        self._failed.pop(digest, None)  # of an earlier attempt
         self._num_bytes += _count_bytes(encoding)
         for oldest in list(self._kept):
             if self._num_bytes <= KEPT_BYTES:

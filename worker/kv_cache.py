@@ -162,7 +162,7 @@ class KVCacheManager:
         self.states.close(sequence)
         self.cache.release(sequence.pages)
         sequence.pages = []
-        sequence.num_pages_in_row = min(sequence.num_pages_in_row, 0)
+        sequence.num_pages_in_row = -1  # what steps drop from a row, such as images' encodings, is needed again
 
     # -- what is restored ----------------------------------------------------------------------------------------
 

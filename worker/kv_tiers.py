@@ -43,7 +43,9 @@ class KVTiers:
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
         self._has_named = asyncio.Event()
-        self._restoring: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()  # first key |-> task
+        self._restoring: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()  # last key |-> task
+        self._reading_at: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()
+        # the first key that the pools lack |-> the task that reads from there on
         self._tasks: set[asyncio.Task[None]] = set()
         if not self._pools:
             return
@@ -101,15 +103,16 @@ class KVTiers:
         """
         if not keys or not (self._pools or borrow):
             return True
-        task = self._restoring.get(keys[0])
+        task = self._restoring.get(keys[-1])
         if task is None:
-            task = self._restoring[keys[0]] = asyncio.create_task(self._restore(keys, borrow))
+            task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, borrow))
             self._keep(task)
         done, _ = await asyncio.wait([task], timeout=wait_s)
         return bool(done)
 
     async def _restore(self, keys: Seq[PageKey], borrow: Borrow | None) -> None:
         try:
+            await self._wait_for_shared(keys)
             if self._pools:
                 await self._restore_files(keys)
             if borrow is not None:
@@ -118,6 +121,19 @@ class KVTiers:
             log.info("KV is not read: no room", reason=str(error))
         except Exception:
             log.exception("KV cannot be read, and is computed")
+
+    async def _wait_for_shared(self, keys: Seq[PageKey]) -> None:
+        """Wait while the next page that this prompt lacks is read for another one, as long as such pages come."""
+        before, lacked = b"", self._find_lacked(keys)
+        while lacked != before and (other := self._reading_at.get(lacked)):
+            await asyncio.wait([other])
+            before, lacked = lacked, self._find_lacked(keys)
+        if (task := asyncio.current_task()) is not None:
+            self._reading_at.setdefault(lacked, task)
+
+    def _find_lacked(self, keys: Seq[PageKey]) -> PageKey:
+        with self._thread.lock:
+            return keys[min(len(self._scheduler.kv.cache.find(keys)), len(keys) - 1)]
 
     async def _restore_files(self, keys: Seq[PageKey]) -> None:
         plan = await asyncio.to_thread(self._plan, keys)

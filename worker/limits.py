@@ -102,6 +102,7 @@ class Limits:
     max_drafts: int = 0  # of a sequence in a graph
     piece_tokens: tuple[int, ...] = ()  # of captured steps with prompts (engine/pieces.py)
     num_captured: int = 1  # models with graphs: two with a draft model
+    lora_rows: int = 0  # slots for adapters, times their largest rank
 
     @property
     def num_rows(self) -> int:
@@ -250,12 +251,15 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
     """Of completed settings."""
     pieces = PIECE_TOKENS if config.cuda_graphs else ()
     num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
+    lora_rows = config.max_loras * config.max_lora_rank
     if isinstance(config, PrefillConfig):
-        return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured)
+        return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured, lora_rows)
     most = min(MOST_GRAPH_ROWS, 1 << (max(1, CHUNK_VALUES // vocab_size).bit_length() - 1))
     graph_rows = min(config.max_running, most) if config.cuda_graphs else 0
     max_drafts = config.max_draft_tokens if config.cuda_graphs and config.speculate != "off" else 0
-    return Limits(config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured)
+    return Limits(
+        config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured, lora_rows
+    )
 
 
 def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
@@ -278,8 +282,15 @@ def estimate_row_bytes(shape: ModelShape, limits: Limits) -> int:
     return (limits.num_rows + 1) * shape.context_tokens * 4
 
 
+def estimate_adapter_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
+    """What slots for adapters take: a row of A and a column of B of each product, for q, k, v, o, gate, up and down."""
+    widths = 7 * shape.hidden_size + 3 * shape.inner_size
+    row_size = shape.num_layers * widths + 2 * (shape.query_width + shape.kv_width)
+    return limits.lora_rows * row_size * ITEM_BYTES // tp
+
+
 def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens: int = 16) -> int:
-    """What captured graphs take as long as the worker runs.
+    """What captured graphs take as long as the worker runs. The model has each twice where it takes adapters.
 
     Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
     logits of the largest, pieces the tokens of the largest.
@@ -293,7 +304,8 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     logits_bytes = max((one.num_rows for one in shapes), default=0) * shape.vocab_size * 4 * LOGITS_COPIES
     piece_bytes = len(limits.piece_tokens) * shape.num_layers * PIECE_BYTES
     token_bytes = int(max(limits.piece_tokens, default=0) * estimate_token_bytes(shape, tp))
-    return limits.num_captured * (own_bytes + logits_bytes + piece_bytes + token_bytes)
+    num_sets = limits.num_captured + (limits.lora_rows > 0)
+    return num_sets * own_bytes + limits.num_captured * (logits_bytes + piece_bytes + token_bytes)
 
 
 def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -> int:
@@ -310,5 +322,6 @@ def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -
 def estimate_room(shape: ModelShape, limits: Limits, memory_bytes: float, tp: int) -> GpuRoom:
     """A rank's GPU before anything is started there."""
     taken_bytes = shape.num_weights * shape.weight_bytes / tp + estimate_row_bytes(shape, limits) + WORKSPACE_BYTES
+    taken_bytes += estimate_adapter_bytes(shape, limits, tp)
     step_bytes = estimate_step_bytes(shape, limits, tp)
     return GpuRoom(int(memory_bytes), int(taken_bytes), reserve_bytes(shape, limits, tp, step_bytes))

@@ -231,7 +231,7 @@ class WorkerLoop:
     def _explain(self, step: Seq[ScheduledSequence], error: Exception, which: Seq[int]) -> StepFailedError:
         """Log why these sequences of a step failed. If memory ran out, the message names the one setting to lower."""
         planned = [step[index] for index in which]
-        num_prompt = sum(step.count for step in planned if step.count > 1)
+        num_prompt = sum(step.count for step in planned if not step.is_answer)
         if num_prompt > self._scheduler.kv.page_tokens:  # no budget is smaller than a page
             culprit = (self._budget.setting, self._budget.prompt_tokens)
         elif len(planned) > 1:
@@ -294,7 +294,7 @@ class WorkerLoop:
 
 def _count(planned: Seq[ScheduledSequence]) -> tuple[int, int]:
     """(answers, prompt tokens) in a step."""
-    return sum(step.count == 1 for step in planned), sum(step.count for step in planned if step.count > 1)
+    return sum(step.is_answer for step in planned), sum(step.count for step in planned if not step.is_answer)
 
 
 def _given(logprobs: Seq[TokenLogprobs | None], begin: int, end: int) -> Seq[TokenLogprobs]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from wire.images import ImageSpan
+from wire.sampling import MAX_DRAFT_TOKENS
 from worker.chunks import FEWEST, FEWEST_ON_GPU
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Sequence
@@ -49,31 +50,42 @@ def build_budget(
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
     """The next token of every active answer, oldest first, then as many prompt positions as the budget allows.
 
+    An answer may have to compute tokens of its last step again, after a wrong draft (states.py): that is no prompt.
+
     Makes room page by page: on the way, sequences may be preempted (newest first) or resumed. Calls `begin_step` for
     everything planned.
     """
     scheduler.is_short = False
     scheduler.resume_preempted()
     planned: list[ScheduledSequence] = []
+    later: list[ScheduledSequence] = []  # second parts of sequences
     prompts: list[Sequence] = []
     for sequence in scheduler:
         missing = sequence.num_missing
         if sequence.phase is not Phase.ACTIVE or not missing:  # it may just have been preempted for an older one
             continue
-        if missing > 1 or not sequence.params.max_tokens:
+        is_again = missing <= 1 + MAX_DRAFT_TOKENS and sequence.launched >= sequence.params.end
+        if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
-        elif scheduler.make_room(sequence, sequence.launched + 1):
-            planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
+        elif scheduler.make_room(sequence, sequence.launched + missing):
+            if missing == 1:
+                planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True, True))
+                continue
+            first, *second = _divide(scheduler, sequence, missing, is_answer=True)
+            planned.append(first)
+            later += second
     if prompts:
-        planned += _plan_prompts(scheduler, prompts, budget, len(planned))
+        planned += _plan_prompts(scheduler, prompts, budget, len(planned), later)
+    planned += later
     for step in planned:
         scheduler.begin_step(step)
     return planned
 
 
 def _plan_prompts(
-    scheduler: Scheduler, prompts: Seq[Sequence], budget: TokenBudget, num_answers: int
+    scheduler: Scheduler, prompts: Seq[Sequence], budget: TokenBudget, num_answers: int, later: list[ScheduledSequence]
 ) -> list[ScheduledSequence]:
+    """Returns first parts; adds second ones to `later`."""
     num_tokens = budget.beside(len(prompts), num_answers)
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
@@ -81,7 +93,7 @@ def _plan_prompts(
         count = min(sequence.num_missing, sequence.num_until_scored(score_budget))
         score_budget -= sequence.num_to_score(count)
         counts.append(count)
-    planned, later = [], []
+    planned = []
     for sequence, count in zip(active, share_prompt_tokens(counts, num_tokens), strict=True):
         if count > 0:
             if budget.sees_whole_images:
@@ -89,16 +101,20 @@ def _plan_prompts(
             first, *second = _divide(scheduler, sequence, count)
             planned.append(first)
             later += second
-    return planned + later
+    return planned
 
 
-def _divide(scheduler: Scheduler, sequence: Sequence, count: int) -> list[ScheduledSequence]:
+def _divide(
+    scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bool = False
+) -> list[ScheduledSequence]:
     """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
     begin = sequence.launched
     ends, last = scheduler.kv.states.find_stops(sequence, count), begin + sequence.num_missing
     num_scored = sequence.num_to_score(ends[0] - begin)  # 0 where there are two parts
     return [
-        ScheduledSequence(sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last)
+        ScheduledSequence(
+            sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last, is_answer
+        )
         for start, end in pairwise([begin, *ends])
     ]
 

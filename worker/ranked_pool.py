@@ -141,7 +141,7 @@ def build_pools(
             trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp,
             config.lease_s,
         )  # fmt: skip
-        tiers = _build_tiers(config, pool, layout, has_states=engine.states is not None)
+        tiers = _build_tiers(config, pool, layout, engine)
         return RankedPool(incarnation, pool, layout, local, children, is_states, tiers)
 
     pool, states, first = engine.pool, engine.states, engine.pool.shape.parts[0]
@@ -163,10 +163,11 @@ def build_pools(
 
 
 def _build_tiers(
-    config: PrefillConfig | DecodeConfig, pool: Pool, layout: kv_pb2.KvLayout, has_states: bool
+    config: PrefillConfig | DecodeConfig, pool: Pool, layout: kv_pb2.KvLayout, engine: Engine
 ) -> PageTiers:
     """Pages and slots, and the ranks, share what the worker may take. Raises ConfigError if a folder cannot be used."""
-    pages_of = identify(layout.SerializeToString(deterministic=True), pool.parts, pool.rank, pool.num_ranks)
+    has_states, described = engine.states is not None, layout.SerializeToString(deterministic=True)
+    pages_of = identify(described, engine.dtype, pool.parts, pool.rank, pool.num_ranks)
     tiers = []
     for option, root, gib in (
         ("kv_host_gib", host_folder(), config.kv_host_gib),

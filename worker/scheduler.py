@@ -315,7 +315,9 @@ class Scheduler:
             self.kv.states.take_back(step)
         if computed >= len(sequence.tokens):  # it ends, and its state has seen more
             computed, sequence.state.source = len(sequence.tokens) - 1, -1
-        if step.draft_lead is not None:
+        if self.kv.num_after and sequence.draft_computed == sequence.computed:  # a head follows each step
+            self.kv.advance_draft(sequence, computed)
+        elif step.draft_lead is not None:
             self.kv.advance_draft(sequence, min(sequence.computed + step.count + step.draft_lead, computed))
         self.advance(sequence, computed, now)
         if not sequence.num_steps_launched:

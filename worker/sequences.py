@@ -144,7 +144,7 @@ class Sequence:
     state: SequenceState = field(default_factory=SequenceState)  # empty while it holds no page
     adapter: HeldAdapter = NO_ADAPTER  # from admission on
     row: int = -1  # in the engine's InputBatch, from the first step on
-    num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is not open. Set by the loop, like the next
+    num_pages_in_row: int = -1  # `pages` already in the row; -1: it is to be opened. Set by the loop, like the next
     started_at: float | None = None  # start of the first step
     most_tokens: int = field(init=False)  # prompt and answer
     answer_begin: int = field(init=False)  # tokens[answer_begin:] is the answer, with what earlier attempts emitted
@@ -230,6 +230,7 @@ class ScheduledSequence:
     count: int
     num_scored: int = 0  # prompt tokens to score, from the sequence's `scored` on
     wants_token: bool = False  # the positions reach the last token, so the step samples the next one
+    is_answer: bool = False  # of an answer: one position, or a few that are computed again
     num_unjudged: int = 0  # the sequence's drafts in steps before: `begin` counts them all as right
     num_drafts: int = 0  # drafts allowed
     num_drafted: int = 0  # drafts in the step

@@ -48,7 +48,7 @@ class RopeConfig:
     kind: str  # one of ROPE_KINDS
     theta: float  # base wavelength
     factor: float = 1.0  # context extension; linear, llama3, yarn, proportional
-    original_context: int = 0  # positions seen in pre-training; llama3, yarn
+    original_context: int = 0  # positions seen in pre-training; llama3, yarn, longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -57,8 +57,15 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cos and sin; yarn, longrope
     rotated_dims: int = 0  # of each head, the first ones; 0: all
     factors: tuple[float, ...] = ()  # of each wavelength; longrope
+    short_factors: tuple[float, ...] = ()  # the same for contexts up to the original one
     turned_share: float = 1.0  # of the pairs, the first ones; the others stay as they are; proportional
     axes: tuple[int, ...] = ()  # what turns each pair at an image token, 0: its time, 1: row, 2: column; empty: one
+
+    def within(self, context_tokens: int) -> "RopeConfig":
+        """For sequences of at most so many tokens. transformers changes longrope's frequencies with the longest
+        position of a batch; here a model has one set."""
+        is_short = self.kind == "longrope" and context_tokens <= self.original_context
+        return replace(self, factors=self.short_factors) if is_short else self
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

@@ -1,7 +1,7 @@
 """A model as one frozen value: all that its tensors and its order of operations depend on. Imports no torch."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
@@ -147,6 +147,11 @@ class ModelConfig:
     image_attention: ImageAttention = "causal"
     pad_token: int = 0  # of which layers are given what they are given of tokens, in the place of an image's
 
+    def within(self, context_tokens: int) -> "ModelConfig":
+        """For sequences of at most so many tokens; 0: the model's own limit."""
+        context = min(self.context_tokens, context_tokens or self.context_tokens)
+        return replace(self, context_tokens=context, ropes=tuple(rope.within(context) for rope in self.ropes))
+
     @property
     def counts_rows(self) -> bool:
         """Whether an image's tokens have positions by row and column (M-RoPE)."""
@@ -185,6 +190,8 @@ class ModelConfig:
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+        if self.draft_head is not None:
+            sizes["draft_vocab_size"] = self.draft_head.vocab_size
         if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.norms):
             sizes["intermediate_size"] = self.intermediate_size
         if self.moe is not None:

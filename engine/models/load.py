@@ -1,4 +1,4 @@
-"""A model by name: its folder, its weights' fingerprint, and loading.
+"""A model by name: its folder, and loading.
 
 The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothing.
 """
@@ -6,7 +6,6 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,8 +34,8 @@ from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
 from engine.weights.checkpoint import FLOATS, Checkpoint, RenamedCheckpoint, SafetensorsCheckpoint
-from engine.weights.entry import TensorEntry
-from engine.weights.files import is_path, list_shards, read_header
+from engine.weights.files import is_path, list_shards
+from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
 from engine.weights.gguf_file import read_gguf
@@ -51,8 +50,6 @@ DecoderT = TypeVar("DecoderT", bound=Decoder)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
-UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
-SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
 HEADS = {  # prefix of a language model beside other parts |-> its head
     "language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head",
     "model.text_model.": "lm_head", "model.": "lm_head",
@@ -108,6 +105,7 @@ def load_model(
     ranks: Ranks = ONE_RANK,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
     has_mtp: bool = False,
+    max_context_tokens: int = 0,
 ) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
@@ -115,7 +113,7 @@ def load_model(
     `ranks` it loads this rank's shard. Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with
     both equal, in bytes of the files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config
     or dtype, a damaged file, missing, unexpected or mis-shaped tensors, or a device that does not support such weights.
-    has_mtp: `load_head` follows, with the model's own layer.
+    has_mtp: `load_head` follows, with the model's own layer. max_context_tokens: see `ModelConfig.within`.
     """
     check_quantization(quantization, dtype, device)
     check_folder(folder)
@@ -124,6 +122,7 @@ def load_model(
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
         return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks, has_mtp)
     config, checkpoint = open_model(folder)
+    config = config.within(max_context_tokens)
     source = list_shards(folder)[0].resolve()
     with named(source):
         check_tensors(config, checkpoint)
@@ -158,7 +157,8 @@ def load_head(
     Raises like `load_model`; ValueError also if it is the head of another model.
     """
     is_native = isinstance(model.config, ModelConfig)
-    own = load_config(folder) if is_mtp and is_native else model.config  # of all ranks
+    context_tokens = model.config.context_tokens
+    own = load_config(folder).within(context_tokens) if is_mtp and is_native else model.config  # of all ranks
     config = read_head(folder, own, is_mtp=is_mtp)
     device, ranks, stored = model.device, model.ranks, SafetensorsCheckpoint(folder)
     names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
@@ -170,6 +170,8 @@ def load_head(
     with named(list_shards(folder)[0]):
         check_sizes(config, checkpoint.entries)
         target_ids = _read_target_ids(stored, config, device)
+        if target_ids is not None and len(target_ids) < own.vocab_size and "lm_head.weight" not in checkpoint.entries:
+            raise ValueError(f"lm_head.weight is missing, for draft_vocab_size {len(target_ids)}")
     if config.vocab_size != own.vocab_size:
         path = folder / "config.json"
         raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
@@ -243,11 +245,8 @@ def _load_without_native_code(
 
 
 def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks, part: str = "") -> str:
-    """The file name of packed weights: a hash of everything they depend on. It includes file times, since the
-    fingerprint may miss small edits of a checkpoint."""
-    stats = [path.stat() for path in list_shards(folder)]
-    files = [(status.st_size, status.st_mtime_ns) for status in stats]
-    parts = [PACKED_VERSION, weight_fingerprint(folder, quantization), files, ranks.rank, ranks.size]
+    """The file name of packed weights: a hash of everything they depend on."""
+    parts = [PACKED_VERSION, weight_fingerprint(folder, quantization), ranks.rank, ranks.size]
     parts += [part] if part else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -287,40 +286,6 @@ def check_dtype(dtype: str) -> None:
     """Raises ValueError naming what is supported; for "auto" too."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
-
-
-def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str:
-    """Equal for two processes that hold the same model: 64 hex digits, after "fp8:" or "int8:" if quantised.
-
-    The digits are SHA-256 over config.json (keys sorted, without UNHASHED_CONFIG_KEYS) and, for each tensor by name,
-    its dtype, shape and 16 evenly spaced windows of 64 bytes of its content; tensors up to 1 KiB are hashed whole.
-    Sharding does not matter. Reads the headers and 1 KiB per tensor: under a MiB for 100 GB of weights. Training or
-    converting a model changes it; editing a few values between the windows does not, so it is no integrity check.
-    Raises like `load_model` for missing or damaged files.
-    """
-    config = read_json_object(folder / "config.json")
-    kept = {key: value for key, value in config.items() if key not in UNHASHED_CONFIG_KEYS}
-    hasher = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    digests: dict[str, bytes] = {}  # tensor name |-> digest
-    for path in list_shards(folder):
-        with path.open("rb") as file:
-            for name, entry in read_header(path).items():
-                described = json.dumps([name, entry.dtype, entry.shape]).encode()
-                sampled = _read_samples(file.fileno(), entry)
-                digests[name] = hashlib.sha256(described + sampled).digest()
-    for name in sorted(digests):
-        hasher.update(digests[name])
-    prefix = "" if quantization == "none" else f"{quantization}:"
-    return prefix + hasher.hexdigest()
-
-
-def _read_samples(file_descriptor: int, entry: TensorEntry) -> bytes:
-    """Evenly spaced windows of a tensor's bytes, including its first and last; all of it if it is that small."""
-    if entry.num_bytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
-        return os.pread(file_descriptor, entry.num_bytes, entry.begin_bytes)
-    stride = (entry.num_bytes - SAMPLE_WINDOW_BYTES) / (SAMPLE_WINDOWS - 1)
-    begins = [entry.begin_bytes + math.floor(index * stride) for index in range(SAMPLE_WINDOWS)]
-    return b"".join(os.pread(file_descriptor, SAMPLE_WINDOW_BYTES, begin) for begin in begins)
 
 
 def resolve_model_folder(name_or_path: str) -> Path:

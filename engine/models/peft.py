@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+import regex  # type: ignore[import-untyped]  # transformers needs it; unlike re, it can be stopped
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -26,7 +28,8 @@ from wire.files import blamed, check_file, named, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
-MOST_BARS = 8
+MOST_PATTERN_CHARS = 200
+MATCH_S = 5.0  # of the CPU, for all patterns of an adapter
 NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")  # of the text part
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
@@ -66,7 +69,7 @@ class PeftReader:
 
     def _read(self, folder: Path, sites: Mapping[SiteKey, object]) -> HostAdapter:
         config = _read_config(folder)
-        modules = self._load(folder)
+        modules = self._load(folder, config)
         found, used = dict[SiteKey, SiteAdapter](), set[str]()
         for layer, products in enumerate(self._products):
             for name, product in products.items():
@@ -82,9 +85,9 @@ class PeftReader:
             raise ValueError(f"{folder / WEIGHTS} adapts no product of this model")
         return found
 
-    def _load(self, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-        """Module, from "layers." on |-> A [r, K], B [N, r]."""
-        path = folder / WEIGHTS
+    def _load(self, folder: Path, config: Json) -> dict[str, tuple[Tensor, Tensor, float]]:
+        """Module, from "layers." on |-> A [r, K], B [N, r], alpha."""
+        path, names = folder / WEIGHTS, dict[str, str]()  # module |-> the whole name
         halves: dict[str, dict[str, Tensor]] = {}
         entries = read_safetensors(path)  # checks sizes
         with blamed(path), safe_open(path, framework="pt", device="cpu") as file:
@@ -94,12 +97,17 @@ class PeftReader:
                 if not parsed or not place or entry.dtype not in FLOATS or len(entry.shape) != 2:
                     raise ValueError(f"{path} has {name} {entry.dtype} {entry.shape}, not a LoRA matrix of a layer")
                 module = f"layers.{int(place[1])}.{place[2]}"
+                names[module] = parsed["module"]
                 halves.setdefault(module, {})[parsed["side"]] = file.get_tensor(name)
         if half := next((module for module, sides in halves.items() if len(sides) < 2), None):
             raise ValueError(f"{path} has only one of lora_A and lora_B for {half}")
-        return {module: (sides["A"], sides["B"]) for module, sides in halves.items()}
+        with named(folder / CONFIG):
+            alphas = find_alphas(config, names.values())
+        return {module: (sides["A"], sides["B"], alphas[names[module]]) for module, sides in halves.items()}
 
-    def _cut(self, config: Json, product: Product, own: Mapping[Part, tuple[Tensor, Tensor] | None]) -> SiteAdapter:
+    def _cut(
+        self, config: Json, product: Product, own: Mapping[Part, tuple[Tensor, Tensor, float] | None]
+    ) -> SiteAdapter:
         rank = max(len(pair[0]) for pair in own.values() if pair)
         if rank > self._max_rank:
             raise ValueError(f"the adapter has rank {rank}: set --max-lora-rank {rank} or more")
@@ -110,14 +118,14 @@ class PeftReader:
                 b_parts.append(torch.zeros(part.rows.num_read(self._shard), rank, dtype=self._dtype))
                 a_parts.append(torch.zeros(rank, len(columns), dtype=self._dtype))
                 continue
-            module, (a, b) = _module_of(part), pair
+            module, (a, b, alpha) = _module_of(part), pair
             expected = (len(a), product.inputs.size), part.stored_shape(len(a))
             if (a.shape, b.shape) != expected:
                 raise ValueError(
                     f"{module} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, expected {expected[0]} and "
                     f"{expected[1]}: an adapter of another model?"
                 )
-            scaled = b.float() * find_scale(config, module, len(a))
+            scaled = b.float() * (alpha / (math.sqrt(len(a)) if flag(config, "use_rslora") else len(a)))
             padding = (0, rank - len(a))
             b_parts.append(torch.nn.functional.pad(cut_rows(scaled, part, self._shard), padding).to(self._dtype))
             own_a = a.narrow(1, columns.start, len(columns))
@@ -131,14 +139,21 @@ def _module_of(part: Part) -> str:
     return name[name.index("layers.") :]
 
 
-def find_scale(config: Json, module: str, rank: int) -> float:
-    """What the product with B is multiplied by."""
-    alpha = number(config, "lora_alpha", 8)
-    for pattern, own in collection(config, "alpha_pattern", dict).items():
-        if re.match(rf"(.*\.)?({pattern})$", f"model.{module}"):
-            alpha = number({"alpha_pattern": own}, "alpha_pattern")
-            break
-    return alpha / (math.sqrt(rank) if flag(config, "use_rslora") else rank)
+def find_alphas(config: Json, modules: Collection[str]) -> dict[str, float]:
+    """What B is multiplied by, times the rank, for each of these modules. Patterns match as in PEFT."""
+    patterns, deadline = collection(config, "alpha_pattern", dict), time.monotonic() + MATCH_S
+    alphas = dict.fromkeys(modules, number(config, "lora_alpha", 8))
+    for module in modules:
+        for pattern, own in patterns.items():
+            left_s = max(deadline - time.monotonic(), 1e-3)
+            try:
+                found = regex.match(rf"(.*\.)?({pattern})$", module, timeout=left_s, concurrent=True)
+            except TimeoutError as error:
+                raise ValueError(f"alpha_pattern {pattern!r:.80} takes more than {MATCH_S:g} s to match") from error
+            if found:
+                alphas[module] = number({"alpha_pattern": own}, "alpha_pattern")
+                break
+    return alphas
 
 
 def _read_config(folder: Path) -> Json:
@@ -168,17 +183,9 @@ def _find_problems(config: Json) -> Iterator[str]:
             yield f"{key} {value!r}"
     for pattern, own in collection(config, "alpha_pattern", dict).items():
         number({"alpha_pattern": own}, "alpha_pattern")
-        if not _is_cheap(pattern):
+        if len(pattern) > MOST_PATTERN_CHARS or "{" in pattern:  # of which copies are made
             yield f"alpha_pattern {pattern!r:.80}"
-
-
-def _is_cheap(pattern: str) -> bool:
-    """Whether it is a regular expression without repetition, and with few alternatives: each one more can double the
-    time that it takes."""
-    if len(pattern) > 200 or pattern.count("|") > MOST_BARS or not re.fullmatch(r"[\w.\-|()\\^$]+", pattern):
-        return False
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+        try:
+            regex.compile(pattern)
+        except regex.error:
+            yield f"alpha_pattern {pattern!r:.80}"

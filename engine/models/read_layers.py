@@ -130,14 +130,12 @@ def _read_rope(
     original = integer(config if ORIGINAL in config else given, ORIGINAL, trained_context)
     factor = number(given, "factor", trained_context / original)
     if kind == "longrope":
-        # transformers changes the frequencies with the longest position of a batch; here a model has one set
-        key = "long_factor" if trained_context > original else "short_factor"
         stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        long, short = (numbers(given, key, (rotated or head_dim) // 2) for key in ("long_factor", "short_factor"))
         return RopeConfig(
-            kind, theta, factor, original, rotated_dims=rotated,
-            factors=numbers(given, key, (rotated or head_dim) // 2),
+            kind, theta, factor, original, rotated_dims=rotated, factors=long, short_factors=short,
             attention_factor=number(given, "attention_factor", stretch),
-        )  # fmt: skip
+        ).within(trained_context)  # fmt: skip
     if kind == "llama3":
         low, high = number(given, "low_freq_factor"), number(given, "high_freq_factor")
         return RopeConfig(kind, theta, factor, original, low, high, rotated_dims=rotated)

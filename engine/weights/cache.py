@@ -1,7 +1,8 @@
 """Memory for packed weights: a cache file that all workers of a host map, or this process's own memory.
 
 The first process that needs a file writes it once and renames it when it is complete. The name depends on everything in
-it, so a file never changes. Writing a file removes files that were not opened for a month.
+it, so a file never changes. Writing a file removes files that were not opened for a month, and parts of files whose
+writer was killed.
 """
 
 import fcntl
@@ -133,11 +134,12 @@ def share_weights(folder: Path, name: str, num_bytes: int, pack: Callable[[Weigh
     """
     path = folder / f"{name}.weights"
     try:
-        with _locked(folder / f"{name}.lock"):
+        with locked(folder / f"{name}.lock"):
             found = _open(path)
             if found is None:
-                _check_room(folder, num_bytes)
+                path.with_suffix(".part").unlink(missing_ok=True)
                 _remove_unused(folder)
+                _check_room(folder, num_bytes)
                 _write(path, pack)
                 found = MappedWeights(path)
             os.utime(path)
@@ -176,15 +178,18 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    for path in folder.glob("*.weights"):
+    for path in (*folder.glob("*.weights"), *folder.glob("*.digests")):
         if path.stat().st_mtime < time.time() - UNUSED_S:
+            path.unlink(missing_ok=True)
+    for path in folder.glob("*.part"):
+        with suppress(CannotShareError), locked(path.with_suffix(".lock"), 0.0):  # else it is being written
             path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; the system frees it when the process dies. CannotShareError after LOCK_S."""
-    deadline = time.monotonic() + LOCK_S
+def locked(path: Path, wait_s: float | None = None) -> Iterator[None]:
+    """Holds the lock file; the system frees it when the process dies. CannotShareError after LOCK_S, or `wait_s`."""
+    deadline = time.monotonic() + (LOCK_S if wait_s is None else wait_s)
     with path.open("wb") as file:
         while True:
             try:

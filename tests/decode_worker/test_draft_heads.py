@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from decode_worker.speculation.drafters import Draft, HeadDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from engine.batch import ForwardRow
 from engine.engine import Engine, build_engine
+from tests.support import sequence_params
 from tests.support.decoding import LyingDrafter, build_eager_speculator, build_scheduler, decode
 from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
@@ -127,6 +130,39 @@ def test_a_page_is_found_only_if_the_next_token_is_the_same(tmp_path: Path) -> N
     answers = decode(engine, [first, same, other], at_once=1)
     found = [end.timing.cached_tokens for end in answers.ends.values() if end.timing is not None]
     assert found == [0, len(SHARED), len(SHARED) - PAGE_TOKENS]
+
+
+@pytest.mark.parametrize("drafter", ["draft", "off"])
+def test_pages_of_answers_have_the_heads_kv_and_say_so(tmp_path: Path, drafter: str) -> None:
+    """Prefill workers use no page without it, also from files."""
+    write_eagle3(tmp_path / "head", write_target(tmp_path / "model"))
+    engine = build(tmp_path / "model", str(tmp_path / "head"), 40)
+    assert engine.draft_runner is not None and engine.pool.draft_tensor is not None
+    speculator = build_eager_speculator({"draft": HeadDrafter(engine.draft_runner, CostMeter(), 64)})
+
+    def read(params: SequenceParams) -> tuple[int, Tensor, list[int]]:
+        answers = decode(engine, [params], speculator, chunk_tokens=11)
+        kv, tokens = answers.scheduler.kv, np.frombuffer(params.prompt, np.int32).tolist() + answers.tokens[1]
+        pages = kv.cache.find(kv.keys_of(ask(1, tokens)))
+        assert engine.pool.draft_tensor is not None
+        return sum(map(kv.cache.has_draft, pages)), engine.pool.draft_tensor[pages].clone(), tokens
+
+    num_marked, found, tokens = read(ask(1, SHARED[3:], 30, drafter=drafter))
+    assert num_marked == len(found) == (len(tokens) - 2) // PAGE_TOKENS
+    num_marked, expected, _ = read(ask(1, tokens, 1))
+    assert num_marked == len(expected)
+    torch.testing.assert_close(found, expected)
+
+
+def test_behind_pages_without_a_heads_kv_none_is_said_to_have_it() -> None:
+    scheduler = sequence_params.build_scheduler(20, 4)
+    scheduler.kv.num_after = 1
+    for params in (sequence_params.answer(1, 9, 10, first=5), sequence_params.answer(2, 9, 20, first=5)):
+        sequence = scheduler.admit(params, 0.0)
+        sequence_params.run(scheduler)
+        marked = [scheduler.kv.cache.has_draft(page) for page in scheduler.kv.cache.find(sequence.keys)]
+        assert marked == ([True] * 4 if params.handle == 1 else [True, False, *[True] * 2, *[False] * 3])
+        scheduler.kv.cache._has_draft[scheduler.kv.cache.find(sequence.keys)[1]] = False  # as one from files
 
 
 @pytest.mark.parametrize("num_pages", [60, 26], ids=["", "preemption"])

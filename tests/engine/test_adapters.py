@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from engine.batch import ForwardRow, take_turns
@@ -16,10 +18,12 @@ from engine.graph_shapes import Shape
 from engine.kernels import cpu_adapters
 from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
 from engine.layers.adapters import AdapterLimits
-from engine.models.peft import find_digest
+from engine.models import peft
+from engine.models.peft import find_alphas, find_digest
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
 from engine.ops.cuda import CudaOps
+from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import VOCAB
 from tests.support.lora import greedy, write_adapter
@@ -33,15 +37,17 @@ LIMITS, PAGE = AdapterLimits(3, 8), 16
 COUNT = 8
 
 
-def build(folder: Path, dtype: str = "float32", limits: AdapterLimits = LIMITS, **options: Any) -> Engine:
+def build(
+    folder: Path, dtype: str = "float32", limits: AdapterLimits = LIMITS, draft: str = "", **options: Any
+) -> Engine:
     return build_engine(
-        str(folder), "", dtype, "cpu", 2, PAGE, 4, lambda *_: (64, 8), lambda done, total: None,
+        str(folder), draft, dtype, "cpu", 2, PAGE, 4, lambda *_: (64, 8), lambda done, total: None,
         adapter_limits=limits, **options,
     )  # fmt: skip
 
 
-def answer(engine: Engine, slots: list[int], count: int = COUNT) -> list[list[int]]:
-    """Greedy answers to PROMPTS in one batch, each with the adapter of its slot."""
+def answer(engine: Engine, slots: list[int], count: int = COUNT, runner: Runner | None = None) -> list[list[int]]:
+    """Greedy answers to PROMPTS in one batch, each with the adapter of its slot. runner: None: the engine's."""
     rows, answers = engine.rows, [list[int]() for _ in slots]
     for row, (prompt, slot) in enumerate(zip(PROMPTS, slots, strict=False)):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0), len(prompt), slot)
@@ -53,7 +59,7 @@ def answer(engine: Engine, slots: list[int], count: int = COUNT) -> list[list[in
             begin = length - 1 if own else 0
             source, target = take_turns(row, step)
             asked.append(ForwardRow(row, begin, length - begin, 1, state_from=source, state_to=target))
-        for own, token in zip(answers, engine.runner.launch(asked).collect().tokens, strict=True):
+        for own, token in zip(answers, (runner or engine.runner).launch(asked).collect().tokens, strict=True):
             own.append(token)
     for row in range(len(slots)):
         rows.close(row)
@@ -83,6 +89,25 @@ def test_each_row_has_its_own_adapter_or_none(family: str, tmp_path: Path) -> No
     assert answer(engine, [-1] * 3) == answer(plain, [-1] * 3)
     load(engine, 0, tmp_path / "two")
     assert answer(engine, [0]) == [greedy(merged[1], PROMPTS[0], COUNT)]
+
+
+PATTERNS = {  # in the order in which PEFT writes them
+    r".*\.layers\.1\..*(q_proj|k_proj)": 32, "0.self_attn.v_proj": 5, r"^model\.layers\.0.*\.down_proj": 2,
+    r"layers\.[1-9]\d*\.mlp\.up_proj": 0.5, "v_proj": 3,
+}  # fmt: skip
+
+
+def test_patterns_choose_alphas_and_ranks_as_in_peft(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", "llama")
+    ranks = {r".*\.1\..*o_proj": 6, "gate_proj": 2}
+    merged = write_adapter(tmp_path / "one", base, "llama", seed=1, alpha_pattern=PATTERNS, rank_pattern=ranks)
+    engine = build(base)
+    load(engine, 0, tmp_path / "one")
+    assert answer(engine, [0]) == [greedy(merged, PROMPTS[0], COUNT)]
+    names = [f"{start}layers.{n}.{end}" for start in ("model.", "model.language_model.", "") for n in (0, 1, 12)
+             for end in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
+    expected = {name: PATTERNS.get(get_pattern_key(list(PATTERNS), name), 8) for name in names}
+    assert find_alphas({"alpha_pattern": PATTERNS}, names) == expected
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -175,15 +200,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no alpha": (dict(lora_alpha=None), r"adapter_config\.json: lora_alpha must be a number"),
     "rank": (dict(r=[4]), r"adapter_config\.json: r must be an integer"),
     "a pattern that is none": (dict(alpha_pattern={"(": 4}), r"adapter_config\.json: has alpha_pattern '\('"),
-    "hours of matching": (dict(alpha_pattern={"(.|.)" * 39 + "x": 4}), r"adapter_config\.json: has alpha_pattern"),
+    "hours of matching": (dict(alpha_pattern={"(.|.)*[^a-z._]": 4}), r"adapter_config\.json: alpha_pattern .* takes"),
+    "memory of a pattern": (dict(alpha_pattern={"((a{999}){999}){999}": 4}), r"json: has alpha_pattern '\(\(a\{999"),
     "a pattern's alpha": (dict(alpha_pattern={"q_proj": "x"}), r"adapter_config\.json: alpha_pattern must be a number"),
 }
 
 
 @pytest.mark.parametrize("settings, message", BAD.values(), ids=BAD)
 def test_what_would_be_computed_differently_is_refused(
-    settings: dict[str, Any], message: str, adapter: tuple[Engine, Path], tmp_path: Path
-) -> None:
+    settings: dict[str, Any], message: str, adapter: tuple[Engine, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(peft, "MATCH_S", 0.1)
     engine, folder = adapter
     config = json.loads((folder / "adapter_config.json").read_text()) | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
@@ -232,23 +260,39 @@ def test_the_digest_is_of_the_content(adapter: tuple[Engine, Path], tmp_path: Pa
     assert len(digests) == 2, "only what changes tokens counts"
 
 
+def count_replays(replays: list[str], compute: Callable[[], None]) -> Callable[[], None]:
+    """A capture whose replays are counted."""
+    compute()
+
+    def replay() -> None:
+        replays.append("forward or choice")
+        compute()
+
+    return replay
+
+
 def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[Engine, Path], tmp_path: Path) -> None:
     eager, folder = adapter
     load(eager, 0, folder)
     expected = answer(eager, [0, -1, 0])
     engine, replays = build(folder.parent / "base"), list[str]()
-
-    def capture(compute: Callable[[], None]) -> Callable[[], None]:
-        compute()
-
-        def replay() -> None:
-            replays.append("step")
-            compute()
-
-        return replay
-
-    engine.runner.capture_graphs([Shape(1), Shape(4), Shape(4, 2)], capture, padding_page=63)
+    captured = [Shape(1), Shape(4), Shape(4, 2)]
+    engine.runner.capture_graphs(captured, partial(count_replays, replays), padding_page=63)
     load(engine, 2, folder)
     assert answer(engine, [2, -1, 2]) == expected
     assert answer(engine, [-1, -1, -1]) == answer(eager, [-1, -1, -1])
     assert len(replays) == 2 * 2 * (COUNT - 1), "a step is a forward and a choice of tokens"
+
+
+def test_a_draft_model_drafts_for_rows_with_adapters_in_graphs_too(adapter: tuple[Engine, Path]) -> None:
+    """It has no adapters."""
+    folder = adapter[1]
+    engine, replays = build(folder.parent / "base", draft=str(folder.parent / "base")), list[str]()
+    load(engine, 2, folder)
+    assert engine.draft_runner is not None
+    expected = answer(engine, [-1, -1, -1], runner=engine.draft_runner)
+    assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
+
+    engine.draft_runner.capture_graphs([Shape(4)], partial(count_replays, replays), padding_page=63)
+    assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
+    assert len(replays) == 2 * (COUNT - 1)

@@ -1,16 +1,22 @@
 """Draft heads compute what plain torch does over whole sequences: after prompts in chunks, drafts right and wrong."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.batch import ForwardRow, take_turns
 from engine.engine import Engine, build_engine
+from engine.models.read_config import load_config
+from engine.models.read_head import read_head
+from engine.models.table import shard_config
 from engine.runner import HeadRunner
-from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_target
+from engine.weights.table import Shard
+from tests.support.draft_heads import DRAFT_VOCAB, Head, draft_truth, write_eagle3, write_mtp, write_target
 from tests.support.tiny_models import VOCAB
 from wire.sampling import SamplingParams
 
@@ -135,3 +141,18 @@ def test_a_head_drafts_what_plain_torch_computes(tmp_path: Path, kind: str) -> N
     rows.check(target, head, rows.draft())
     rows.verify([[], []])
     rows.check(target, head, rows.draft())
+
+
+def test_heads_whose_words_do_not_fit_are_refused(tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path / "head", write_target(tmp_path / "model"))
+    folder, model = Path(head.draft_model), load_config(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": DRAFT_VOCAB - 1}))
+    with pytest.raises(ValueError, match=f"2 ranks do not divide draft_vocab_size {DRAFT_VOCAB - 1}: set --tp"):
+        shard_config(read_head(folder, model, is_mtp=False), Shard(0, 2))
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]  # the model's has other words
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"lm_head\.weight is missing, for draft_vocab_size {DRAFT_VOCAB}"):
+        build(tmp_path / "model", head.draft_model)

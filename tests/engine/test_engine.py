@@ -7,17 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from demo.paths import TARGET_DIR
 from engine.batch import ForwardRow, build_batch, lay_out
 from engine.engine import Engine, KvDType, build_engine
 from engine.input_batch import InputBatch
+from engine.layers.config import RopeConfig
+from engine.layers.rope import build_rope_table
 from engine.llm import LLM
 from engine.staging import Stager
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
+from tests.support.families import LONGROPE_ORIGINAL
+from tests.support.lora import greedy
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.process import build_worker
 
@@ -45,7 +50,7 @@ def build(model: Path, draft: Path | str, max_context_tokens: int) -> Engine:
 def test_a_draft_needs_only_the_context_in_use(folders: dict[int, Path], target: int, max_context_tokens: int) -> None:
     engine = build(folders[target], folders[64], max_context_tokens)
     assert engine.draft_runner is not None
-    assert engine.config.context_tokens == target
+    assert engine.rows.context_tokens == engine.config.context_tokens == (max_context_tokens or target)
 
 
 @pytest.mark.parametrize(("max_context_tokens", "context"), [(0, 256), (65, 65), (256, 256), (1000, 256)])
@@ -55,6 +60,44 @@ def test_a_draft_of_a_smaller_context_is_refused(
     said = f"takes 64 tokens, less than a context of {context}: set --max-context-tokens 64 or less"
     with pytest.raises(ValueError, match=said):
         build(folders[256], folders[64], max_context_tokens)
+
+
+def test_rope_tables_are_as_long_as_the_context_in_use(folders: dict[int, Path], monkeypatch: Any) -> None:
+    built: list[int] = []
+
+    def build_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+        built.append(num_positions)
+        return build_rope_table(rope, head_dim, num_positions)
+
+    monkeypatch.setattr("engine.models.decoder.build_rope_table", build_table)
+    build(folders[256], folders[256], 40)
+    assert built == [40, 40]
+
+
+def test_longrope_has_the_factors_of_the_context_in_use(tmp_path: Path) -> None:
+    """Short ones up to the original context, where tokens are those of transformers; beyond it long ones for all."""
+    folder = write_checkpoint(tmp_path, "phi4_mini")
+    prompt = PROMPT[: LONGROPE_ORIGINAL - 12]
+    theirs = transformers.Phi3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = greedy(theirs, prompt.tolist(), 12)
+    short, long = (build(folder, "", context) for context in (LONGROPE_ORIGINAL, LONGROPE_ORIGINAL + 1))
+    assert answer(short, prompt, 12) == expected != answer(long, prompt, 12)
+    assert short.weights == f"{long.weights}:short-rope", "they share no KV"
+    (weakness,) = long.find_weaknesses().values()
+    assert "--max-context-tokens 32" in weakness and not short.find_weaknesses()
+
+
+def answer(engine: Engine, prompt: Any, count: int) -> list[int]:
+    """Greedy tokens."""
+    rows, tokens = engine.rows, list[int]()
+    rows.open(0, prompt, SamplingParams(temperature=0.0), len(prompt))
+    rows.write_pages(0, 0, range(3))
+    for _ in range(count):
+        begin = len(prompt) + len(tokens) - 1 if tokens else 0
+        asked = ForwardRow(0, begin, len(prompt) + len(tokens) - begin, 1)
+        tokens += engine.runner.launch([asked]).collect().tokens
+    rows.close(0)
+    return tokens
 
 
 def test_a_draft_of_another_vocabulary_is_refused(folders: dict[int, Path], tmp_path: Path) -> None:
@@ -102,6 +145,19 @@ def test_fp8_pages_hold_a_quarter_of_the_bytes_at_little_loss() -> None:
 
     said = "dtype differs: 'float32' here, 'float8_e4m3fn' there"
     assert asyncio.run(present(rounded)) == said and asyncio.run(present(plain)) is None
+
+
+async def test_models_of_two_number_types_share_no_file_of_states(tmp_path: Path) -> None:
+    """Slots are float32 in both."""
+    folder, config = write_checkpoint(tmp_path / "model", "lfm2"), DecodeConfig(kv_disk=str(tmp_path / "kv"))
+    for dtype in ("float32", "bfloat16"):
+        engine = build_engine(
+            str(folder), "", dtype, "cpu", 1, 16, 4, lambda *_: (8, 8), lambda _done, _total: None, 64
+        )  # fmt: skip
+        worker = build_worker("decode", config, engine, "localhost:1", load_trust(config), "D1")
+        for pool in worker.pools:
+            pool.tiers.close()
+    assert len(list((tmp_path / "kv").iterdir())) == 4
 
 
 CPU = torch.device("cpu")

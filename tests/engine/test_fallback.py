@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -120,6 +121,7 @@ def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
     assert serve(engine.runner, engine.rows) == generate(model)
     assert progress[-1][0] == progress[-1][1] > 0
     assert engine.find_weaknesses()["slow model"].startswith(f"Baton has no code for {model_type}: ")
+    assert engine.weights.endswith(f":transformers-{transformers.__version__}"), "KV depends on its code, too"
     assert engine.config == load_any_config(tmp_path) and engine.pool.shape.parts == engine.config.kv_parts
     assert engine.dtype == "float32" and load_model(tmp_path, "bfloat16", CPU).dtype is torch.bfloat16
 

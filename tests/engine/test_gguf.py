@@ -20,8 +20,9 @@ from engine.llm import LLM
 from engine.models import load
 from engine.models.gguf_config import build_config_json
 from engine.models.gguf_folder import make_gguf_folder
-from engine.models.load import load_model, open_model, weight_fingerprint
+from engine.models.load import load_model, open_model
 from engine.models.read_config import build_config, load_config
+from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.gguf_file import list_gguf_shards, read_gguf
 from tests.support.attention import needs_compiler

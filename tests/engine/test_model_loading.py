@@ -17,9 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from engine.layers.config import ROPE_KINDS
 from engine.layers.linear import WidenedLinear
 from engine.layers.rope import FREQUENCIES, build_rope_table
-from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.models.load import load_model, resolve_model_folder
 from engine.models.read_config import build_config, load_config
+from engine.weights import fingerprint
 from engine.weights.checkpoint import SafetensorsCheckpoint
+from engine.weights.fingerprint import weight_fingerprint
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
 
@@ -256,6 +258,41 @@ def test_fingerprint(folder: Path, tmp_path: Path) -> None:
         assert weight_fingerprint(copy) == original
     (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
     assert weight_fingerprint(copy) != original
+
+
+def test_a_fingerprint_is_of_every_value(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where digests of large files are kept: a file that was written since has other ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fingerprint, "SMALLEST_FILE_BYTES", 0)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    embedding = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
+    found = {weight_fingerprint(copy)}
+    for row in (7, 150):
+        edited = embedding.clone()
+        edited[row, 5] += 1
+        edit_weights(copy, {"model.embed_tokens.weight": edited})
+        found.add(weight_fingerprint(copy))
+    (copy / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+    found.add(weight_fingerprint(copy))
+    monkeypatch.setattr(fingerprint, "KV_VERSION", fingerprint.KV_VERSION + 1)
+    found.add(weight_fingerprint(copy))
+    assert len(found) == 5
+
+
+def test_a_large_file_is_read_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = weight_fingerprint(folder)
+    monkeypatch.setattr(fingerprint, "SMALLEST_FILE_BYTES", 0)
+    assert weight_fingerprint(folder) == plain
+    (kept,) = (tmp_path / "baton").glob("*.digests")
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "_digest", None)
+        assert weight_fingerprint(folder) == plain
+    kept.write_bytes(kept.read_bytes()[:-9])  # a damaged one is written again
+    assert weight_fingerprint(folder) == plain == weight_fingerprint(folder)
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", "/dev/null")
+        assert weight_fingerprint(folder) == plain
 
 
 def test_fingerprint_does_not_see_sharding(tmp_path: Path) -> None:

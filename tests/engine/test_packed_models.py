@@ -77,20 +77,26 @@ def test_a_file_that_cannot_be_written_is_explained_and_leaves_nothing(
         share_weights(tmp_path, "model", 1 << 60, fail)
     monkeypatch.setattr(weight_file, "LOCK_S", 0.0)
     with (
-        weight_file._locked(tmp_path / "model.lock"),
+        weight_file.locked(tmp_path / "model.lock"),
         pytest.raises(CannotShareError, match="another process has held"),
     ):
         share_weights(tmp_path, "model", 1000, fail)
     assert {path.name for path in tmp_path.iterdir()} == {"model.lock"}
 
 
-def test_files_that_nobody_opens_go(tmp_path: Path) -> None:
+def test_files_that_nobody_opens_or_writes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = list[Path]()
     for name, age_s in (("old", weight_file.UNUSED_S + 60), ("young", 60)):
         share_weights(tmp_path, name, 1000, take)
         before = (tmp_path / f"{name}.weights").stat().st_mtime - age_s
         os.utime(tmp_path / f"{name}.weights", (before, before))
-    share_weights(tmp_path, "new", 1000, take)
+    for name in ("killed", "writing", "new"):
+        (tmp_path / f"{name}.part").write_bytes(b"some")
+    monkeypatch.setattr(weight_file, "_check_room", lambda folder, _: room.extend(sorted(folder.glob("*.part"))))
+    with weight_file.locked(tmp_path / "writing.lock"):
+        share_weights(tmp_path, "new", 1000, take)
     assert {path.stem for path in tmp_path.glob("*.weights")} == {"young", "new"}
+    assert room == [tmp_path / "writing.part"] == list(tmp_path.glob("*.part")), "before room is looked for"
 
 
 def test_processes_that_start_at_once_pack_once(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,17 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.engine import build_engine
 from engine.image_rows import Encoding, ImageRules, find_turns, place_images
 from engine.vision import PixelInputs
+from tests.support.checkpoints_vision import write_vlm_checkpoint
+from tests.support.decoding import decode
+from tests.support.families import IMAGE as IMAGE_TOKEN
 from tests.support.sequence_params import answer, build_scheduler, finish, pack, plan, prompt, step
+from tests.support.vision import picture
 from wire.images import ImageSpan
 from wire.page_keys import PageKey, page_keys, root_key
+from wire.sampling import SamplingParams
 from worker import images as images_module
 from worker.images import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
 from worker.receiving import expire
-from worker.sequences import Phase
+from worker.sequences import Phase, SequenceParams
 from worker.thread import EngineThread
 
 WAIT_S = 30.0
@@ -91,6 +99,21 @@ def test_a_file_that_is_no_image_fails_what_has_it_and_nothing_else(tower: Tower
         assert await encoder.encode(files(b"good"), 0.0) is not None
         with pytest.raises(ValueError, match="is none"):
             await encoder.encode(files(b"!bad"), WAIT_S)
+
+    asyncio.run(ask())
+    assert tower.encoded == [4]
+
+
+def test_a_failure_that_nobody_heard_of_does_not_refuse_what_is_encoded_later(
+    tower: Tower, encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(tower, "encode", lambda images: [][0])
+            assert await encoder.encode(files(b"good"), 0.0) is None
+            await asyncio.wait(encoder._coming.values())
+        for _ in range(2):
+            assert await encoder.encode(files(b"good"), WAIT_S) is not None
 
     asyncio.run(ask())
     assert tower.encoded == [4]
@@ -196,6 +219,28 @@ def test_an_answer_that_made_room_ends_if_its_images_are_elsewhere() -> None:
     while older in list(scheduler):
         step(scheduler)
     assert len(older.tokens) == 13 + 20
+
+
+def test_an_answer_that_made_room_is_computed_again_with_its_images(tmp_path: Path) -> None:
+    folder = write_vlm_checkpoint(tmp_path, "qwen2_5_vl")
+    engine = build_engine(
+        str(folder), "", "float32", "cpu", 1, 8, 8, lambda *_: (60, 0), lambda _done, _total: None, 256
+    )  # fmt: skip
+    assert engine.vision is not None
+    requests = list[SequenceParams]()
+    for handle in (1, 2, 3):
+        pixels = engine.vision.read(picture(("red", "blue", "green")[handle - 1], (56, 40)))
+        (encoding,) = engine.vision.encode([pixels])
+        rows, columns = (side // 2 for side in pixels["image_grid_thw"][0, 1:].tolist())
+        span = ImageSpan(3, 3 + len(encoding.rows), bytes([handle]) * 32, rows, columns)
+        ids = [handle, 7, 8, *[IMAGE_TOKEN] * len(encoding.rows), 9, 10]
+        params = answer(handle, len(ids), 60, prompt=pack(ids), sampling=SamplingParams(temperature=0.0))
+        requests.append(replace(params, images=(span,), encodings={span.digest: encoding}))
+    roomy = decode(engine, requests)
+    tight = decode(engine, requests, num_pages=14)
+    assert tight.scheduler.num_preemptions > roomy.scheduler.num_preemptions == 0
+    assert [end.error for end in tight.ends.values()] == ["", "", ""]
+    assert tight.tokens == roomy.tokens
 
 
 def test_positions_of_an_image_with_one_row() -> None:

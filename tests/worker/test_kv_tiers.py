@@ -1,10 +1,21 @@
-"""What is read from files, and whether that pays. Pure."""
+"""What is read from files, in what order, and whether that pays."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.support.sequence_params import build_scheduler
 from worker.kv_cache import RestorePlan, plan_restore
+from worker.kv_tiers import KVTiers
+from worker.metrics import WorkerMetrics
 from worker.reading import prefers_reading
+from worker.thread import EngineThread
 
+WAIT_S = 10.0
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
@@ -39,3 +50,85 @@ def test_what_takes_less_time_is_done() -> None:
     assert prefers_reading(1000, 0, 501.0, 500.0) and not prefers_reading(1000, 0, 499.0, 500.0)
     assert prefers_reading(1000, 1000, 251.0, 500.0)  # it would wait for the tokens of others
     assert prefers_reading(10, 0, 1000.0, 1e6)  # short
+
+
+class Files:
+    """A pool and its only tier, with files of these prompts' pages. A read of the first page of all waits."""
+
+    def __init__(self, prompts: Sequence[str], is_bad: bool = False) -> None:
+        self.tiers, self._keys, self._is_bad = self, {key for text in prompts for key in name(text)}, is_bad
+        self.read: list[bytes] = []
+        self.lent: list[str] = []
+        self.has_begun, self.may_read = asyncio.Event(), asyncio.Event()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self])
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
+        self.has_begun.set()
+        if not self.read:
+            await self.may_read.wait()
+        self.read += keys
+        return [] if self._is_bad else [False] * len(into)
+
+    async def lend(self, text: str) -> None:
+        """Another worker's, which has nothing of it."""
+        self.has_begun.set()
+        await self.may_read.wait()
+        self.lent.append(text)
+
+    def close(self) -> None: ...
+
+
+def name(text: str) -> list[bytes]:
+    """A page's key is all letters up to it."""
+    return [text[: end + 1].encode().rjust(16) for end in range(len(text))]
+
+
+async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool = False) -> list[int]:
+    """The others are asked for while the first one is read. Returns how many pages of each are cached then."""
+    scheduler = build_scheduler(40, 4)
+    worker: Any = SimpleNamespace(scheduler=scheduler, pools=[] if is_borrowed else [files])
+    tiers = KVTiers(worker, EngineThread(lambda: False), WorkerMetrics(scheduler))
+    asked = []
+    for text in prompts:
+        borrow = partial(files.lend, text) if is_borrowed else None
+        asked.append(asyncio.create_task(tiers.restore(name(text), WAIT_S, borrow)))
+        await files.has_begun.wait()
+    files.may_read.set()
+    assert all(await asyncio.gather(*asked))
+    await tiers.close()
+    return [len(scheduler.kv.cache.find(name(text))) for text in prompts]
+
+
+def test_prompts_that_share_a_beginning_are_all_restored_and_what_they_share_is_read_once() -> None:
+    async def run() -> None:
+        prompts = ["saaa", "sabb", "sc", "saaaa", "sabbb"]
+        files = Files(prompts)
+        assert await restore_all(prompts, files) == [4, 4, 2, 5, 5]
+        assert sorted(files.read) == sorted({key for text in prompts for key in name(text)})
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_what_cannot_be_read_for_one_prompt_is_tried_for_each_and_then_computed() -> None:
+    async def run() -> None:
+        files = Files(prompts := ["saa", "sab", "sac"], is_bad=True)
+        assert await restore_all(prompts, files) == [0] * 3
+        assert files.read.count(name("s")[0]) == 3
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
+def test_each_prompt_asks_its_own_source() -> None:
+    async def run() -> None:
+        files = Files(prompts := ["saa", "sab"])
+        await restore_all(prompts, files, is_borrowed=True)
+        assert sorted(files.lent) == prompts
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))

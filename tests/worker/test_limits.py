@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +18,12 @@ from engine.batch import ForwardRow
 from engine.engine import _measure_step, build_engine
 from engine.graph_shapes import PIECE_TOKENS
 from engine.largest_step import LargestStep, find_step_bytes, split
+from engine.layers.adapters import AdapterLimits
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
+from tests.support.checkpoints import write_checkpoint
 from worker import limits
 from worker.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.limits import (
@@ -121,6 +124,29 @@ def test_settings_that_capture() -> None:
     assert limits_of(replace(config, draft_model="some/model"), 32_000).num_captured == 2
     assert limits_of(replace(config, cuda_graphs=False), 32_000) == Limits(700, 99)
     assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000) == Limits(3, 99, 0, 0, PIECE_TOKENS)
+
+
+def test_adapters_take_their_slots_and_a_second_set_of_graphs(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", layers=3)
+    engine = build_engine(
+        str(folder), "", "float32", "cpu", 1, 16, 4, lambda *_: (8, 0), lambda done, total: None, 64,
+        adapter_limits=AdapterLimits(3, 8),
+    )  # fmt: skip
+    assert engine.adapters is not None
+    weights = [site.weights for site in engine.adapters.sites.values()]
+    slot_bytes = sum(one.a.nbytes + one.b.nbytes for one in weights) // 4 * limits.ITEM_BYTES
+    shape, config = (
+        limits.shape_of(engine.config),
+        DecodeConfig(max_running=64, local_prefill_chunk_tokens=99, speculate="off"),
+    )
+    with_loras, without = (
+        limits_of(replace(config, max_loras=count, max_lora_rank=8), shape.vocab_size) for count in (3, 0)
+    )
+    taken = [estimate_room(shape, one, GIB, 1).taken_bytes for one in (with_loras, without)]
+    assert taken[0] - taken[1] == slot_bytes
+    graphs = [limits.estimate_graph_bytes(shape, replace(one, piece_tokens=()), 1) for one in (with_loras, without)]
+    logits_bytes = 64 * shape.vocab_size * 4 * limits.LOGITS_COPIES  # of one model's largest graph
+    assert graphs[0] == 2 * graphs[1] - logits_bytes
 
 
 def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:

@@ -226,6 +226,22 @@ def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_fo
     assert told == [messages] * num_followers
 
 
+def test_no_byte_is_read_before_the_kernel_says_that_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process stored last may be seen first, except across a system call."""
+    fds, said = open_ring(1, num_bytes=64), list[tuple[int, int]]()
+    leader, follower = RingLeader(fds), RingFollower(fds, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd_write", lambda *one: said.append(one))
+        leader.write(bytes(9), timeout_s=1)
+    with pytest.raises(RingError, match="no step came"):
+        follower.read(timeout_s=0.01)
+    for one in said:
+        os.eventfd_write(*one)
+    assert follower.read(timeout_s=1) == bytes(9)
+    for fd in fds:
+        os.close(fd)
+
+
 def test_waits_have_an_end() -> None:
     fds = open_ring(2, num_bytes=64)
     leader, first = RingLeader(fds), RingFollower(fds, 0)
@@ -237,6 +253,17 @@ def test_waits_have_an_end() -> None:
         leader.write(bytes(40), timeout_s=0.01)
     for fd in fds:
         os.close(fd)
+
+
+def test_the_progress_of_graphs_ends_with_the_last_one(
+    headed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.engine.CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr(Runner, "is_capturable", True)
+    engine, done = build(*headed, LATE), list[tuple[int, int]]()
+    replace(engine, padding_page=NUM_PAGES).warm_up(4, 3, (), lambda *progress: done.append(progress))
+    total = len(done)
+    assert done == [(count, total) for count in range(1, total + 1)]
 
 
 def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,12 @@ from tests.support.sequence_params import (
 )
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
-from worker.plan import MAX_SCORED, fit_images, share_prompt_tokens
-from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.plan import MAX_SCORED, TokenBudget, fit_images, schedule, share_prompt_tokens
+from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
 from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
 from worker.scheduler import OverGoalError
 from worker.sequences import Phase, ScheduledSequence
+from worker.states import StateSlots
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,30 @@ def test_answers_are_oldest_first_and_prompts_within_the_budget(lives: list[tupl
             assert planned.wants_token == (is_whole and bool(planned.sequence.params.max_tokens))
         finish(scheduler, step)
         scheduler.check()
+
+
+def test_an_answer_computes_right_tokens_again_without_waiting_for_a_prompts_turn() -> None:
+    """Where a draft was wrong that its state has seen, or pages went and most came back. The goal leaves no chunk."""
+    scheduler = build_scheduler(40, 4)
+    scheduler.kv.states = StateSlots(PrefixCache(12, [0] * 12), 4, 8)
+    budget = TokenBudget(99, "--chunk", beside_answers=99, by_goal=lambda num_answers: 0)
+    first, second = (scheduler.admit(answer(handle, 9, 30), 0.0) for handle in (1, 2))
+    while first.num_missing > 1 or second.num_missing > 1:
+        finish(scheduler, plan(scheduler, 99))
+    waiting = scheduler.admit(answer(3, 30, 3), 0.0)
+    num_again = 0
+    for _ in range(16):
+        planned = schedule(scheduler, budget)
+        assert {one.sequence for one in planned} == {first, second} and all(one.is_answer for one in planned)
+        num_again += sum(one.count for one in planned) - 2
+        for one in planned:
+            if one.sequence is second and one.wants_token and one.count == 1:
+                one.num_drafted = scheduler.make_room_for_drafts(second, 3)
+                scheduler.add_drafts(one)
+        for one in planned:
+            scheduler.finish_step(one, [7] * (min(one.num_drafted, 1) + one.wants_token), 0.0)
+        scheduler.check()
+    assert num_again and waiting.num_missing == 30
 
 
 def test_a_prompt_that_is_being_handed_over_leaves_its_share_to_the_oldest_that_lacks_kv() -> None:
