@@ -126,7 +126,7 @@ class ServedModel(Prompts):
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
-        late_s = time.perf_counter() - arrived_s
+        age_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):
             max_tokens, min_tokens = rules.resolve_lengths(raw, len(prompt.ids), model.context_tokens)
@@ -137,7 +137,8 @@ class ServedModel(Prompts):
                 prompt_ids=prompt.ids,
                 images=prompt.images,
                 max_tokens=max(max_tokens, 1),
-                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s,
+                age_s=age_s,
+                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000,
                 min_tokens=min_tokens,
                 # without a given seed, equal prompts of one request get different ones
                 sampling=replace(

@@ -56,6 +56,13 @@ def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault:
     assert served.count("generation_tokens_total") == num_before + num_tokens
 
 
+@pytest.mark.parametrize("api", APIS.values(), ids=named)
+def test_preparing_a_request_counts_as_its_time(served: Served, api: Api) -> None:
+    api.ask(served, {}, stream=True)
+    (sent,) = served.engine.generations
+    assert sent.age_s > 0
+
+
 def count_whole(served: Served) -> list[float]:
     """The number of answers counted as whole."""
     counts = [served.count("request_success_total", finished_reason=reason) for reason in ("stop", "length")]

@@ -372,9 +372,6 @@ def test_a_request_that_meets_stuck_workers_is_begun_again_twice_and_its_end_nam
                 fleet.run()
             stuck.status = {"step_age_s": 61.0, "step_predicted_s": 0.25}
             fleet.run(1.0)
-            if role == "prefill":
-                session.say([], "expired", "no KV came")
-                fleet.run()
             session.is_over = True
         words = f"{stuck.incarnation} has been in one engine step for 61 s, predicted to take 0.25 s (--stall-s 60)"
         check_error(client, 503, f"gave up after 3 attempts; the last: {words}")
