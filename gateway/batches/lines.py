@@ -169,9 +169,8 @@ class Journal:
         """Reads what is there, and cuts a torn end off. Raises OSError."""
         self.numbers: set[int] = set()  # of the lines that are there
         self.is_dirty = False  # not yet safe from a power failure
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.size = 0  # bytes
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600), "rb") as file:
             for line in file:
                 try:
                     number = int(msgspec.json.decode(line, type=OutputLine).id.rpartition("_")[2])
@@ -181,7 +180,8 @@ class Journal:
                     break
                 self.numbers.add(number)
                 self.size += len(line)
-        os.ftruncate(self._fd, self.size)
+        os.truncate(path, self.size)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, number: int, line: OutputLine) -> None:
         """Raises OSError, for example when the disk is full; then nothing is added."""

@@ -82,6 +82,13 @@ def test_a_drain_leaves_the_rest_to_the_next_gateway(fleet: ProcessFleet, client
     )
     next(iter(live))
     fleet.gateway.signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in fleet.gateway.read_log().rpartition("listening")[2])
+    for _ in range(10):
+        next(iter(live))
+    count = num_answered(client, batch_id)
+    for _ in range(60):
+        next(iter(live))
+    assert num_answered(client, batch_id) == count, "lines are none of what a drain waits for"
     *_, last = live
     assert last.choices[0].finish_reason == "length", "a live answer ends first"
     assert fleet.gateway.wait_exited(30) == 0
