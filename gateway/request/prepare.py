@@ -39,7 +39,7 @@ class ApiOptions:
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
-    keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
+    keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26

@@ -59,7 +59,7 @@ class Request:
     num_failures: int = 0
     stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
-    is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled (requeued at the back)
+    is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled
     absent_since: float | None = None  # when it first found no worker, since one last took it
     computes: str = ""  # what has computed what the client has (`WorkerView.computes`); empty: it has nothing
     emitted: list[int] = field(default_factory=list)  # tokens the client has: never sent again, never taken back
