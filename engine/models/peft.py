@@ -26,7 +26,9 @@ from wire.files import blamed, check_file, named, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
-MOST_BARS = 8
+MOST_BARS = 8  # in a pattern; a loop counts as two
+MOST_LOOPS = 16  # in all patterns
+LOOP = re.compile(r"(\.|\\[dw])[*+]")  # of one character: a loop of groups can take for ever
 NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.(.+)")  # of the text part
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
@@ -166,16 +168,20 @@ def _find_problems(config: Json) -> Iterator[str]:
     for key, value in config.items():
         if key not in IGNORED and key not in CHECKED and value:
             yield f"{key} {value!r}"
+    num_loops = 0
     for pattern, own in collection(config, "alpha_pattern", dict).items():
         number({"alpha_pattern": own}, "alpha_pattern")
-        if not _is_cheap(pattern):
+        num_loops += len(LOOP.findall(pattern))
+        if not _is_cheap(pattern) or num_loops > MOST_LOOPS:
             yield f"alpha_pattern {pattern!r:.80}"
 
 
 def _is_cheap(pattern: str) -> bool:
-    """Whether it is a regular expression without repetition, and with few alternatives: each one more can double the
-    time that it takes."""
-    if len(pattern) > 200 or pattern.count("|") > MOST_BARS or not re.fullmatch(r"[\w.\-|()\\^$]+", pattern):
+    """Whether it is a regular expression with few alternatives and loops: each one more can multiply the time that it
+    takes by two, or by the length of a name."""
+    rest, num_loops = LOOP.subn("", pattern)
+    cost = pattern.count("|") + 2 * num_loops
+    if len(pattern) > 200 or cost > MOST_BARS or num_loops > 2 or not re.fullmatch(r"[\w.\-|()\\^$]*", rest):
         return False
     try:
         re.compile(pattern)

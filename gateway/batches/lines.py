@@ -1,5 +1,6 @@
 """The lines of a batch: those of its input, and what is written of each, once."""
 
+import codecs
 import os
 from array import array
 from collections.abc import Iterator
@@ -123,8 +124,9 @@ def _count_answers(line: bytes) -> int:
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Yields (offset, line); None in place of one that is too long."""
-    offset = 0
     with path.open("rb") as file:
+        file.seek(3 if file.read(3) == codecs.BOM_UTF8 else 0)
+        offset = file.tell()
         while line := file.readline(max_bytes + 1):
             is_long = len(line) > max_bytes
             while is_long and line and not line.endswith(b"\n"):

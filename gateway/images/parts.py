@@ -43,6 +43,7 @@ def too_large(num_bytes: int) -> str:
 
 
 def _read_base64(data: str) -> bytes:
+    data = data.replace("\n", "").replace("\r", "")  # MIME's lines have 76 characters
     pieces = [data[begin : begin + _PIECE_CHARS] for begin in range(0, len(data), _PIECE_CHARS)]
     if any("=" in piece for piece in pieces[:-1]):
         raise ValueError("its base64 ends before its end")

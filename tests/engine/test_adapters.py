@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from engine.batch import ForwardRow, take_turns
@@ -16,6 +17,7 @@ from engine.graph_shapes import Shape
 from engine.kernels import cpu_adapters
 from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
 from engine.layers.adapters import AdapterLimits
+from engine.models import peft
 from engine.models.peft import find_digest
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
@@ -175,9 +177,32 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no alpha": (dict(lora_alpha=None), r"adapter_config\.json: lora_alpha must be a number"),
     "rank": (dict(r=[4]), r"adapter_config\.json: r must be an integer"),
     "a pattern that is none": (dict(alpha_pattern={"(": 4}), r"adapter_config\.json: has alpha_pattern '\('"),
+    "a loop of loops": (dict(alpha_pattern={"(.*)*x": 4}), r"adapter_config\.json: has alpha_pattern"),
+    "many loops": (dict(alpha_pattern={".*.*.*x": 4}), r"adapter_config\.json: has alpha_pattern"),
+    "many patterns": (dict(alpha_pattern={f".*x{i}": 4 for i in range(17)}), r"has alpha_pattern '\.\*x16'"),
     "hours of matching": (dict(alpha_pattern={"(.|.)" * 39 + "x": 4}), r"adapter_config\.json: has alpha_pattern"),
     "a pattern's alpha": (dict(alpha_pattern={"q_proj": "x"}), r"adapter_config\.json: alpha_pattern must be a number"),
 }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "modules"),
+    [
+        (r".*\.layers\.1\..*(q_proj|k_proj)", {"layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj"}),
+        (r"layers\.\d+\.self_attn\.q_proj", {"layers.1.self_attn.q_proj", "layers.11.self_attn.q_proj"}),
+        (r"model\.layers\.1\.\w+\.q_proj", {"layers.1.self_attn.q_proj"}),
+        ("q_proj", {"layers.1.self_attn.q_proj", "layers.11.self_attn.q_proj"}),
+        ("attn.q_proj", set()),
+    ],
+)
+def test_patterns_mean_what_they_do_in_peft(pattern: str, modules: set[str]) -> None:
+    config = {"lora_alpha": 8, "alpha_pattern": {pattern: 32}}
+    assert not list(peft._find_problems({"peft_type": "LORA", **config}))
+    attention = ["1.self_attn.q_proj", "1.self_attn.k_proj", "11.self_attn.q_proj"]
+    names = [f"layers.{name}" for name in (*attention, "1.mlp.up_proj")]
+    assert {name for name in names if peft.find_scale(config, name, 4) == 8} == modules
+    theirs = {name: get_pattern_key([pattern], f"model.{name}") == pattern for name in names}
+    assert {name for name, is_meant in theirs.items() if is_meant} == modules
 
 
 @pytest.mark.parametrize("settings, message", BAD.values(), ids=BAD)

@@ -114,7 +114,10 @@ def _check_content_type(request: Request) -> None:
 
 
 async def limited_chunks(request: Request, most: int, advice: str) -> AsyncGenerator[bytes, None]:
-    """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413, and ClientDisconnect."""
+    """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413 or 415, and ClientDisconnect."""
+    if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+        why = f"the body's Content-Encoding is {coding[:100]!r}; send it as it is, without one"
+        raise ApiError(415, why, None, "unsupported_media_type")
     message = f"the body is larger than {most} bytes; {advice}"
     too_large = ApiError(413, message, None, "body_too_large")
     announced = request.headers.get("content-length", "")

@@ -246,8 +246,9 @@ def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: 
         (b"--b\r\nnonsense", "multipart/form-data; boundary=b", 400),
         (b"x", "multipart/form-data", 400),
         (b"{}", "application/json", 415),
+        (b"\x1f\x8b", "multipart/form-data; boundary=b; coding=gzip", 415),
     ]:
-        headers = {**dict(served.metadata), "content-type": kind}
+        headers = {**dict(served.metadata), "content-type": kind, "content-encoding": kind.partition("coding=")[2]}
         assert served.http.post("/v1/files", content=body, headers=headers).status_code == status
     with pytest.raises(openai.BadRequestError, match="expires_after"):
         client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})

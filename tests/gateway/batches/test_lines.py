@@ -1,5 +1,6 @@
 """What is read of a batch's input, and what survives of its output."""
 
+import codecs
 import errno
 import os
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_every_line_is_a_number_or_a_fault_whatever_the_bytes(
     assert len(found.numbers) + len(found.faults) == len(rows)
     for number in found.numbers:
         assert isinstance(read_line(path, found.offsets[number - 1]), InputLine)
+
+
+def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(codecs.BOM_UTF8 + line("one") + line("two"))
+    found = scan(path, CHATS, 1000)
+    assert (found.numbers, found.faults) == ([1, 2], [])
+    assert read_line(path, found.offsets[0]).custom_id == "one"
+    path.write_bytes(codecs.BOM_UTF8)
+    with pytest.raises(ValueError, match="no lines"):
+        scan(path, CHATS, 1000)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ CHAT = [{"role": "user", "content": [
 
 
 def sources() -> list[dict[str, Any]]:
-    """Of both, as Anthropic has them."""
+    """Of both, as Anthropic has them; in lines, as MIME has base64."""
     kinds = {RED: "image/png", BLUE: "image/jpeg"}
     return [
-        {"type": "base64", "media_type": kind, "data": base64.b64encode(file).decode()} for file, kind in kinds.items()
+        {"type": "base64", "media_type": kind, "data": base64.encodebytes(file).decode()}
+        for file, kind in kinds.items()
     ]
 
 
