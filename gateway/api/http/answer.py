@@ -89,7 +89,7 @@ async def respond(
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
-    writer, pieces = new_writer(totals), stream_choices(served, totals, turns)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, turns, is_whole=not is_streamed)
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:

@@ -121,3 +121,23 @@ def test_no_key_fills_the_queue(served: Served) -> None:
         served.engine.num_waiting -= 900
     answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 128
+
+
+@pytest.mark.parametrize(
+    ("api", "stream"),
+    [(api, stream) for api, stream in MODES if api is not APIS["completions"] and api is not APIS["Generate"]],
+    ids=named,
+)
+@pytest.mark.parametrize("stop", [{}, {"stop": ["zzz"]}])
+def test_reasoning_that_nothing_opens_ends_at_its_marker(
+    thinking: Served, api: Api, stream: bool, stop: dict[str, Any]
+) -> None:
+    """A stream shows text as it comes, and where there are stop strings they must end it."""
+    if not api.knows(stop):
+        return
+    text = "Let me see.\n</think>\n\nYes."
+    thinking.engine.reset(thinking.script(text))
+    outcome = api.ask(thinking, stop, stream)
+    said = outcome.choices[0]
+    is_known = not stream and not stop
+    assert (said.reasoning, said.text) == (("Let me see.", "Yes.") if is_known else ("", "Let me see.Yes."))

@@ -346,7 +346,7 @@ def test_a_silent_prefill_worker_is_given_up_like_a_silent_decode_worker(others:
             one.may_finish.clear()
         client = fleet.ask()
         silent = next(one for one in fleet.prefills if one.runs)
-        silent.Status = lambda *_: Event().wait()  # type: ignore[method-assign,assignment,return-value]
+        silent.Status = lambda *_: Event().wait()  # type: ignore[method-assign,assignment]
         fleet.run(HEARTBEAT_S + 1.0)
         assert silent.num_cancelled == 1
         again = fleet.decodes[0].sessions[1]
