@@ -56,7 +56,7 @@ class WorkerView:
     num_pages: int
     page_tokens: int  # tokens in a page
     weights: str  # fingerprint of its model
-    dtype: str = ""  # of its KV
+    dtype: str = ""  # of its KV, which shows that of its model
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
     num_cores: int = 0  # that it may use
