@@ -9,7 +9,7 @@ from wire.image_files import FORMATS, MAX_FILE_BYTES, TAKEN, find_type
 
 MAX_URL_CHARS = 2048  # of an image elsewhere
 
-_DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,", re.ASCII | re.IGNORECASE)
+_DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w-]+=[\w.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
 _PIECE_CHARS = 1 << 18  # decoded at once: 0.2 ms, in which no other thread runs
 
 

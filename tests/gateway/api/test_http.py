@@ -1,5 +1,6 @@
 """REST below the APIs: bodies that are not JSON objects, too large or too slow; paths, probes, request ids."""
 
+import codecs
 import json
 import socket
 import time
@@ -167,6 +168,11 @@ def test_head_is_get_without_a_body(served: Served, path: str) -> None:
     assert served.http.head("/v1/models", headers={"authorization": "Bearer x"}).status_code == 401
     methods = {method for one in served.http.get("/openapi.json").json()["paths"].values() for method in one}
     assert "head" not in methods
+
+
+def test_a_byte_order_mark_before_a_body_is_none_of_it(served: Served) -> None:
+    body = codecs.BOM_UTF8 + json.dumps({"prompt": "x"}).encode()
+    assert post(served, body, "/tokenize")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])

@@ -43,6 +43,11 @@ CHAT = [{"role": "user", "content": [
 ]}]  # fmt: skip
 
 
+def test_data_uris_may_have_parameters() -> None:
+    data = base64.b64encode(RED).decode()
+    assert read_data_uri(f"data:image/png;name=a.png;charset=utf-8;base64,{data}") == RED
+
+
 def sources() -> list[dict[str, Any]]:
     """Of both, as Anthropic has them; in lines, as MIME has base64."""
     kinds = {RED: "image/png", BLUE: "image/jpeg"}
