@@ -133,10 +133,11 @@ async def _serve(
     watch.start()
     note = next(filter(None, (router.explain_no_hand_off() for router in routers.values())), "")
     reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: note})
+    await shutdown.begun.wait()
+    if batches:
+        await batches.close()  # its lines are for the next gateway: the drain does not wait for them
     await shutdown.wait()
     watch.close()
-    if batches:
-        await batches.close()
     gate.cut_off()
     rest.should_exit = True
     await serving
@@ -146,6 +147,8 @@ async def _serve(
     await discovery.close()
     await fleet.close()
     await served.close()
+    if store:
+        store.close()
 
 
 def _build_models(

@@ -26,9 +26,10 @@ class Run(NamedTuple):
 
 def build_layout(
     *, weights: str, dtype: str, num_layers: int, num_kv_heads: int, page_tokens: int, head_dim: int,
-    draft_weights: str = "",
+    draft_weights: str = "", computed: str = "",
 ) -> kv_pb2.KvLayout:  # fmt: skip
-    """Of a pool here; see kv.proto. num_kv_heads: over all ranks."""
+    """Of a pool here; see kv.proto. num_kv_heads: over all ranks. `computed`: dtype of the model, if not `dtype`."""
+    dtype = dtype if computed in ("", dtype) else f"{dtype} of {computed}"
     return kv_pb2.KvLayout(
         protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, weights=weights, dtype=dtype, num_layers=num_layers,
         num_kv_heads=num_kv_heads, page_tokens=page_tokens, head_dim=head_dim, draft_weights=draft_weights,

@@ -59,6 +59,10 @@ def _are_hosts(hosts: Sequence[str]) -> bool:
     return all(host == "*" or is_host_pattern(host) for host in hosts)
 
 
+def _are_names(names: Sequence[str]) -> bool:
+    return all(1 <= len(name) <= MAX_NAME_CHARS for name in names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig(Settings):
     """What every process has."""
@@ -212,7 +216,7 @@ class PublicConfig(GoalConfig):
     """Port of the REST API; 0 takes any free one."""
     grpc_port: Annotated[int | None, is_port] = None
     """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
-    served_name: tuple[str, ...] = ()
+    served_name: Annotated[tuple[str, ...], needs(_are_names, f"names of 1 to {MAX_NAME_CHARS} characters")] = ()
     """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id. With several
     models "*" alone: the first one answers to any other name."""
     api_key: tuple[str, ...] = ()
@@ -240,7 +244,7 @@ class PublicConfig(GoalConfig):
     changes. Empty: no TLS, as where a proxy in front has it. Other than --tls-dir, which is for processes."""
     tls_key: str = ""
     """PEM file of its key, without a password."""
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Annotated[tuple[str, ...], needs(all, 'origins such as https://app.example.com, or "*"')] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: Positive = 1024
     """Most requests that wait for a worker; more are refused with 429."""

@@ -44,7 +44,7 @@ def read_text(path: Path) -> str:
     """FileNotFoundError if it is missing."""
     check_file(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 

@@ -54,7 +54,7 @@ def read_entries(path: Path) -> tuple[Entry, ...]:
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ValueError(f"--api-keys-file {path} has {size} bytes; at most {MAX_BYTES} are read")
     try:
-        entries = msgspec.convert(tomllib.loads(path.read_text()), _File).key
+        entries = msgspec.convert(tomllib.loads(path.read_text("utf-8-sig")), _File).key
         for entry in entries:
             check_name(entry.name)
         for field, values in (("name", [one.name for one in entries]), ("sha256", [one.sha256 for one in entries])):

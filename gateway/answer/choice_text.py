@@ -94,7 +94,7 @@ class OutputReader:
             if self._show(before + text):
                 cut = replace(tokens, token_ids=tokens.token_ids[: rank + 1], logprobs=tokens.logprobs[: rank + 1])
                 return self._delta(cut, num_reasoning, "stop", self._stops.met)
-            num_reasoning += self._reasoning is not None and self._reasoning.is_reasoning
+            num_reasoning += self._reasoning.count() if self._reasoning else 0
         if tokens.finish_reason is None:
             return self._delta(tokens, num_reasoning)
         if self._show(self._detokenizer.flush()) or (self._reasoning and self._add(self._reasoning.flush())):
@@ -134,11 +134,11 @@ class OutputReader:
 
     def _take_shown(self, *, is_last: bool = False) -> tuple[ShownToken, ...]:
         """Removes and returns the tokens that begin in the text shown so far; all of them if it `is_last`."""
-        num_taken = self._reasoning.num_taken if self._reasoning else 0
-        reasoning_end = self._text_offset + num_taken if num_taken else 0
+        num_taken, num_before = (self._reasoning.num_taken, self._reasoning.num_before) if self._reasoning else (0, 0)
+        reasoned = range(self._text_offset + num_before, self._text_offset + num_before + num_taken)
         end = self._text_offset + num_taken + self._num_content
         shown: list[ShownToken] = []
         while self._unshown and (is_last or self._unshown[0].offset < end):
             token = self._unshown.popleft()
-            shown.append(replace(token, is_reasoning=True) if token.offset < reasoning_end else token)
+            shown.append(replace(token, is_reasoning=True) if token.offset in reasoned else token)
         return tuple(shown)

@@ -103,11 +103,11 @@ def _note_failure(
 
 
 async def stream_choices(
-    served: ServedModel, totals: Totals, turns: LineTurns | None = None
+    served: ServedModel, totals: Totals, turns: LineTurns | None = None, *, is_whole: bool = False
 ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
-    `turns`: of a batch's line, whose choices wait for theirs.
+    `turns`: of a batch's line, whose choices wait for theirs. `is_whole`: nobody sees pieces before the last.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
@@ -116,7 +116,8 @@ async def stream_choices(
         ChoiceMeter(served.metrics, totals.arrived_s, one.owner, is_live=one.priority < LAST_PRIORITY)
         for one in job.generations
     ]
-    choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
+    waits = is_whole and not job.stop_strings  # which are looked for in content only
+    choices = [_Choice(job, index, served.tokenizer, meter, waits) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
     waiting = set[int]()  # for their first token
     try:
@@ -229,7 +230,8 @@ class MergedStreams(Generic[T]):
 class _Choice:
     """Reads one choice's tokens."""
 
-    def __init__(self, job: PreparedRequest, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
+    def __init__(self, job: PreparedRequest, index: int, tokenizer: Tokenizer, meter: ChoiceMeter, waits: bool) -> None:
+        """`waits`: as in ReasoningReader."""
         prompt = job.prompts[job.prompt_of(index)]
         generation, reasoning = job.generations[index], job.reasoning
         self._meter = meter
@@ -242,7 +244,7 @@ class _Choice:
             StopStrings(job.stop_strings),
             generation.stop_token_ids,
             with_logprobs=generation.num_logprobs is not None,
-            reasoning=ReasoningReader(reasoning, is_inside=prompt.reasoning == "inside") if reasoning else None,
+            reasoning=ReasoningReader(reasoning, prompt.reasoning, waits=waits) if reasoning else None,
             text_offset=len(self._echo.text) if self._echo else 0,
         )
         self._calls = CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools else None

@@ -1,5 +1,6 @@
 """The lines of a batch: those of its input, and what is written of each, once."""
 
+import codecs
 import os
 from array import array
 from collections.abc import Iterator
@@ -123,8 +124,9 @@ def _count_answers(line: bytes) -> int:
 
 def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Yields (offset, line); None in place of one that is too long."""
-    offset = 0
     with path.open("rb") as file:
+        file.seek(3 if file.read(3) == codecs.BOM_UTF8 else 0)
+        offset = file.tell()
         while line := file.readline(max_bytes + 1):
             is_long = len(line) > max_bytes
             while is_long and line and not line.endswith(b"\n"):
@@ -169,9 +171,8 @@ class Journal:
         """Reads what is there, and cuts a torn end off. Raises OSError."""
         self.numbers: set[int] = set()  # of the lines that are there
         self.is_dirty = False  # not yet safe from a power failure
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.size = 0  # bytes
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600), "rb") as file:
             for line in file:
                 try:
                     number = int(msgspec.json.decode(line, type=OutputLine).id.rpartition("_")[2])
@@ -181,7 +182,8 @@ class Journal:
                     break
                 self.numbers.add(number)
                 self.size += len(line)
-        os.ftruncate(self._fd, self.size)
+        os.truncate(path, self.size)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, number: int, line: OutputLine) -> None:
         """Raises OSError, for example when the disk is full; then nothing is added."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, deque
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from contextvars import ContextVar
 from functools import partial
 from math import inf
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
 from gateway.batches.pace import Gaps, Pace, count_room
-from gateway.batches.store import Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
+from gateway.batches.store import OVER, Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
 from gateway.batches.turns import TURNS, LineTurns
 from gateway.router.engine_client import Load
 
@@ -59,17 +59,19 @@ class _Job:
         if not self.path.exists():
             raise ValueError("the input file is not there any more")
         self.input = scan(self.path, self.batch.endpoint, max_line_bytes)
-        self.output = Journal(store.path(self.record.output_id))
-        self.errors = Journal(store.path(self.record.error_id))
-        done = self.output.numbers | self.errors.numbers
-        self.pending.extend(number for number in self.input.numbers if number not in done)
-        for fault in self.input.faults:
-            if fault.number not in done:
-                self.write(fault.number, fault.custom_id, LineError(fault.code, fault.message))
-        self.num_lines = len(self.input.numbers) + len(self.input.faults)
-        self.input.faults.clear()
-        self.input.numbers.clear()
-        self.sync()
+        with ExitStack() as opened:
+            self.output = opened.enter_context(closing(Journal(store.path(self.record.output_id))))
+            self.errors = opened.enter_context(closing(Journal(store.path(self.record.error_id))))
+            done = self.output.numbers | self.errors.numbers
+            self.pending.extend(number for number in self.input.numbers if number not in done)
+            for fault in self.input.faults:
+                if fault.number not in done:
+                    self.write(fault.number, fault.custom_id, LineError(fault.code, fault.message))
+            self.num_lines = len(self.input.numbers) + len(self.input.faults)
+            self.input.faults.clear()
+            self.input.numbers.clear()
+            self.sync()
+            opened.pop_all()
 
     def read(self, number: int) -> InputLine:
         return read_line(self.path, self.input.offsets[number - 1])
@@ -170,7 +172,6 @@ class BatchRunner:
         for job in self._jobs:
             job.sync()
         await self._client.aclose()
-        self._store.close()
 
     def _wake(self) -> None:
         self._has_new = True
@@ -213,7 +214,7 @@ class BatchRunner:
             job.count_bytes(self._store)
             if job.batch.status == "cancelling":
                 await self._end(job, "cancelled")
-            elif not job.pending and not job.running:
+            elif job.batch.status in OVER or not (job.pending or job.running):
                 await self._end(job, "completed")
             elif time.time() > job.batch.expires_at:
                 await self._end(job, "expired")
@@ -340,7 +341,23 @@ class BatchRunner:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def _end(self, job: _Job, status: Status) -> None:
-        """Raises OSError; then it is tried again."""
+        """Raises OSError; then it is tried again. A batch that is over already was not saved: it stays as it is."""
+        batch, record, store = job.batch, job.record, self._store
+        if batch.status not in OVER:
+            await self._finish_files(job, status)
+            if status == "failed":
+                _fail(batch, "invalid_api_key", _KEY_GONE)
+            else:
+                batch.enter(status)
+        await store.save(record)
+        self._jobs.remove(job)
+        store.bytes.add(sharer(record.owner), -job.num_bytes)
+        job.output.close()
+        job.errors.close()
+        counts = batch.request_counts
+        _log.info("batch ends", batch=batch.id, status=batch.status, answered=counts.completed, failed=counts.failed)
+
+    async def _finish_files(self, job: _Job, status: Status) -> None:
         batch, record, store = job.batch, job.record, self._store
         tasks = [task for task, _ in job.running.values()]
         for task in tasks:
@@ -355,17 +372,6 @@ class BatchRunner:
         job.count()
         batch.output_file_id = await store.keep_output(record.owner, record.output_id, f"{batch.id}_output.jsonl")
         batch.error_file_id = await store.keep_output(record.owner, record.error_id, f"{batch.id}_error.jsonl")
-        if status == "failed":
-            _fail(batch, "invalid_api_key", _KEY_GONE)
-        else:
-            batch.enter(status)
-        await store.save(record)
-        self._jobs.remove(job)
-        self._store.bytes.add(sharer(record.owner), -job.num_bytes)
-        job.output.close()
-        job.errors.close()
-        counts = batch.request_counts
-        _log.info("batch ends", batch=batch.id, status=status, answered=counts.completed, failed=counts.failed)
 
     def _fail_rest(self, job: _Job) -> None:
         error = LineError("batch_expired", "the line was not answered before the completion window ended")

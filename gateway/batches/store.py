@@ -252,8 +252,10 @@ class BatchStore:
             self._records[name] = record
 
     async def keep_output(self, owner: str, file_id: str, filename: str) -> str | None:
-        """The file of a batch that is over becomes a client's. None: it is empty, and deleted."""
+        """The file of a batch that is over becomes a client's. None: it is empty, and deleted. Idempotent."""
         path = self.path(file_id)
+        if file_id in self._records:
+            return file_id
         if not path.exists() or not path.stat().st_size:
             path.unlink(missing_ok=True)
             return None

@@ -9,7 +9,7 @@ from wire.image_files import FORMATS, MAX_FILE_BYTES, TAKEN, find_type
 
 MAX_URL_CHARS = 2048  # of an image elsewhere
 
-_DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,", re.ASCII | re.IGNORECASE)
+_DATA_URI = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w-]+=[\w.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
 _PIECE_CHARS = 1 << 18  # decoded at once: 0.2 ms, in which no other thread runs
 
 
@@ -43,6 +43,7 @@ def too_large(num_bytes: int) -> str:
 
 
 def _read_base64(data: str) -> bytes:
+    data = data.replace("\n", "").replace("\r", "")  # MIME's lines have 76 characters
     pieces = [data[begin : begin + _PIECE_CHARS] for begin in range(0, len(data), _PIECE_CHARS)]
     if any("=" in piece for piece in pieces[:-1]):
         raise ValueError("its base64 ends before its end")

@@ -39,7 +39,7 @@ class ApiOptions:
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
-    keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
+    keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
@@ -126,7 +126,7 @@ class ServedModel(Prompts):
             raise missed_deadline() from None
         reasoning = self.reasoning if raw.is_chat else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
-        late_s = time.perf_counter() - arrived_s
+        age_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []
         for prompt, rank in product(prompts, range(n)):
             max_tokens, min_tokens = rules.resolve_lengths(raw, len(prompt.ids), model.context_tokens)
@@ -137,7 +137,8 @@ class ServedModel(Prompts):
                 prompt_ids=prompt.ids,
                 images=prompt.images,
                 max_tokens=max(max_tokens, 1),
-                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s,
+                age_s=age_s,
+                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000,
                 min_tokens=min_tokens,
                 # without a given seed, equal prompts of one request get different ones
                 sampling=replace(

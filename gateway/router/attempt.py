@@ -154,7 +154,7 @@ class Attempt:
             source=source,
         )
         try:
-            done = await worker.run(run, timeout_s=self._remaining_s())
+            done = await worker.run(run, timeout_s=self._remaining_s(), on_lost=self._session.put)
             prefilled = Prefilled(unpack_prefill_timing(done), await _unpack_logprobs(done.prompt_logprobs))
         except grpc.aio.AioRpcError as error:
             failed = _refusal("prefill", worker.address, error)
@@ -220,13 +220,10 @@ class Attempt:
         detail, grammar = delta.error or delta.finish_reason, self._request.wanted.grammar
         if delta.finish_reason == "grammar_error" and grammar is not None:  # it would be so anywhere
             return bad_request(f"the answer cannot follow {grammar.param}: {detail}", grammar.param)
-        detail, prefill = f"{self._decode.address}: {detail}", self._prefill
-        if delta.finish_reason != "expired":
-            return AttemptFailed("failed", detail)
-        stuck = prefill.find_stuck() if prefill is not None else None  # the decode worker got no KV in time
-        if prefill is not None and stuck is not None:
-            return AttemptFailed("lost", f"{prefill.address} {stuck}", "prefill", is_stuck=True)
-        return AttemptFailed("expired", detail, "prefill")
+        detail = f"{self._decode.address}: {detail}"
+        if delta.finish_reason == "expired":  # the decode worker got no KV in time
+            return AttemptFailed("expired", detail, "prefill")
+        return AttemptFailed("failed", detail)
 
     def _emit(self, latest: Tokens | None) -> Tokens | None:
         """Tokens for the client; none before all log-probabilities of the prompt that it asked for are here."""
@@ -242,7 +239,7 @@ class Attempt:
             timing = self._build_timing(tokens.timing or NO_TIMING) if is_timed else None
             tokens = replace(tokens, prompt_logprobs=prompt_logprobs, timing=timing)
         request.is_prompt_scored = request.is_prompt_scored or wants_prompt
-        request.emit(tokens.token_ids, self._clock())
+        request.emit(tokens.token_ids, self._places.placement.decode, self._clock())
         if tokens.finish_reason or (tokens.token_ids and not self._is_remembered):
             self._remember()
         if tokens.finish_reason:

@@ -93,6 +93,8 @@ class DecodeClient(WorkerClient):
         trouble = super().find_trouble()
         if trouble is None and not self._stream:
             return "has no open stream of tokens"
+        if trouble is None and self._stream_incarnation != self.status.peer.incarnation:
+            return "has restarted, and not said yet what it serves"
         return trouble
 
     def _judge(self) -> None:
@@ -134,6 +136,7 @@ class DecodeClient(WorkerClient):
             async for events in stream:
                 if self._stream != name:
                     self._stream, self._stream_incarnation = name, events.incarnation
+                    self._poll_soon()  # it may have restarted with another model
                     self.on_change()
                 now = self._clock()
                 for delta in events.deltas:

@@ -58,7 +58,8 @@ class TokenizedRequest:
     speculation: Speculation = Speculation()
     cache_salt: str = ""  # KV is shared only between prompts with the same salt
     priority: int = DEFAULT_PRIORITY
-    deadline_s: float | None = None  # its first token must come within so many seconds of `generate`
+    age_s: float = 0.0  # since its arrival, when `generate` is called
+    deadline_s: float | None = None  # its first token must come within so many seconds of its arrival
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone

@@ -56,6 +56,7 @@ class WorkerView:
     num_pages: int
     page_tokens: int  # tokens in a page
     weights: str  # fingerprint of its model
+    dtype: str = ""  # of its KV, which shows that of its model
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
     num_cores: int = 0  # that it may use
@@ -72,6 +73,15 @@ class WorkerView:
     def num_running(self) -> int:
         """Requests of all gateways."""
         return self.num_mine + self.num_others
+
+    @property
+    def computes(self) -> str:
+        """Equal for workers that give the same tokens."""
+        return f"{self.weights} {self.dtype}".strip()
+
+    def can_serve(self, adapter: str, computes: str) -> bool:
+        """Whether it has the adapter of this digest, and computes so. Empty: any."""
+        return (not adapter or adapter in self.adapters) and computes in ("", self.computes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +225,25 @@ def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
     return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
 
 
-def find_without_adapter(
-    workers: Sequence[WorkerView], name: str, digest: str, no_prefill: NoPrefill
+def find_unusable(
+    workers: Sequence[WorkerView], adapter: str, digest: str, computes: str, no_prefill: NoPrefill
 ) -> Unready | None:
-    """Why no request with this adapter can be served, though others can; None when one can."""
-    having = [view for view in workers if digest in view.adapters]
-    lacking, all_lack = find_unready(having, no_prefill), find_unready(workers, no_prefill)
+    """Why a request with this adapter, begun by workers that compute so, cannot be served, though others can; or None.
+
+    `digest`, `computes`: empty: any.
+    """
+    usable = [view for view in workers if view.can_serve(digest, computes)]
+    lacking, all_lack = find_unready(usable, no_prefill), find_unready(workers, no_prefill)
     if lacking is None or (all_lack is not None and all_lack.role == lacking.role):
         return None
-    addresses = ", ".join(view.address for view in workers if view.role == lacking.role and view not in having)
-    detail = f"adapter '{name}' is on no {lacking.role} worker that is alive; GET /status says why {addresses} lack it"
+    others = [view for view in workers if view.role == lacking.role and view not in usable]
+    foreign = [view for view in others if view.is_alive and not view.can_serve("", computes)]
+    if foreign:
+        have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
+        detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
+    else:
+        why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
+        detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
     return Unready(detail, lacking.role)
 
 

@@ -15,7 +15,7 @@ from gateway.router.placement import (
     WorkerView,
     choose_placement,
     explain_no_hand_off,
-    find_without_adapter,
+    find_unusable,
 )
 from gateway.router.prefix_index import PrefixIndex
 from gateway.router.request import Request
@@ -59,12 +59,10 @@ class Placer:
         keys, _ = self._find_keys(workers, request)
         return keys[-1] if keys else None
 
-    def find_without_adapter(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
+    def find_unusable(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
         """Why none of the workers that could serve others can serve the request; None when one can."""
-        if not request.adapter:
-            return None
-        no_prefill = self._no_prefill_of(request)
-        return find_without_adapter(workers, request.wanted.adapter, request.adapter, no_prefill)
+        name, no_prefill = request.wanted.adapter, self._no_prefill_of(request)
+        return find_unusable(workers, name, request.adapter, request.computes, no_prefill)
 
     def _no_prefill_of(self, request: Request) -> NoPrefill:
         return "fallback" if request.emitted else self.no_prefill  # an answer that has begun goes on
@@ -72,9 +70,9 @@ class Placer:
     def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
         """Changes nothing: the caller that takes the placement calls `begin`."""
         all_workers = workers
+        workers = [view for view in workers if request.can_use(view)]
         if request.adapter:
-            usable = [view for view in workers if request.can_use(view)]
-            workers = [view if view.has_slots else replace(view, is_full=True) for view in usable]
+            workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
         keys, page_tokens = self._find_keys(workers, request)
         coming = self._coming.get(keys[-1], set()) if keys else set()
         found = self._index.find(keys)

@@ -73,7 +73,7 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
-    without_since: float | None = None  # when it was first seen that no worker has its adapter, since one had it
+    without_since: float | None = None  # when it was first seen that no worker has its adapter and weights
 
 
 class Queue:
@@ -265,8 +265,8 @@ class Queue:
             if request.due < request.deadline and self._give_up_late(waiter, views, now):
                 decided.append(waiter)
                 continue
-            if (lacking := self.placer.find_without_adapter(views, request)) is not None:
-                if self._give_up_without_adapter(waiter, lacking, now):
+            if (lacking := self.placer.find_unusable(views, request)) is not None:
+                if self._give_up_unusable(waiter, lacking, now):
                     decided.append(waiter)
                 continue
             waiter.without_since = None
@@ -305,8 +305,8 @@ class Queue:
         waiter.error = cannot_keep_deadline(prompt_s, left_s)
         return True
 
-    def _give_up_without_adapter(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
-        """Whether the waiter gets an error: no worker has had its adapter for too long."""
+    def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
+        """Whether the waiter gets an error: no worker has had its adapter, or its weights, for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
         if now - waiter.without_since < self._patience(lacking.role):
             return False

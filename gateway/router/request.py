@@ -59,8 +59,9 @@ class Request:
     num_failures: int = 0
     stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
-    is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled (requeued at the back)
+    is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled
     absent_since: float | None = None  # when it first found no worker, since one last took it
+    computes: str = ""  # what has computed what the client has (`WorkerView.computes`); empty: it has nothing
     emitted: list[int] = field(default_factory=list)  # tokens the client has: never sent again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
     mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than expected
@@ -75,8 +76,8 @@ class Request:
         self._prompt = _pack(self.wanted.prompt_ids)
 
     def can_use(self, worker: WorkerView) -> bool:
-        """Whether the worker has its adapter."""
-        return not self.adapter or self.adapter in worker.adapters
+        """Whether the worker has its adapter, and the weights that its answer began with."""
+        return worker.can_serve(self.adapter, self.computes)
 
     @property
     def packed_tokens(self) -> bytes:
@@ -122,9 +123,11 @@ class Request:
         """What the present attempt reports of the prompt: nothing twice."""
         return None if self.is_prompt_scored else self.wanted.num_prompt_logprobs
 
-    def emit(self, token_ids: Sequence[int], now: float) -> None:
+    def emit(self, token_ids: Sequence[int], worker: WorkerView, now: float) -> None:
         """The client gets these tokens."""
         self.emitted.extend(token_ids)
+        if self.emitted or self.is_prompt_scored:
+            self.computes = worker.computes
         if token_ids:
             self.silent_since = now
             self.num_failures = 0  # that workers die one after the other is not the fault of a request that gets on

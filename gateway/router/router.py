@@ -116,9 +116,11 @@ class Router:
         self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
         now = self._clock()
-        first_by = None if wanted.deadline_s is None else now + wanted.deadline_s
+        arrived = now - wanted.age_s
+        deadline = arrived + self._request_timeout_s
+        first_by = None if wanted.deadline_s is None else arrived + wanted.deadline_s
         with self.gate.waiting():
-            wake_s = await self._wake(first_by)
+            wake_s = await self._wake(deadline, first_by)
         if wake_s:
             admitted.note(f"the model was asleep: the request waited {wake_s:.1f} s until it was awake")
         with ExitStack() as held:
@@ -127,9 +129,7 @@ class Router:
                 await self._wait_for_adapter(wanted.adapter, first_by)
             self._queue.begin_choice(admitted)
             adapter = held.enter_context(self._fleet.adapters.hold(wanted.adapter))
-            request = Request(
-                wanted, now + self._request_timeout_s, self._patience_s, now, first_by, adapter, wake_s=wake_s
-            )
+            request = Request(wanted, deadline, self._patience_s, now, first_by, adapter, wake_s=wake_s)
             try:
                 while True:
                     record = AttemptRecord(request.attempt, self._clock())
@@ -162,11 +162,11 @@ class Router:
             finally:
                 record.close(self._clock())
 
-    async def _wake(self, first_by: float | None) -> float:
+    async def _wake(self, deadline: float, first_by: float | None) -> float:
         """Wait until the model is awake; returns the seconds that it took. Raises ApiError."""
-        left_s = self._request_timeout_s if first_by is None else first_by - self._clock()
+        until = deadline if first_by is None else min(first_by, deadline)
         try:
-            return await self.model.enter(min(left_s, self._request_timeout_s))
+            return await self.model.enter(until - self._clock())
         except ApiError as error:
             if first_by is not None and self._clock() >= first_by:
                 raise missed_deadline() from error
@@ -189,6 +189,8 @@ class Router:
         if request.resumes_at > began:
             with self._queue.apart():
                 await asyncio.sleep(request.resumes_at - began)
+        if request.due <= began:
+            raise request.end_late()
         if request.attempt == 1 and (error := self._queue.find_refusal(request, began)) is not None:
             raise error
         waiter = self._queue.join(request)

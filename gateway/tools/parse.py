@@ -211,7 +211,7 @@ class CallParser:
                 return (yield from self._objects())
 
     def _objects(self) -> _Reading[bool]:
-        """Calls, each with its closer, or with ";" between them if the format has none."""
+        """Calls and their closer. Between them models write ";", ",", a line break, or nothing."""
         closer, opener = self._format.closer, self._format.opener
         while (yield from self._object()):
             yield from self._space()
@@ -222,8 +222,12 @@ class CallParser:
                 if behind != opener:
                     return bool(behind)
                 yield from self._space()
-            elif closer or not (yield from self._mark(";")):
-                return True
+            elif self._char != "{":
+                is_over = not ((yield from self._mark(";")) or (yield from self._mark(",")))
+                if self._char == _END:
+                    self._drop()
+                if is_over or self._char == _END:
+                    return True
         return False
 
     def _named(self) -> _Reading[bool]:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 # inside: the prompt opens the block and the answer begins in it. possible: the answer may open it.
 # off: the prompt closes the block, or the answer continues content.
 ReasoningStart = Literal["inside", "possible", "off"]
-_Place = Literal["start", "reasoning", "layout", "content"]
+_Place = Literal["start", "reasoning", "unopened", "layout", "content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +77,36 @@ class Parts(NamedTuple):
 class ReasoningReader:
     """Separates reasoning from content in one answer; how its text is split does not matter.
 
-        start -- begin marker --> reasoning -- end marker --> layout -- not a newline --> content
-          |--- other text, inside ----^                                                     ^
-          `--- other text, not inside ------------------------------------------------------'
+        start -- begin marker --> reasoning -- end marker ----------> layout -- not a newline --> content
+          |--- other text, inside ----^                                 ^                           ^
+          |--- other text, possible --> unopened -- line of end marker -'                           |
+          `--- other text, off ---------------------------------------------------------------------'
 
     Space before the begin marker is dropped. Newlines are dropped after it and around the end marker. An answer that
     begins inside may repeat the begin marker, as some models do. Without an end marker, all the rest is reasoning.
     A marker anywhere else is text.
+    Some models forget the begin marker: before a line that begins with the end marker, the text was reasoning.
     """
 
-    def __init__(self, format: ReasoningFormat, *, is_inside: bool) -> None:
-        """`is_inside`: `reasoning_start` of the prompt is "inside"."""
+    def __init__(self, format: ReasoningFormat, start: ReasoningStart, *, waits: bool = False) -> None:
+        """`start`: of the prompt. `waits`: unopened text is held until it is known; else it is content meanwhile."""
         self._format = format
-        self._is_inside = is_inside
+        self._start = start
+        self._waits = waits
+        self._num_unsure = 0  # counted while unopened text was held
         self._place: _Place = "start"
         self._held = ""  # may be part of a marker, or layout
         self._has_reasoned = False  # reasoning was returned; newlines before it are layout
         self.num_taken = 0  # characters pushed that are neither content nor held: reasoning, markers and layout
+        self.num_before = 0  # characters of content before them
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the text pushed last is reasoning or its end marker. False while that is unknown."""
-        return self._place in ("reasoning", "layout")
+    def count(self) -> int:
+        """Call it after each push: how many of them are now known to be of reasoning or its end marker."""
+        if self._place == "unopened":
+            self._num_unsure += self._waits
+            return 0
+        num, self._num_unsure = self._num_unsure, 0
+        return num + (self._place in ("reasoning", "layout"))
 
     def push(self, text: str) -> Parts:
         """Returns the text that is now certain."""
@@ -109,30 +117,47 @@ class ReasoningReader:
         if self._place == "start":
             self._leave_start()
         reasoning = self._take_reasoning() if self._place == "reasoning" else ""
+        content = ""
+        if self._place == "unopened":
+            reasoning, content = self._take_unopened()
+            self.num_before += len(content)
         if self._place == "layout":
             self._held = self._held.lstrip("\n")
             self._place = "content" if self._held else "layout"
-        content = ""
         if self._place == "content":
-            content, self._held = self._held, ""
+            content, self._held = content + self._held, ""
         self.num_taken += num_unread - len(self._held) - len(content)
         return Parts(reasoning, content)
 
     def flush(self) -> Parts:
         """Returns the text held back. Call it at the end of the text."""
         held, self._held = self._held, ""
-        if self._place != "reasoning" and not self._is_inside:
+        if self._place != "reasoning" and self._start != "inside":
             return Parts("", held)
         self.num_taken += len(held)
         return Parts(held if self._has_reasoned else held.lstrip("\n"), "")
 
     def _leave_start(self) -> None:
-        begin, text = self._format.begin, self._held.lstrip()
+        begin, end, text = self._format.begin, self._format.end, self._held.lstrip()
+        others: dict[ReasoningStart, _Place] = {"inside": "reasoning", "possible": "unopened", "off": "content"}
         if text.startswith(begin):
             self._held = text[len(begin) :]
             self._place = "reasoning"
-        elif not begin.startswith(text):
-            self._place = "reasoning" if self._is_inside else "content"
+        elif self._start == "possible" and text.startswith(end):
+            self._held = text[len(end) :]
+            self._place = "layout"
+        elif not (begin.startswith(text) or (self._start == "possible" and end.startswith(text))):
+            self._place = others[self._start]
+
+    def _take_unopened(self) -> Parts:
+        before, end, after = self._held.partition(f"\n{self._format.end}")
+        if self._waits and self._format.begin in before:
+            self._place, self._num_unsure = "content", 0
+            return Parts("", "")
+        if not end:
+            return Parts("", "" if self._waits else self._take_certain())
+        self._place, self._held = "layout", after
+        return Parts(before.strip("\n"), "") if self._waits else Parts("", before.rstrip("\n"))
 
     def _take_reasoning(self) -> str:
         marker = self._format.end
@@ -142,9 +167,15 @@ class ReasoningReader:
         if end:
             self._place, self._held = "layout", after
             return before.rstrip("\n")
+        certain = self._take_certain()
+        self._has_reasoned = self._has_reasoned or bool(certain)
+        return certain
+
+    def _take_certain(self) -> str:
+        """What is held, without what may be the end marker and the newlines before it."""
+        marker = self._format.end
         sizes = range(len(marker) - 1, 0, -1)
         num_begun = next((size for size in sizes if self._held.endswith(marker[:size])), 0)
         certain = self._held[: len(self._held) - num_begun].rstrip("\n")
         self._held = self._held[len(certain) :]
-        self._has_reasoned = self._has_reasoned or bool(certain)
         return certain

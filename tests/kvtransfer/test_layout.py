@@ -34,6 +34,17 @@ def test_a_mismatch_names_the_field_and_both_values(name: str) -> None:
     assert find_mismatch(ours, theirs) == f"{name} differs: {here!r} here, {there!r} there"
 
 
+def test_kv_of_fp8_is_of_the_dtype_that_computed_it() -> None:
+    shape = {"weights": "w", "num_layers": 2, "num_kv_heads": 1, "page_tokens": 4, "head_dim": 8}
+    ours, theirs, usual = (
+        build_layout(dtype=dtype, computed=computed, **shape)  # type: ignore[arg-type]
+        for dtype, computed in (("float8_e4m3fn", "bfloat16"), ("float8_e4m3fn", "float16"), ("bfloat16", "bfloat16"))
+    )
+    assert find_mismatch(ours, ours) is None and usual.dtype == "bfloat16"
+    told = "dtype differs: 'float8_e4m3fn of bfloat16' here, 'float8_e4m3fn of float16' there"
+    assert find_mismatch(ours, theirs) == told
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "may"),
     [((1, 1), (1, 1), True), ((1, 3), (3, 5), True), ((1, 2), (3, 5), False), ((4, 4), (1, 3), False)],

@@ -5,6 +5,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import openai
@@ -77,11 +78,18 @@ def test_a_gateway_killed_in_mid_batch_answers_each_line_once(fleet: ProcessFlee
 def test_a_drain_leaves_the_rest_to_the_next_gateway(fleet: ProcessFleet, client: openai.OpenAI) -> None:
     batch_id = begin(client)
     wait_until(lambda: num_answered(client, batch_id) >= 20)
-    live = client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    live = iter(
+        client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
     )
-    next(iter(live))
+    next(live)
     fleet.gateway.signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in fleet.gateway.read_log().rpartition("listening")[2])
+    list(islice(live, 5))
+    count = num_answered(client, batch_id)
+    list(islice(live, 50))
+    assert num_answered(client, batch_id) == count, "lines are none of what a drain waits for"
     *_, last = live
     assert last.choices[0].finish_reason == "length", "a live answer ends first"
     assert fleet.gateway.wait_exited(30) == 0

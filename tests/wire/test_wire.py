@@ -1,8 +1,10 @@
 """Values of all processes: to messages and back, field by field, and the names of pages."""
 
+import codecs
 import math
 import struct
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import decode_pb2, prefill_pb2
+from wire.files import read_json_object
 from wire.logprobs import TokenLogprobs
 from wire.messages import (
     pack_decode_timing,
@@ -166,3 +169,9 @@ def test_model_salt_and_parent_keep_keys_apart() -> None:
     assert len({key for keys in found for key in keys}) == 2 * len(roots)
     packed = pack_tokens(np.array(tokens[2:], np.int32))
     assert next_key(found[0][0], packed) == found[0][1] != next_key(root_key("m", ""), packed)
+
+
+def test_a_byte_order_mark_belongs_to_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(codecs.BOM_UTF8 + b'{"a": 1}')
+    assert read_json_object(path) == {"a": 1}

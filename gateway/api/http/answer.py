@@ -38,7 +38,7 @@ class Writer(Protocol):
     """Writes the answer to one request, either as a stream or as a whole."""
 
     id: str  # of the answer
-    ping: bytes  # says nothing; while the first events are not there
+    ping: bytes  # says nothing; while there are no events
     done: bytes  # after the last event of a complete stream
 
     def begin(self) -> list[bytes]:
@@ -89,7 +89,7 @@ async def respond(
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
-    writer, pieces = new_writer(totals), stream_choices(served, totals, turns)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, turns, is_whole=not is_streamed)
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
@@ -119,7 +119,7 @@ class _UnsentError(Exception):
 
 
 class EventStream(Response):
-    """Begins without waiting for the first events, then sends those of each piece as it arrives.
+    """Begins without waiting for the first events, then sends those of each piece as it arrives, and pings between.
 
     An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the writer writes a
     later one. `pieces` is always closed, also when the client leaves or is cut off because it stopped reading
@@ -163,7 +163,13 @@ class EventStream(Response):
                 self.headers.update(warning_headers(self._find_warnings()))
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send(_body(begun))
-                await send(_body(await self._send_rest(first, send), is_last=True))
+                pinging = asyncio.create_task(self._ping(send))
+                try:
+                    end = await self._send_rest(first, send)
+                finally:
+                    pinging.cancel()
+                    await asyncio.gather(pinging, return_exceptions=True)
+                await send(_body(end, is_last=True))
             except ApiError as error:  # in the first events' place
                 await error_response(error, scope["path"])(scope, receive, send)
             finally:
@@ -177,13 +183,22 @@ class EventStream(Response):
                 return b"".join(events)
         return b""
 
+    async def _ping(self, send: Send) -> None:
+        """Whenever nothing was sent for PING_S, also between tokens: a call may be held back until it is whole."""
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        while True:
+            await asyncio.sleep(self._sent_at + PING_S - loop.time())
+            if loop.time() >= self._sent_at + PING_S:
+                self._sent_at = loop.time()
+                await send(_body(self._writer.ping))
+
     async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
         """Returns the bytes that end the stream. Raises OSError if they cannot be sent."""
-        while not (await asyncio.wait({first}, timeout=PING_S))[0]:
-            await send(_body(self._writer.ping))
         try:
-            events = first.result()
+            events = await first
             while events:
+                self._sent_at = asyncio.get_running_loop().time()
                 try:
                     await send(_body(events))
                 except OSError as error:

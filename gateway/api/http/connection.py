@@ -23,7 +23,7 @@ _LOOKS = 10  # checks per `client_timeout_s`; a stop of this process, however lo
 KEEP_ALIVE_S = 75  # longer than load balancers in front keep idle connections: they close first, not we
 _EARLY_BYTES = 64 << 10  # plus one read of at most 256 KiB
 MAX_CONNECTIONS = 10_000  # and at most three quarters of the files that the process may open
-_SEND_BYTES = 32 << 10  # the kernel doubles it; its default holds megabytes: whole answers that clients never read
+_UNSENT_BYTES = 32 << 10  # the most that the kernel takes beyond those on their way; its default: whole answers
 
 
 class ServerConfig(uvicorn.Config):
@@ -98,7 +98,7 @@ class BoundedConnection(H11Protocol):
 
     It is the client's turn while no request is answered: it must send a whole head. It is also its turn while our send
     buffer is full or the connection is closing: it must read some data. Reading restarts its time; we notice a read
-    when the kernel takes more from us, about 20 KiB of its 64.
+    when the kernel takes more from us, once half of its _UNSENT_BYTES is on its way.
 
     Uses h11, not "auto" (httptools if that is installed): h11 also limits the size of a head.
     """
@@ -116,7 +116,7 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self.flow = _Flow(transport, self.conn)
         self._look_later()
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self.config.add_connection(self)
 
     def on_response_complete(self) -> None:

@@ -35,6 +35,8 @@ class RequestScope:
             return
         request_id = pick_request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
         scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.perf_counter())
+        if scope["method"] == "HEAD":  # as GET; the server, which has the scope that we were given, leaves the body out
+            scope = {**scope, "method": "GET"}
         is_started = False
 
         async def send_with_id(message: Message) -> None:

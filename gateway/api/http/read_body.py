@@ -1,6 +1,7 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
 import asyncio
+import codecs
 import json
 from asyncio import sleep
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -62,7 +63,7 @@ async def _read_object(request: Request, served: ServedModels, *, takes_ids: boo
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     async with in_time(served.options.body_timeout_s):
-        body = await _read_bytes(request, served)
+        body = (await _read_bytes(request, served)).removeprefix(codecs.BOM_UTF8)
     budget = JsonBudget(elements=MAX_ELEMENTS + (served.context_tokens + _MAX_IDS if takes_ids else 0))
     try:
         marks = budget.take(body)
@@ -114,7 +115,10 @@ def _check_content_type(request: Request) -> None:
 
 
 async def limited_chunks(request: Request, most: int, advice: str) -> AsyncGenerator[bytes, None]:
-    """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413, and ClientDisconnect."""
+    """Yields a body of at most `most` bytes as it arrives. Raises ApiError 413 or 415, and ClientDisconnect."""
+    if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+        why = f"the body's Content-Encoding is {coding[:100]!r}; send it as it is, without one"
+        raise ApiError(415, why, None, "unsupported_media_type")
     message = f"the body is larger than {most} bytes; {advice}"
     too_large = ApiError(413, message, None, "body_too_large")
     announced = request.headers.get("content-length", "")

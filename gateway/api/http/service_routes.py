@@ -68,14 +68,14 @@ def build_page_router(examples: Sequence[str]) -> APIRouter:
     router = APIRouter(route_class=CheckedRoute, include_in_schema=False)
     page = resources.files("gateway") / "page"
 
-    def add(path: str, content: bytes, media_type: str, *methods: str) -> None:
+    def add(path: str, content: bytes, media_type: str) -> None:
         @open_to_all
         async def serve() -> Response:
             return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
 
-        router.add_api_route(path, serve, methods=["GET", *methods])
+        router.add_api_route(path, serve, methods=["GET"])
 
-    add("/", (page / "index.html").read_bytes(), "text/html; charset=utf-8", "HEAD")
+    add("/", (page / "index.html").read_bytes(), "text/html; charset=utf-8")
     for name, media_type in _FILES.items():
         add(f"/page/{name}", (page / name).read_bytes(), media_type)
     add(_EXAMPLES, encode(examples), "application/json")

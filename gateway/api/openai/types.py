@@ -1,6 +1,7 @@
 """Request bodies of OpenAI's chats and completions, and of vLLM's /tokenize and /detokenize."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
@@ -38,6 +39,7 @@ from gateway.request.types import GenerateRequest, Prompt
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS
 
+_TO_THE_END = "max_tokens is not given: an answer may take the rest of the context; 16 is what OpenAI's API would take"
 _IGNORED: Ignored = {
     **any_value("metadata", "safety_identifier"),
     "best_of": (1,),
@@ -202,6 +204,11 @@ class CompletionRequest(_GenerationBody):
     ] = Field(description="A text or its token ids, or a list of such.")
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
     logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        yield from super().warnings(path)
+        if self.max_tokens is None:
+            yield _TO_THE_END
 
     def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""

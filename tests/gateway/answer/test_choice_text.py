@@ -8,7 +8,7 @@ from gateway.answer.choice_text import OutputDelta, OutputReader
 from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.reasoning import ReasoningFormat, ReasoningReader
+from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader
 from tests.support.texts import KINDS, edges, tiny
 from wire.logprobs import TokenLogprobs
 
@@ -131,9 +131,32 @@ def test_reasoning_that_ends_in_the_last_part_is_no_text() -> None:
         StopStrings([]),
         frozenset([1]),
         with_logprobs=True,
-        reasoning=ReasoningReader(ReasoningFormat("think", "<think>", "</think>"), is_inside=True),
+        reasoning=ReasoningReader(ReasoningFormat("think", "<think>", "</think>"), "inside"),
     )
     delta = reader.read(Tokens(tuple(ids), "stop", _likely(ids)))
     assert (delta.reasoning, delta.text) == ("world", "hello")
     shown = [token.token_id for token in delta.shown_tokens if not token.is_reasoning]
     assert tokenizer.decode(shown) == "hello" and len(delta.shown_tokens) == len(ids)
+
+
+@pytest.mark.parametrize("group", [1, 3, 100])
+@pytest.mark.parametrize("waits", [False, True])
+def test_tokens_of_reasoning_that_nothing_opens_are_counted_once_it_is_known(waits: bool, group: int) -> None:
+    tokenizer = tiny(KINDS[0])
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("hi\n</think>", "hello"))
+    reader = OutputReader(
+        tokenizer.detokenizer(),
+        StopStrings([]),
+        frozenset([1]),
+        with_logprobs=True,
+        reasoning=ReasoningReader(REASONING_FORMATS["think"], "possible", waits=waits),
+    )
+    ids = [*before, *after, 1]
+    deltas = []
+    for start in range(0, len(ids), group):
+        part, is_last = ids[start : start + group], start + group >= len(ids)
+        deltas.append(reader.read(Tokens(tuple(part), "stop" if is_last else None, _likely(part))))
+    assert "".join(delta.text for delta in deltas) == ("hello" if waits else "hihello")
+    assert sum(delta.num_reasoning_tokens for delta in deltas) == (len(before) if waits else 1)  # the marker
+    shown = [token.token_id for delta in deltas for token in delta.shown_tokens if not token.is_reasoning]
+    assert tokenizer.decode(shown) == ("hello" if waits else "hihello")

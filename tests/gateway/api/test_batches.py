@@ -15,6 +15,7 @@ import pytest
 
 from gateway.access.keys import ANYBODY, Keys
 from gateway.api.openai.batches import build_batch_router
+from gateway.batches import runner as runner_module
 from gateway.batches import store as store_module
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
@@ -46,6 +47,7 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
             runner.start()
             yield
             await runner.close()
+            store.close()
 
         app.router.lifespan_context = lifespan
 
@@ -244,8 +246,9 @@ def test_uploads_are_bounded_while_they_are_read(client: openai.OpenAI, served: 
         (b"--b\r\nnonsense", "multipart/form-data; boundary=b", 400),
         (b"x", "multipart/form-data", 400),
         (b"{}", "application/json", 415),
+        (b"\x1f\x8b", "multipart/form-data; boundary=b; coding=gzip", 415),
     ]:
-        headers = {**dict(served.metadata), "content-type": kind}
+        headers = {**dict(served.metadata), "content-type": kind, "content-encoding": kind.partition("coding=")[2]}
         assert served.http.post("/v1/files", content=body, headers=headers).status_code == status
     with pytest.raises(openai.BadRequestError, match="expires_after"):
         client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
@@ -383,6 +386,45 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
         assert set(rows) == {f"line {number}" for number in range(10)}
     assert other.exists() and not orphan.exists()
     assert (folder / "batch_torn.json").exists()
+
+
+@pytest.mark.parametrize("status", ["completed", "cancelled"])
+def test_an_end_that_the_disk_refused_is_saved_later_and_nothing_is_taken_back(
+    full: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    stores, saved = list[BatchStore](), list[str]()
+    write = BatchStore._replace
+
+    def fail_once(self: BatchStore, path: Path, data: bytes) -> None:
+        given = json.loads(data)["value"]["status"]
+        if given == status and given not in saved:
+            saved.append(given)
+            raise OSError("the disk is full")
+        write(self, path, data)
+        saved.append(given)
+        stores.append(self)
+
+    monkeypatch.setattr(BatchStore, "_replace", fail_once)
+    monkeypatch.setattr(runner_module, "TROUBLE_S", 0.05)
+    model, folder = tmp_path / "model", tmp_path / "batches"
+    model.mkdir()
+    with serve(model, folder) as served:
+        client = client_of(served)
+        if status == "cancelled":
+            served.engine.reset(Script(served.ids("so"), is_hanging=True), served.script(ANSWER))
+        batch = begin(client, line("one"), line("two"))
+        if status == "cancelled":
+            wait(client, batch, lambda one: one.request_counts.completed == 1)
+            client.batches.cancel(batch.id)
+        path = folder / f"{batch.id}.json"
+        deadline = time.monotonic() + WAIT_S
+        while json.loads(path.read_text())["value"]["status"] != status:
+            assert time.monotonic() < deadline, saved
+            time.sleep(0.02)
+        assert saved[saved.index(status) :] == [status, status], "each is saved once"
+        wait(client, batch, lambda one: stores[0].bytes.total == sum(file.bytes for file in client.files.list()))
+        num_answered = 2 if status == "completed" else 1
+        assert len(read(client, client.batches.retrieve(batch.id).output_file_id)) == num_answered
 
 
 def test_a_batch_ends_after_its_day_and_names_what_is_left(full: Served, tmp_path: Path) -> None:

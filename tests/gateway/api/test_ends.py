@@ -56,6 +56,13 @@ def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault:
     assert served.count("generation_tokens_total") == num_before + num_tokens
 
 
+@pytest.mark.parametrize("api", APIS.values(), ids=named)
+def test_preparing_a_request_counts_as_its_time(served: Served, api: Api) -> None:
+    api.ask(served, {}, stream=True)
+    (sent,) = served.engine.generations
+    assert sent.age_s > 0
+
+
 def count_whole(served: Served) -> list[float]:
     """The number of answers counted as whole."""
     counts = [served.count("request_success_total", finished_reason=reason) for reason in ("stop", "length")]
@@ -114,3 +121,23 @@ def test_no_key_fills_the_queue(served: Served) -> None:
         served.engine.num_waiting -= 900
     answer = served.http.post("/v1/chat/completions", json=many, headers=dict(served.metadata))
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 128
+
+
+@pytest.mark.parametrize(
+    ("api", "stream"),
+    [(api, stream) for api, stream in MODES if api is not APIS["completions"] and api is not APIS["Generate"]],
+    ids=named,
+)
+@pytest.mark.parametrize("stop", [{}, {"stop": ["zzz"]}])
+def test_reasoning_that_nothing_opens_ends_at_its_marker(
+    thinking: Served, api: Api, stream: bool, stop: dict[str, Any]
+) -> None:
+    """A stream shows text as it comes, and where there are stop strings they must end it."""
+    if not api.knows(stop):
+        return
+    text = "Let me see.\n</think>\n\nYes."
+    thinking.engine.reset(thinking.script(text))
+    outcome = api.ask(thinking, stop, stream)
+    said = outcome.choices[0]
+    is_known = not stream and not stop
+    assert (said.reasoning, said.text) == (("Let me see.", "Yes.") if is_known else ("", "Let me see.Yes."))

@@ -1,5 +1,6 @@
 """REST below the APIs: bodies that are not JSON objects, too large or too slow; paths, probes, request ids."""
 
+import codecs
 import json
 import socket
 import time
@@ -157,6 +158,32 @@ def test_paths_and_methods_that_are_not_served(served: Served, method: str, path
     told = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
     assert (answer.status_code, error["type"], error["code"]) == (status, *told[status])
     assert path == "/live" or answer.headers.get("allow") == ("POST" if status == 405 else None)
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready", "/metrics", "/v1/models", "/v1/models/tiny", "/"])
+def test_head_is_get_without_a_body(served: Served, path: str) -> None:
+    got, head = served.http.get(path), served.http.head(path)
+    assert (head.status_code, head.headers["content-type"], head.content) == (200, got.headers["content-type"], b"")
+    assert served.http.head("/v1/chat/completions").status_code == 405
+    assert served.http.head("/v1/models", headers={"authorization": "Bearer x"}).status_code == 401
+    methods = {method for one in served.http.get("/openapi.json").json()["paths"].values() for method in one}
+    assert "head" not in methods
+
+
+def test_a_byte_order_mark_before_a_body_is_none_of_it(served: Served) -> None:
+    body = codecs.BOM_UTF8 + json.dumps({"prompt": "x"}).encode()
+    assert post(served, body, "/tokenize")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+@pytest.mark.parametrize(("coding", "is_taken"), [("gzip", False), ("br, gzip", False), ("identity", True), ("", True)])
+def test_a_body_with_a_coding_is_refused_by_its_name(served: Served, path: str, coding: str, is_taken: bool) -> None:
+    refused = served.http.post(path, content=b"\x1f\x8b", headers={"content-encoding": coding})
+    if is_taken:
+        assert refused.status_code != 415 or "Content-Encoding" not in refused.text
+    else:
+        assert refused.status_code == 415
+        assert f"Content-Encoding is '{coding}'" in refused.json()["error"]["message"]
 
 
 def test_request_ids(served: Served) -> None:

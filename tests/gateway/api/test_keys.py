@@ -1,6 +1,7 @@
 """Keys as a file: who may do what, limits a minute, and changes without a restart."""
 
 import asyncio
+import codecs
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -319,6 +320,10 @@ def test_keys_add_prints_a_key_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     second = capsys.readouterr().out.strip()
     assert path.stat().st_mode & 0o777 == 0o600
     alice, bob = read_entries(path)
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert read_entries(marked) == (alice, bob)
+    marked.unlink()
     assert (alice.name, alice.sha256) == ("alice", sha256(first.encode()).hexdigest())
     assert (bob.admin, bob.models, bob.priority, bob.requests_per_minute) == (True, ("a", 'ü"\\'), 2, 5)
     assert first not in path.read_text() and second not in path.read_text() and first != second

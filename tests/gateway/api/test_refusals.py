@@ -13,7 +13,7 @@ import pytest
 from gateway.api.access import MAX_WARNING_CHARS, WARNING_HEADER, warning_headers
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
-from tests.support.api_server import Served
+from tests.support.api_server import ANSWER, Served
 from tests.support.tiny_tokenizer import CONTEXT, END
 from tests.support.words import CALL, HELLO, TOOLS, Api, named
 
@@ -284,7 +284,8 @@ NOT_HERE = "{} has no effect on this model"
 NO_TOOLS = "tools[0] of the type {!r} is left out: no tools run here"
 # API, what agents send, and the warning: the prompt is the same as without it; more in test_agents.py
 LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
-    *((name, {"prompt_cache_retention": "x"}, "prompt_cache_retention has no effect here")
+    *((name, {"prompt_cache_retention": "x"} | ({"max_tokens": 9} if name == "completions" else {}),
+       "prompt_cache_retention has no effect here")
       for name in ("chat", "completions", "responses")),
     ("chat", {"prompt_cache_options": {}}, "prompt_cache_options has no effect here"),
     ("responses", {"tools": [{"type": "image_generation"}], "tool_choice": "auto"},
@@ -453,7 +454,7 @@ def test_parts_of_a_schema_that_cannot_be_enforced(served: Served, api: Api, str
             "tools": [{"name": "now", "parameters": schema, **({"strict": True} if strict else {})}],
             "tool_choice": "required",
         }
-        form = {"form": {"json_schema": schema, **({} if strict else {"strict": False})}}
+        form = {"form": {"json_schema": schema, **({} if strict else {"strict": False})}, "max_tokens": 100}
         asked: Mapping[str, Any] = forced if "tools" in path else form
         if not api.knows(asked):
             continue
@@ -463,6 +464,19 @@ def test_parts_of_a_schema_that_cannot_be_enforced(served: Served, api: Api, str
         assert not is_refused or problem in outcome.message
         warning = f"{problem}, which is not enforced" if schema is LOOSE and not strict else None
         assert outcome.headers.get(WARNING_HEADER) == warning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_without_max_tokens_are_told_of_their_length(served: Served, stream: bool) -> None:
+    """OpenAI's end after 16 tokens."""
+    warning = "max_tokens is not given: an answer may take the rest of the context; 16 is what OpenAI's API would take"
+    told = [("completions", {}, warning), ("completions", {"max_tokens": 5}, None), ("chat", {}, None)]
+    for name, fields, warned in told:
+        served.engine.reset(served.script(ANSWER))
+        outcome = APIS[name].send(served, {**APIS[name].body({}), **fields}, stream)
+        assert outcome.headers.get(WARNING_HEADER) == warned
+        (sent,) = served.engine.sent
+        assert sent["max_tokens"] == fields.get("max_tokens", served.tokenizer.context_tokens - len(sent["prompt_ids"]))
 
 
 @pytest.mark.parametrize("api", CHATS, ids=named)

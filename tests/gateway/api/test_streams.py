@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import httpx
@@ -54,6 +55,28 @@ def test_it_begins_before_the_first_token_and_pings(served: Served, name: str, m
     events = first.strip().split("\n\n") if first else []
     assert len(events) >= len(FIRSTS[name]) and bool(events) == bool(FIRSTS[name])
     assert all(word in event for word, event in zip(FIRSTS[name], events, strict=False))
+    assert served.engine.wait_ending() == "closed"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [*product(RESTS, ["hello"]), ("chat", "hello <tool_call>"), ("responses", "")]
+)
+def test_it_pings_whenever_nothing_is_shown(
+    served: Served, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a call is held back: it may be text, or its input is only sent whole."""
+    monkeypatch.setattr(http_answer, "PING_S", 0.05)
+    body = RESTS[name].body({"tools": TOOLS} if "<" in text else {})
+    if not text:
+        body["tools"], text = (
+            [{"type": "custom", "name": "run"}],
+            '<tool_call>\n{"name": "run", "arguments": {"input": "',
+        )
+        body["tool_choice"] = {"type": "custom", "name": "run"}
+    served.engine.reset(served.script(text, ends=False, is_hanging=True))
+    with served.http.stream("POST", f"/v1/{RESTS[name].path}", json={**body, "stream": True}) as answer:
+        assert served.engine.hanging.get(timeout=60)
+        read_until(answer.iter_text(), PINGS.get(name, COMMENT) * 2)
     assert served.engine.wait_ending() == "closed"
 
 

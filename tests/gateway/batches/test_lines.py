@@ -1,5 +1,6 @@
 """What is read of a batch's input, and what survives of its output."""
 
+import codecs
 import errno
 import os
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.access.keys import ANYBODY
 from gateway.batches.lines import MAX_LINES, InputLine, Journal, LineError, OutputLine, read_line, scan
+from gateway.batches.runner import _Job
+from gateway.batches.store import Batch, BatchStore, Record
 
 CHATS = "/v1/chat/completions"
 
@@ -80,6 +84,17 @@ def test_every_line_is_a_number_or_a_fault_whatever_the_bytes(
         assert isinstance(read_line(path, found.offsets[number - 1]), InputLine)
 
 
+def test_a_byte_order_mark_belongs_to_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(codecs.BOM_UTF8 + line("one") + line("two"))
+    found = scan(path, CHATS, 1000)
+    assert (found.numbers, found.faults) == ([1, 2], [])
+    assert read_line(path, found.offsets[0]).custom_id == "one"
+    path.write_bytes(codecs.BOM_UTF8)
+    with pytest.raises(ValueError, match="no lines"):
+        scan(path, CHATS, 1000)
+
+
 @pytest.mark.parametrize(
     ("body", "number"),
     [({}, 1), ({"n": 5}, 5), ({"n": 10**9}, 128), ({"n": -1}, 1), ({"n": "5"}, 1), ({"n": 2, "prompt": ["a", "b"]}, 4),
@@ -108,6 +123,26 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_goes_on(tmp_path: P
         torn.close()
         written = [msgspec.json.decode(row, type=OutputLine) for row in path.read_bytes().splitlines()]
         assert sorted(one.custom_id or "" for one in written) == ["line 1", "line 2", "line 3"], cut
+
+
+@pytest.mark.parametrize("bad", ["file-out", "file-err", ""])
+def test_a_batch_that_cannot_be_opened_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    """It is tried again every ten seconds. `bad`: a file that cannot be read; or the disk is full."""
+    store = BatchStore(tmp_path / "batches", 1 << 20)
+    store.path("file-in").write_bytes(b"no json")
+    if bad:
+        store.path(bad).mkdir()
+    else:
+        monkeypatch.setattr(Journal, "append", lambda *_: store.path("file-out").mkdir())
+    batch = Batch("batch_1", CHATS, "file-in", 0, 0)
+    job = _Job(Record("", batch, "file-out", "file-err"), batch, ANYBODY, store.path("file-in"))
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(OSError, match=r"exists|directory"):
+        job.open(store, 1000)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    store.close()
 
 
 def test_garbage_after_a_power_failure_is_cut_off(tmp_path: Path) -> None:

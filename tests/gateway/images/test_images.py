@@ -43,11 +43,17 @@ CHAT = [{"role": "user", "content": [
 ]}]  # fmt: skip
 
 
+def test_data_uris_may_have_parameters() -> None:
+    data = base64.b64encode(RED).decode()
+    assert read_data_uri(f"data:image/png;name=a.png;charset=utf-8;base64,{data}") == RED
+
+
 def sources() -> list[dict[str, Any]]:
-    """Of both, as Anthropic has them."""
+    """Of both, as Anthropic has them; in lines, as MIME has base64."""
     kinds = {RED: "image/png", BLUE: "image/jpeg"}
     return [
-        {"type": "base64", "media_type": kind, "data": base64.b64encode(file).decode()} for file, kind in kinds.items()
+        {"type": "base64", "media_type": kind, "data": base64.encodebytes(file).decode()}
+        for file, kind in kinds.items()
     ]
 
 

@@ -143,6 +143,20 @@ def test_an_answer_that_begins_in_time_ends_at_the_timeout_only() -> None:
         check_error(asked, 504, "--request-timeout-s")
 
 
+@pytest.mark.parametrize(
+    ("age_s", "deadline_s", "status"), [(7.0, None, 504), (12.0, None, 504), (7.0, 9.0, 429), (7.0, 6.0, 429)]
+)
+def test_times_count_from_the_requests_arrival(age_s: float, deadline_s: float | None, status: int) -> None:
+    """Its texts and images took `age_s` to prepare."""
+    with virtual_fleet(timeout_s=10.0) as fleet:
+        asked = fleet.ask(wanted(age_s=age_s, deadline_s=deadline_s))
+        left_s = (deadline_s or 10.0) - age_s
+        fleet.run(max(left_s - 0.1, 0.0))
+        assert (asked.error is None) == (left_s > 0)
+        fleet.run(0.2)
+        assert asked.error is not None and asked.error.status == status
+
+
 def test_a_deadline_holds_over_all_attempts_before_the_first_token() -> None:
     with virtual_fleet() as fleet:
         (decode,) = fleet.decodes

@@ -1,5 +1,6 @@
 """What a client gets, and what workers are asked, whatever workers do: the real router in virtual time."""
 
+from asyncio import Event
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from gateway.router import attempt
 from gateway.router.drain_gate import CUT_OFF, DRAINING
 from gateway.router.engine_client import Grammar, TokenizedRequest
 from gateway.router.placement import NO_LIMIT
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
 from tests.support.fake_workers import PAGE_TOKENS, FakeDecode, FakeSession, Refusal, token_at
 from tests.support.virtual_fleet import HEARTBEAT_S, PROMPT, TIMEOUT_S, Client, VirtualFleet, virtual_fleet, wanted
@@ -31,6 +32,7 @@ COMPILING = (Status.RESOURCE_EXHAUSTED, "still compiled", ((rpc.REFUSED_FOR, rpc
 TOO_LARGE = (Status.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (67108870 vs. 67108864)")
 GONE = (Status.UNAVAILABLE, "connection refused")
 UNKNOWN = (Status.FAILED_PRECONDITION, "no Steps stream")
+BEGAN = "the answer began with the weights w, which no decode worker that is alive has"
 ABORTED = (Status.ABORTED, "offer refused")
 LONG = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a part
 SESSION = decode_pb2.SessionTiming(
@@ -271,6 +273,91 @@ def test_failures_in_a_row_are_bounded_and_a_token_forgives_them() -> None:
         assert [(one.number, one.is_failure) for one in client.attempts] == [(1, True), (2, True), (3, True), (4, True)]
 
 
+@pytest.mark.parametrize("has_sent", ["tokens", "log-probabilities", "nothing"])
+@pytest.mark.parametrize(
+    "differs", [{"weights": "other"}, {"weights": "fp8:w"}, {"dtype": "float16"}, {"page_tokens": 2 * PAGE_TOKENS}]
+)
+def test_an_answer_stays_with_its_weights(differs: dict[str, Any], has_sent: str) -> None:
+    """The second worker has another model, or computes the same one otherwise; other pages give the same tokens."""
+    with virtual_fleet(decode=2, is_started=False, patience_s=5.0) as fleet:
+        first, second = fleet.decodes
+        second.peer.layout.MergeFrom(kv_pb2.KvLayout(**differs))
+        second.status = {"num_running": 3}  # it is not the first choice
+        fleet.start()
+        scores = packed(-3, -4) if has_sent == "log-probabilities" else []
+        client = fleet.ask(scored() if scores else wanted())
+        first.sessions[0].say([], prompt_logprobs=scores)
+        if has_sent == "tokens":
+            first.sessions[0].emit(2)
+            fleet.run()
+        fleet.kill(first)
+        fleet.run(3.0)
+        is_free = has_sent == "nothing" or "page_tokens" in differs
+        assert bool(second.sessions) == is_free
+        if is_free:
+            second.sessions[0].emit(2 if has_sent == "tokens" else 4, "length")
+            fleet.run()
+            assert client.tokens == answer(4)
+            return
+        other = fleet.ask("other")  # it is not held back
+        second.sessions[0].emit(4, "length")
+        fleet.run(3.0)
+        assert other.finish_reason == "length"
+        what = f"{differs.get('weights', 'w')} {differs.get('dtype', '')}".strip()
+        check_error(client, 503, f"{BEGAN}: D2 has {what}")
+
+
+def test_an_answer_goes_on_where_its_weights_come_back() -> None:
+    with virtual_fleet(decode=2, is_started=False, patience_s=5.0) as fleet:
+        first, second = fleet.decodes
+        second.peer.layout.weights = "other"
+        second.status = {"num_running": 3}
+        fleet.start()
+        client = fleet.ask()
+        first.sessions[0].emit(2)
+        fleet.run()
+        fleet.kill(first)
+        fleet.run(1.0)
+        back = fleet.replace(first, "D3")
+        fleet.run(2.0)
+        back.sessions[0].emit(2, "length")
+        fleet.run()
+        assert client.tokens == answer(4) and not second.sessions
+
+
+def test_a_worker_that_comes_back_with_other_weights_gets_nothing_before_it_has_said_so() -> None:
+    with virtual_fleet(patience_s=5.0) as fleet:
+        (first,) = fleet.decodes
+        client = fleet.ask()
+        first.sessions[0].emit(2)
+        fleet.run()
+        fleet.kill(first)
+        after = fleet.replace(first, "D2")
+        after.peer.layout.weights = "other"
+        fleet.run(10.0)
+        assert not after.sessions
+        check_error(client, 503, f"{BEGAN}: D1 has other")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_silent_prefill_worker_is_given_up_like_a_silent_decode_worker(others: int) -> None:
+    with virtual_fleet(prefill=1 + others) as fleet:
+        for one in fleet.prefills:
+            one.may_finish.clear()
+        client = fleet.ask()
+        silent = next(one for one in fleet.prefills if one.runs)
+        silent.Status = lambda *_: Event().wait()  # type: ignore[method-assign,assignment]
+        fleet.run(HEARTBEAT_S + 1.0)
+        assert silent.num_cancelled == 1
+        again = fleet.decodes[0].sessions[1]
+        assert again.request.local_prefill_max_tokens == (0 if others else NO_LIMIT)
+        assert sum(len(one.runs) for one in fleet.prefills) == 1 + others
+        finish(fleet)
+        assert client.tokens == answer(4)
+        record = client.attempts[0]
+        assert record.is_failure and f"{silent.incarnation} does not answer (DEADLINE_EXCEEDED)" == record.reason
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_request_that_meets_stuck_workers_is_begun_again_twice_and_its_end_names_them(role: str) -> None:
     with virtual_fleet(decode=3, prefill=3 if role == "prefill" else 0, patience_s=5.0) as fleet:
@@ -285,9 +372,6 @@ def test_a_request_that_meets_stuck_workers_is_begun_again_twice_and_its_end_nam
                 fleet.run()
             stuck.status = {"step_age_s": 61.0, "step_predicted_s": 0.25}
             fleet.run(1.0)
-            if role == "prefill":
-                session.say([], "expired", "no KV came")
-                fleet.run()
             session.is_over = True
         words = f"{stuck.incarnation} has been in one engine step for 61 s, predicted to take 0.25 s (--stall-s 60)"
         check_error(client, 503, f"gave up after 3 attempts; the last: {words}")

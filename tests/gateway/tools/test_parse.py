@@ -15,6 +15,7 @@ from runtime.config_parts import ToolFormat
 from tests.support.texts import Call, joined, split, summary
 
 NAMES = ("get_weather", "now", "send-mail")
+NOW, HERMES_NOW = '{"name": "now", "parameters": {}}', '{"name": "now", "arguments": {}}'
 
 
 def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> list[Event]:
@@ -133,6 +134,16 @@ def test_a_malformed_call_is_content(text: str) -> None:
         ("llama3", 'Well: <|python_tag|>{"name": "now", "parameters": {}}', "Well:", [("now", "{}")]),
         ("llama3", ' {"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
         ("llama3", '{"name": "now", "parameters": {}};x', ";x", [("now", "{}")]),
+        *(
+            ("llama3", f"{{}}{between}{{}}{end}".format(NOW, NOW), "", [("now", "{}")] * 2)
+            for between in ("; ", ";\n", "\n", "\n\n", " ", "", ", ", ",\n", "\n<|python_tag|>")
+            for end in ("", ";", "\n")
+        ),
+        ("llama3", f"{NOW}\n{NOW}\nHi", "\nHi", [("now", "{}")] * 2),
+        ("llama3", f'{NOW}\n{{"a": 1}}', '\n{"a": 1}', [("now", "{}")]),
+        ("llama3", f"{NOW}, and", ", and", [("now", "{}")]),
+        ("hermes", f"<tool_call>\n{HERMES_NOW}\n{HERMES_NOW}\n</tool_call>", "", [("now", "{}")] * 2),
+        ("hermes", f"<tool_call>{HERMES_NOW}, {HERMES_NOW}</tool_call>", "", [("now", "{}")] * 2),
         ("llama3", '{"now": 1} {"name": "now", "parameters": {}}', None, []),
         ("llama3", "<|python_tag|>print(1)", None, []),
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "abc123def"}]', "", [("now", "{}")]),

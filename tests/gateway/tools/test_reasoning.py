@@ -1,6 +1,7 @@
 """Reasoning is detected in templates and prompts, and removed from an answer for every split."""
 
 from collections.abc import Collection, Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import example, given
@@ -74,9 +75,9 @@ def test_where_an_answer_begins(format: ReasoningFormat, prompt: str, opened: st
 # The reader.
 
 
-def read(format: ReasoningFormat, is_inside: bool, pieces: Sequence[str]) -> Parts:
+def read(format: ReasoningFormat, start: ReasoningStart, pieces: Sequence[str], waits: bool = False) -> Parts:
     """A whole answer. Also checks that reasoning ends before content begins, and the counts on the way."""
-    reader = ReasoningReader(format, is_inside=is_inside)
+    reader = ReasoningReader(format, start, waits=waits)
     parts = [reader.push(piece) for piece in pieces] + [reader.flush()]
     with_content = [rank for rank, part in enumerate(parts) if part.content]
     assert not any(part.reasoning for part in parts[min(with_content, default=len(parts)) + 1 :])
@@ -85,11 +86,22 @@ def read(format: ReasoningFormat, is_inside: bool, pieces: Sequence[str]) -> Par
     return Parts("".join(part.reasoning for part in parts), content)
 
 
-def read_slowly(format: ReasoningFormat, is_inside: bool, text: str) -> Parts:
+def read_slowly(format: ReasoningFormat, start: ReasoningStart, text: str, waits: bool = False) -> Parts:
     """The slow twin."""
     _space, begin, rest = text.partition(format.begin) if text.lstrip().startswith(format.begin) else ("", "", text)
-    if not begin and not is_inside:
+    if not begin and start == "off":
         return Parts("", text)
+    if not begin and start == "possible":
+        before, end, after = f"\n{text.lstrip()}".partition(f"\n{format.end}")
+        if before:
+            before, end, after = text.partition(f"\n{format.end}")
+        if not end or (waits and format.begin in before):
+            return Parts("", text)  # the model shows what markers look like
+        return (
+            Parts(before.strip("\n"), after.lstrip("\n"))
+            if waits
+            else Parts("", before.rstrip("\n") + after.lstrip("\n"))
+        )
     reasoning, end, content = rest.lstrip("\n").partition(format.end)
     return Parts(reasoning.rstrip("\n") if end else reasoning, content.lstrip("\n"))
 
@@ -113,23 +125,58 @@ def read_slowly(format: ReasoningFormat, is_inside: bool, text: str) -> Parts:
     ],
 )
 def test_reasoning_is_taken_out(text: str, outside: tuple[str, str], inside: tuple[str, str]) -> None:
-    for is_inside, parts in ((False, outside), (True, inside)):
-        assert read(THINK, is_inside, [text]) == read(THINK, is_inside, list(text)) == parts
-        assert read_slowly(THINK, is_inside, text) == parts
+    starts: list[tuple[ReasoningStart, tuple[str, str]]] = [("off", outside), ("inside", inside)]
+    for start, parts in starts:
+        assert read(THINK, start, [text]) == read(THINK, start, list(text)) == parts
+        assert read_slowly(THINK, start, text) == parts
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "streamed"),
+    [
+        ("Let me see.\n</think>\n\nYes.", ("Let me see.", "Yes."), ("", "Let me see.Yes.")),
+        ("\nLet me see.\n\n</think>Yes.", ("Let me see.", "Yes."), ("", "\nLet me see.Yes.")),
+        ("Let me see.\n</think>", ("Let me see.", ""), ("", "Let me see.")),
+        ("</think>\n\nYes.", ("", "Yes."), ("", "Yes.")),
+        ("\n</think>\n\nYes.", ("", "Yes."), ("", "Yes.")),
+        ("The marker is </think> here.", None, None),
+        ("Yes.\n<think>\nx\n</think>\n", ("", "Yes.\n<think>\nx\n</think>\n"), ("", "Yes.\n<think>\nx")),
+        ("Yes.\n</thin", None, None),
+        ("Yes.\n\n", None, None),
+        ("<think>a</think>b\n</think>c", ("a", "b\n</think>c"), ("a", "b\n</think>c")),
+    ],
+)
+def test_reasoning_that_neither_prompt_nor_answer_opens(
+    text: str, whole: tuple[str, str] | None, streamed: tuple[str, str] | None
+) -> None:
+    """What was streamed before its end is content by then."""
+    for waits, parts in ((True, whole), (False, streamed)):
+        expected = ("", text) if parts is None else parts
+        assert read(THINK, "possible", [text], waits) == read(THINK, "possible", list(text), waits) == expected
+        assert read_slowly(THINK, "possible", text, waits) == expected
 
 
 _bits = st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", "</thi", "\n", "\n\n", " ", "a", "{é}"])
 
 
-@given(st.lists(_bits, max_size=12).map("".join), st.booleans(), st.lists(st.integers(0, 60), max_size=8))
-@example("\n<think>\n\na\n\n</think>\n\nb", True, [3, 9, 11, 12, 13, 20, 22])
-def test_any_split_gives_the_same(text: str, is_inside: bool, cuts: list[int]) -> None:
-    assert read(THINK, is_inside, split(text, cuts)) == read_slowly(THINK, is_inside, text)
+@given(
+    st.lists(_bits, max_size=12).map("".join),
+    st.sampled_from(get_args(ReasoningStart)),
+    st.booleans(),
+    st.lists(st.integers(0, 60), max_size=8),
+)
+@example("\n<think>\n\na\n\n</think>\n\nb", "inside", False, [3, 9, 11, 12, 13, 20, 22])
+def test_any_split_gives_the_same(text: str, start: ReasoningStart, waits: bool, cuts: list[int]) -> None:
+    assert read(THINK, start, split(text, cuts), waits) == read_slowly(THINK, start, text, waits)
 
 
 def test_little_is_held_back() -> None:
-    reader = ReasoningReader(THINK, is_inside=False)
+    reader = ReasoningReader(THINK, "possible")
     pieces = ["<think>", "We", "ll", "\n", "</", "b>", "\n</think>", "\n", "Hi", "\n"]
     shown = [reader.push(piece) for piece in pieces]
     assert [part.reasoning for part in shown] == ["", "We", "ll", "", "", "\n</b>", "", "", "", ""]
     assert [part.content for part in shown[-3:]] == ["", "Hi", "\n"]
+    reader = ReasoningReader(THINK, "possible")
+    pieces = ["Wel", "l </th", "ing>", "\n", "\n</", "b>", "\n</think>", "\n", "Hi", "\n"]
+    shown = [reader.push(piece) for piece in pieces]
+    assert [part.content for part in shown] == ["Wel", "l ", "</thing>", "", "", "\n\n</b>", "", "", "Hi", "\n"]
