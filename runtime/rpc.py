@@ -107,7 +107,9 @@ def build_server(
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     )
-    return grpc.aio.server(options=options, interceptors=(*interceptors, MalformedInterceptor()))
+    if not any(isinstance(one, MalformedInterceptor) for one in interceptors):
+        interceptors = (*interceptors, MalformedInterceptor())
+    return grpc.aio.server(options=options, interceptors=interceptors)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

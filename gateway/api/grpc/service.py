@@ -5,6 +5,8 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -21,6 +23,7 @@ from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
+from gateway.fair_turns import SHORT_BYTES, LoopTurn
 from gateway.request.prepare import ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
@@ -46,14 +49,35 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+_NO_TURN = LoopTurn()
+_turn = ContextVar("turn", default=_NO_TURN)  # of the call
+
+
 class _StalledClientError(Exception):
     """A client did not read a message in time."""
 
 
 def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
-    malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
-    return [_KeyInterceptor(served.keys), malformed]
+
+    @asynccontextmanager
+    async def admit(num_bytes: int, context: Context) -> AsyncIterator[None]:
+        """gRPC has read the message, and tells no sooner."""
+        if num_bytes <= SHORT_BYTES:
+            yield
+            return
+        try:
+            owner = served.keys.check(context.invocation_metadata() or ()).name
+            async with served.held.body(owner) as hold:
+                hold(num_bytes)
+                _turn.set(turn := served.new_turn(owner, num_bytes))
+                await turn.step()
+                yield
+        except ApiError as error:
+            await _refuse(context, error)
+
+    malformed = partial(bad_request, MALFORMED, None, "invalid_message")
+    return [_KeyInterceptor(served.keys), MalformedInterceptor(lambda context: _refuse(context, malformed()), admit)]
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:
@@ -85,6 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
+            await _turn.get().last_step()
             raw, key = tokenize_request(request, self._served.context_tokens), self._key(context)
             served = self._served.find(raw.model, key)
             token_ids = await tokenize(served, raw, key)
@@ -93,6 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
+            await _turn.get().last_step()
             check_known(request, self._served.context_tokens)
             model, token_ids = request.model or None, tuple(request.token_ids)
             key = self._key(context)
@@ -126,7 +152,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """
         async with _serving(context) as request_id:
             arrived_s = time.perf_counter()
+            await _turn.get().step()
             raw = read()
+            await _turn.get().last_step()
             key = self._key(context)
             served = self._served.find(raw.model, key)
             totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
@@ -227,6 +255,8 @@ async def _serving(context: Context) -> AsyncIterator[str]:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"
             await _abort_with(context, ApiError(500, message, None, "bug"))
+        finally:
+            _turn.get().end()
 
 
 async def _abort_with(context: Context, error: ApiError) -> NoReturn:

@@ -22,6 +22,7 @@ from gateway.access.keys import Keys
 from gateway.api.grpc.requests import chat_request, generate_request
 from gateway.app import build_app, build_served_model
 from gateway.errors import ApiError
+from gateway.fair_turns import FairTurns
 from gateway.loop_watch import MAX_STEP_S, PERIOD_S, LoopWatch
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router import attempt
@@ -215,6 +216,7 @@ def test_hostile_bodies_make_no_long_step(
     served: tuple[FastAPI, ServedModels], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.loop_watch.MAX_STEP_S", _allowed_s())
+    monkeypatch.setattr(served[1].models[0].offload, "loop_turns", FairTurns(1))  # of another loop
     path, body = HOSTILE[name]
     data = body.encode() if isinstance(body, str) else json.dumps({"model": "demo", **body}).encode()
 

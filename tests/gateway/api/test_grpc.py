@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import pytest
@@ -178,6 +178,19 @@ def test_how_much_is_looked_through_is_bounded(
     assert not served.engine.generations
 
 
+def test_messages_count_as_bodies_under_way(served: Served) -> None:
+    """gRPC tells of a message when it is there: it counts until it is read."""
+    held, message = served.held, b"\x12\xa0\x9c\x01" + b"x" * 20_000
+    before, held.bytes.most = held.bytes.most, 24_000  # of which a key has three quarters
+    try:
+        outcome = refused(ask(served, f"{INFERENCE}/Generate", message, KEY))
+        assert (outcome.status, outcome.code) == (429, "overloaded") and "too much at once" in outcome.message
+    finally:
+        held.bytes.most = before
+    assert refused(ask(served, f"{INFERENCE}/Generate", message, KEY)).status != 429
+    assert not held.bytes.total
+
+
 class Request:
     """Stands for a large message."""
 
@@ -206,19 +219,16 @@ async def test_a_refused_request_is_not_kept(is_streamed: bool) -> None:
         await refuse(request, context)
         yield 1
 
-    async def end(context: Any) -> NoReturn:
-        raise AssertionError
+    async def read(data: bytes, context: Any) -> Request:
+        return requests.pop()
 
     request, context = Request(), Context()
     given: Any = context
-    seen = weakref.ref(request)
+    seen, requests = weakref.ref(request), [request]
+    del request
     with pytest.raises(grpc.aio.AbortError):
         if is_streamed:
-            calls = [_guard_generator(stream, end)(request, given)]
-            del request
-            await anext(calls.pop())
+            await anext(_guard_generator(stream, read)(b"", given))
         else:
-            call = _guard(refuse, end)(request, given)
-            del request
-            await call
+            await _guard(refuse, read)(b"", given)
     assert context.error is not None and seen() is None
