@@ -9,6 +9,8 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
+# Of make prove: references, orders, features, kills, attack; all without any.
+PARTS ?=
 # Tensor-parallel ranks of decode workers in fault suites.
 DECODE_TP ?= 1
 # Whose signatures the tests read; without its CUDA dependencies, which are gigabytes.
@@ -68,14 +70,13 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
-prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of each attack: some minutes; takes MINUTES of kills
-	$(BIN)/python -m tests.prove $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of it: 15 minutes; takes PARTS, MINUTES of kills
+	$(BIN)/python -m tests.prove $(PARTS) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
 nightly: $(DEV_STAMP) ## What takes half an hour: attacks, fuzzers of public APIs and checkpoints with more examples, faults
-	$(BIN)/python -m tests.attack
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
