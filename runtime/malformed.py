@@ -17,7 +17,7 @@ from runtime.peer_input import shorten
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Refuse = Callable[[Context], Awaitable[NoReturn]]  # ends a call
-Admit = Callable[[int, Context], AbstractAsyncContextManager[None]]  # around reading a message of so many bytes
+Admit = Callable[[str, bytes, Context], AbstractAsyncContextManager[None]]  # around parsing a message of a method
 
 MALFORMED = "the request is no message of this method"
 METHOD_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -92,9 +92,7 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
     `refuse` ends a malformed call; `admit` may wait, or end the call.
     """
 
-    def __init__(
-        self, refuse: Refuse = refuse_plainly, admit: Admit = lambda num_bytes, context: nullcontext()
-    ) -> None:
+    def __init__(self, refuse: Refuse = refuse_plainly, admit: Admit = lambda *_: nullcontext()) -> None:
         self._refuse = refuse
         self._admit = admit
 
@@ -113,7 +111,7 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         parse = _forgive(handler.request_deserializer)
 
         async def read(data: bytes, context: Context) -> Any:
-            async with self._admit(len(data), context):
+            async with self._admit(handler_call_details.method, data, context):
                 if (request := parse(data)) is None:
                     await self._refuse(context)
                 return request

@@ -21,6 +21,7 @@ from gateway.access.keys import Key, Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
+from gateway.api.grpc.message_parts import check_parts
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError, bad_request
 from gateway.fair_turns import SHORT_BYTES, LoopTurn
@@ -49,7 +50,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 _NO_TURN = LoopTurn()
+_INPUTS = {f"/{one.containing_service.full_name}/{one.name}": one.input_type for one in _SERVICE.methods}
 _turn = ContextVar("turn", default=_NO_TURN)  # of the call
 
 
@@ -61,16 +64,19 @@ def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerIntercep
     """Returns the interceptors, which the gRPC server takes at construction."""
 
     @asynccontextmanager
-    async def admit(num_bytes: int, context: Context) -> AsyncIterator[None]:
+    async def admit(method: str, data: bytes, context: Context) -> AsyncIterator[None]:
         """gRPC has read the message, and tells no sooner."""
-        if num_bytes <= SHORT_BYTES:
+        kind = _INPUTS.get(method)
+        if kind is None or len(data) <= SHORT_BYTES:
             yield
             return
         try:
             owner = served.keys.check(context.invocation_metadata() or ()).name
             async with served.held.body(owner) as hold:
-                hold(num_bytes)
-                _turn.set(turn := served.new_turn(owner, num_bytes))
+                hold(len(data))
+                _turn.set(turn := served.new_turn(owner, len(data)))
+                await turn.step()
+                check_parts(kind, data, served.context_tokens)
                 await turn.step()
                 yield
         except ApiError as error:
@@ -85,7 +91,7 @@ def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> Non
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
     health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
     names = [
-        pb.DESCRIPTOR.services_by_name["Inference"].full_name,
+        _SERVICE.full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
@@ -100,17 +106,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request, self._served.context_tokens), _generate_message)
+        await self._stream(context, partial(generate_request, request), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request, self._served.context_tokens), _chat_message)
+        await self._stream(context, partial(chat_request, request), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             await _turn.get().last_step()
-            raw, key = tokenize_request(request, self._served.context_tokens), self._key(context)
+            raw, key = tokenize_request(request), self._key(context)
             served = self._served.find(raw.model, key)
             token_ids = await tokenize(served, raw, key)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
@@ -119,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Turns token ids into text."""
         async with _serving(context):
             await _turn.get().last_step()
-            check_known(request, self._served.context_tokens)
+            check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
             key = self._key(context)
             served = self._served.find(model, key)
@@ -129,7 +135,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
-            check_known(request, self._served.context_tokens)
+            check_known(request)
             names = self._served.names(self._key(context))
             models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)
