@@ -30,7 +30,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients lock audit wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,15 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+lock: $(DEV_STAMP) ## Write the lock file of the gateway's image: needs PyPI
+	$(BIN)/python deploy/lock.py
+
+audit: $(DEV_STAMP) ## Look for known vulnerabilities, and write build/sbom.json (CycloneDX): needs a network
+	$(PYTHON) -m venv build/audit && build/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'
+	build/audit/bin/pip-audit --disable-pip --requirement deploy/gateway-requirements.lock
+	build/audit/bin/pip-audit --local --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    --skip-editable --format cyclonedx-json --output build/sbom.json
 
 wheel: | .venv/bin/python ## Build dist/baton-VERSION-py3-none-any.whl, which needs no checkout
 	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .

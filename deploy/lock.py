@@ -16,13 +16,13 @@ MACHINES = ("x86_64", "aarch64")
 
 
 def resolve(machine: str) -> dict[str, tuple[str, str]]:
-    """Name |-> (version, hash), as pip would install them there; it downloads no package."""
+    """Name |-> (version, hash), as pip would install them there from PyPI alone; it downloads no package."""
     platforms = [word for tag in TAGS for word in ("--platform", f"{tag}_{machine}")]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         command = [
-            sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report),
-            "--target", folder, "--python-version", PYTHON, "--only-binary=:all:", *platforms,
+            sys.executable, "-m", "pip", "--isolated", "install", "--quiet", "--dry-run", "--ignore-installed",
+            "--report", str(report), "--target", folder, "--python-version", PYTHON, "--only-binary=:all:", *platforms,
             "-r", str(HERE / "gateway-requirements.txt"),
         ]  # fmt: skip
         subprocess.run(command, check=True)
