@@ -1,6 +1,7 @@
 """Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -51,6 +52,7 @@ log = structlog.get_logger()
 
 STOP_S = 2  # for clients to read the rest of their answers
 START_PATIENCE_S = 10.0
+SWITCH_S = 0.001  # Python's is 5 ms: the event loop waits so long, again and again, while a thread tokenises
 
 
 def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
@@ -59,6 +61,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
     `folders`: a name of each model in requests |-> its tokenizer and configuration.
     """
     setup_logging("gateway", config.log_level)
+    sys.setswitchinterval(SWITCH_S)
     take_open_files()
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
