@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from gateway.api.http.connection import MAX_CONNECTIONS
+from gateway.api.http.connection import KEEP_ALIVE_S, MAX_CONNECTIONS
 from gateway.batches.lines import MAX_ALL_LINES, MAX_LINES
 from gateway.batches.pace import RESERVE
 from gateway.batches.runner import MAX_OPENING
@@ -87,6 +87,11 @@ def build_bounds() -> list[Bound]:
             "connections",
             together=f"{MAX_CONNECTIONS:,}, and three quarters of the open files allowed",
             beyond="the oldest without a request is cut, with a warning",
+        ),
+        Bound(
+            "connections of gRPC",
+            together=f"{MAX_CONNECTIONS:,}, and an eighth of the open files allowed",
+            beyond=f"new ones are refused; one without a call for {KEEP_ALIVE_S} s is closed",
         ),
         Bound(
             "long texts to tokenise or to decode, waiting",

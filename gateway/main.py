@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
 from gateway.api.adapters import build_adapter_router
-from gateway.api.grpc.service import add_inference_services, build_interceptors
+from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.api.openai.batches import build_batch_router
@@ -99,7 +99,8 @@ async def _serve(
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
-    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
+    connections = bound_connections(config.client_timeout_s)
+    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes, connections)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
     await discovery.start()

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
+import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -23,6 +24,7 @@ from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.message_parts import check_parts
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
+from gateway.api.http.connection import KEEP_ALIVE_S, MAX_CONNECTIONS
 from gateway.errors import ApiError, bad_request
 from gateway.fair_turns import SHORT_BYTES, LoopTurn
 from gateway.request.prepare import ServedModels, detokenize, tokenize
@@ -84,6 +86,16 @@ def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerIntercep
 
     malformed = partial(bad_request, MALFORMED, None, "invalid_message")
     return [_KeyInterceptor(served.keys), MalformedInterceptor(lambda context: _refuse(context, malformed()), admit)]
+
+
+def bound_connections(client_timeout_s: float) -> Sequence[tuple[str, int]]:
+    """Options of the gRPC server: beyond MAX_CONNECTIONS new ones are refused, as gRPC cannot choose an idle one."""
+    most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)  # REST has three quarters
+    return (
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_connection_idle_ms", int(1000 * KEEP_ALIVE_S)),
+        ("grpc.server_handshake_timeout_ms", int(1000 * client_timeout_s)),
+    )
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:

@@ -1,5 +1,6 @@
 """gRPC only: reflection, health, request ids, details of all refusals, fields of newer clients."""
 
+import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -12,6 +13,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from gateway.api.grpc import service
+from runtime import rpc
 from runtime.malformed import _guard, _guard_generator
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
@@ -189,6 +192,20 @@ def test_messages_count_as_bodies_under_way(served: Served) -> None:
         held.bytes.most = before
     assert refused(ask(served, f"{INFERENCE}/Generate", message, KEY)).status != 429
     assert not held.bytes.total
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_CONNECTIONS", 3)
+    server = rpc.build_server(more_options=service.bound_connections(WAIT_S))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    hello = await streams[-1][0].read(9)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert hello and await asyncio.wait_for(reader.read(9), WAIT_S) == b"", "the fourth is refused"
+    for _, one in [*streams, (reader, writer)]:
+        one.close()
+    await server.stop(None)
 
 
 class Request:
