@@ -42,7 +42,14 @@ from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.events import NO_HAND_OFF, ModelState
-from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
+from runtime.lifecycle import (
+    ReadyReporter,
+    Shutdown,
+    open_link,
+    return_freed_memory,
+    spare_what_is_here,
+    take_open_files,
+)
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.tasks import keep_running
@@ -104,7 +111,8 @@ async def _serve(
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
     await discovery.start()
-    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    following = [asyncio.create_task(return_freed_memory())]
+    following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
     if tls:
         following.append(asyncio.create_task(tls.follow()))
     if key_file:
