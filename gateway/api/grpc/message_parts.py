@@ -16,6 +16,7 @@ MAX_TEXTS = 50_000  # as many as strings
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5  # wire types
 _CONTINUED = bytes(range(128, 256))  # bytes of varints that are not their last
 _BYTES_OF = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_DOUBLE: 8}  # other numbers are varints
+_MAX_VARINT_BYTES = 10
 _ENTRY = -1  # of a map: two numbers
 # Number of a field |-> message, bytes of a number (0: varint), _ENTRY, or None for a text.
 _Kinds = dict[int, Descriptor | int | None]
@@ -79,13 +80,13 @@ def check_parts(message: Descriptor, data: bytes, context_tokens: int) -> None:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends. Raises IndexError if it does not."""
-    value = data[at]
-    if value < 128:
-        return value, at + 1
-    value, shift, at = value & 127, 7, at + 1
-    while True:
-        byte = data[at]
-        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+    """The number, and where it ends. Raises IndexError if it does not, or not soon enough for a number."""
+    if (byte := data[at]) < 128:
+        return byte, at + 1
+    value = 0
+    for length in range(_MAX_VARINT_BYTES):
+        byte = data[at + length]
+        value |= (byte & 127) << 7 * length
         if byte < 128:
-            return value, at
+            return value, at + length + 1
+    raise IndexError
