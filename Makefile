@@ -9,6 +9,8 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
+# Of make prove: references, orders, features, kills, attack; all without any.
+PARTS ?=
 # Tensor-parallel ranks of decode workers in fault suites.
 DECODE_TP ?= 1
 # Whose signatures the tests read; without its CUDA dependencies, which are gigabytes.
@@ -28,7 +30,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients lock audit wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,14 +70,13 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
-prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of each attack: some minutes; takes MINUTES of kills
-	$(BIN)/python -m tests.prove $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of it: 15 minutes; takes PARTS, MINUTES of kills
+	$(BIN)/python -m tests.prove $(PARTS) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
 nightly: $(DEV_STAMP) ## What takes half an hour: attacks, fuzzers of public APIs and checkpoints with more examples, faults
-	$(BIN)/python -m tests.attack
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
@@ -92,6 +93,15 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+lock: $(DEV_STAMP) ## Write the lock file of the gateway's image: needs PyPI
+	$(BIN)/python deploy/lock.py
+
+audit: $(DEV_STAMP) ## Look for known vulnerabilities, and write build/sbom.json (CycloneDX): needs a network
+	$(PYTHON) -m venv build/audit && build/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'
+	build/audit/bin/pip-audit --disable-pip --requirement deploy/gateway-requirements.lock
+	build/audit/bin/pip-audit --local --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    --skip-editable --format cyclonedx-json --output build/sbom.json
 
 wheel: | .venv/bin/python ## Build dist/baton-VERSION-py3-none-any.whl, which needs no checkout
 	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .

@@ -8,11 +8,12 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from gateway.api.http.connection import MAX_CONNECTIONS
+from gateway.api.http.connection import KEEP_ALIVE_S, MAX_CONNECTIONS
 from gateway.batches.lines import MAX_ALL_LINES, MAX_LINES
 from gateway.batches.pace import RESERVE
 from gateway.batches.runner import MAX_OPENING
 from gateway.batches.store import MAX_FILE_BYTES, MAX_OPEN_BATCHES, MAX_RECORDS
+from gateway.fair_turns import SHORT_BYTES
 from gateway.held import IDLE_S, MAX_HELD_BYTES
 from gateway.images import reader
 from gateway.loop_watch import MAX_STEP_S
@@ -50,6 +51,12 @@ def build_bounds() -> list[Bound]:
     return [
         Bound("a step of the event loop", f"{MAX_STEP_S:g} s of CPU time, by design", beyond="counted and logged"),
         Bound(
+            f"requests of more than {SHORT_BYTES >> 10} KiB that are read and checked",
+            one_key="1",
+            together="1; after each step, others have the event loop for as long as it took",
+            beyond="waits; keys take turns",
+        ),
+        Bound(
             "JSON of a body, and again of texts of JSON in it (a call's arguments, gRPC's schemas)",
             f"{parts.containers:,} containers, {parts.strings:,} strings, {parts.elements:,} other elements (besides "
             f"token ids), {MAX_JSON_DEPTH} levels, numbers of {MAX_DIGITS} digits; counted before it is converted",
@@ -80,6 +87,11 @@ def build_bounds() -> list[Bound]:
             "connections",
             together=f"{MAX_CONNECTIONS:,}, and three quarters of the open files allowed",
             beyond="the oldest without a request is cut, with a warning",
+        ),
+        Bound(
+            "connections of gRPC",
+            together=f"{MAX_CONNECTIONS:,}, and an eighth of the open files allowed",
+            beyond=f"new ones are refused; one without a call for {KEEP_ALIVE_S} s is closed",
         ),
         Bound(
             "long texts to tokenise or to decode, waiting",

@@ -1,7 +1,11 @@
 """Turns at something of which there are few, such as threads: given to keys one after another, not first come first."""
 
-from asyncio import CancelledError, Future, get_running_loop
+import time
+from asyncio import CancelledError, Future, get_running_loop, sleep
 from collections import Counter, deque
+
+SHORT_BYTES = 4096  # of a request that is read and checked in 4 ms at most
+MOST_TURN_S = 1.0  # at the event loop, which a long request needs for 0.2 s
 
 
 class FairTurns:
@@ -54,3 +58,41 @@ class FairTurns:
             self._waiting[owner].remove(turn)
             if not self._waiting[owner]:
                 del self._waiting[owner]
+
+
+class LoopTurn:
+    """A request's turn at the event loop, while it is read and checked: of long requests one has it at a time.
+
+    Between its steps, and after the last, all else has the loop for as long as a step took. So others wait for one
+    step, however many long requests there are. Short requests take no turn.
+    """
+
+    def __init__(self, turns: FairTurns | None = None, owner: str = "", num_bytes: int = 0) -> None:
+        """`turns`: of which there is one; None: as for a short request."""
+        self._turns = turns if num_bytes > SHORT_BYTES else None
+        self._owner = owner
+        self._began_s: float | None = None  # the step, by the thread's CPU time
+
+    async def step(self) -> None:
+        """What follows is a step. Others run before."""
+        await sleep(0)
+        if self._turns is None:
+            return
+        if self._began_s is None:
+            await self._turns.take(self._owner)
+            get_running_loop().call_later(MOST_TURN_S, self.end)
+        else:
+            await sleep(time.thread_time() - self._began_s)
+        self._began_s = time.thread_time()
+
+    async def last_step(self) -> None:
+        """What follows, up to the next await, is the last step."""
+        await self.step()
+        get_running_loop().call_soon(self.end)
+
+    def end(self) -> None:
+        """No step follows. Idempotent."""
+        if self._turns is not None and self._began_s is not None:
+            rest_s = time.thread_time() - self._began_s
+            get_running_loop().call_later(rest_s, self._turns.give_back, self._owner)
+            self._turns = None

@@ -4,8 +4,11 @@ All of it together is bounded. When there is no room, the holder that has been i
 more bodies are refused. Lives on the asyncio thread.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 
@@ -56,6 +59,20 @@ class Held:
                 self._warned_s = now
                 _log.warning("clients hold too much: the oldest idle gives way", bytes=self.bytes.total)
             idle.give_way()
+
+    @asynccontextmanager
+    async def body(self, owner: str) -> AsyncIterator[Callable[[int], None]]:
+        """Around a body; yields what is called with its number of bytes. Raises ApiError 429, also if it gives way."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                holder = Holder(owner, lambda: limit.reschedule(asyncio.get_running_loop().time()))
+                try:
+                    yield partial(self.hold, holder)
+                finally:
+                    self.end(holder)
+        except TimeoutError as error:
+            why = "the body came slowly while clients sent too much at once; send it again in a moment"
+            raise overloaded(why) from error
 
     def end(self, holder: Holder) -> None:
         """It holds nothing any more. Idempotent."""

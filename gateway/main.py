@@ -1,6 +1,7 @@
 """Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
 from gateway.api.adapters import build_adapter_router
-from gateway.api.grpc.service import add_inference_services, build_interceptors
+from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
 from gateway.api.openai.batches import build_batch_router
@@ -41,7 +42,14 @@ from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.events import NO_HAND_OFF, ModelState
-from runtime.lifecycle import ReadyReporter, Shutdown, open_link, spare_what_is_here, take_open_files
+from runtime.lifecycle import (
+    ReadyReporter,
+    Shutdown,
+    open_link,
+    return_freed_memory,
+    spare_what_is_here,
+    take_open_files,
+)
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.tasks import keep_running
@@ -51,6 +59,7 @@ log = structlog.get_logger()
 
 STOP_S = 2  # for clients to read the rest of their answers
 START_PATIENCE_S = 10.0
+SWITCH_S = 0.001  # Python's is 5 ms: the event loop waits so long, again and again, while a thread tokenises
 
 
 def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
@@ -59,6 +68,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
     `folders`: a name of each model in requests |-> its tokenizer and configuration.
     """
     setup_logging("gateway", config.log_level)
+    sys.setswitchinterval(SWITCH_S)
     take_open_files()
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
@@ -96,11 +106,13 @@ async def _serve(
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
-    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
+    connections = bound_connections(config.client_timeout_s)
+    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes, connections)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
     await discovery.start()
-    following = await _follow_sleep(config, fleet, [router.model for router in routers.values()])
+    following = [asyncio.create_task(return_freed_memory())]
+    following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
     if tls:
         following.append(asyncio.create_task(tls.follow()))
     if key_file:

@@ -7,7 +7,7 @@ INTERNAL or nothing.
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -17,6 +17,7 @@ from runtime.peer_input import shorten
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Refuse = Callable[[Context], Awaitable[NoReturn]]  # ends a call
+Admit = Callable[[str, bytes, Context], AbstractAsyncContextManager[None]]  # around parsing a message of a method
 
 MALFORMED = "the request is no message of this method"
 METHOD_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -88,11 +89,12 @@ async def refuse_plainly(context: Context) -> NoReturn:
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
     """Guards every method that takes one message; methods that take a stream stay unguarded.
 
-    `refuse` ends a malformed call. If several such interceptors are installed, the first one's is used.
+    `refuse` ends a malformed call; `admit` may wait, or end the call.
     """
 
-    def __init__(self, refuse: Refuse = refuse_plainly) -> None:
+    def __init__(self, refuse: Refuse = refuse_plainly, admit: Admit = lambda *_: nullcontext()) -> None:
         self._refuse = refuse
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -106,7 +108,15 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             inner, build = handler.unary_stream, grpc.unary_stream_rpc_method_handler
         guard = _guard_generator if inspect.isasyncgenfunction(inner) else _guard
-        return build(guard(inner, self._refuse), _forgive(handler.request_deserializer), handler.response_serializer)
+        parse = _forgive(handler.request_deserializer)
+
+        async def read(data: bytes, context: Context) -> Any:
+            async with self._admit(handler_call_details.method, data, context):
+                if (request := parse(data)) is None:
+                    await self._refuse(context)
+                return request
+
+        return build(guard(inner, read), None, handler.response_serializer)
 
 
 class _Brief:
@@ -134,12 +144,13 @@ def _forgive(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse_or_none
 
 
-def _guard(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
-    async def answer(request: Any, context: Context) -> Any:
-        if request is None:
-            await refuse(context)
-        call = inner(request, cast(Context, _Brief(context)))
-        del request
+Read = Callable[[bytes, Context], Awaitable[Any]]
+
+
+def _guard(inner: Any, read: Read) -> Callable[[bytes, Context], Any]:
+    async def answer(data: bytes, context: Context) -> Any:
+        call = inner(await read(data, context), cast(Context, _Brief(context)))
+        del data
         try:
             return await call
         except grpc.aio.AbortError as error:
@@ -148,12 +159,10 @@ def _guard(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
     return answer
 
 
-def _guard_generator(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
-    async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
-        if request is None:
-            await refuse(context)
-        call = inner(request, cast(Context, _Brief(context)))
-        del request
+def _guard_generator(inner: Any, read: Read) -> Callable[[bytes, Context], Any]:
+    async def answer(data: bytes, context: Context) -> AsyncIterator[Any]:
+        call = inner(await read(data, context), cast(Context, _Brief(context)))
+        del data
         try:
             async with aclosing(call) as responses:
                 async for response in responses:

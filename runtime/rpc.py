@@ -97,17 +97,22 @@ def find_distrust(error: grpc.aio.AioRpcError) -> str | None:
 
 
 def build_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (), max_request_bytes: int = MAX_MESSAGE_BYTES
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
+    more_options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
     """A server with matching limits: add services, `bind`, `start`. Larger requests get RESOURCE_EXHAUSTED, unread."""
     options = (
         *_OPTIONS,
+        *more_options,
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     )
-    return grpc.aio.server(options=options, interceptors=(*interceptors, MalformedInterceptor()))
+    if not any(isinstance(one, MalformedInterceptor) for one in interceptors):
+        interceptors = (*interceptors, MalformedInterceptor())
+    return grpc.aio.server(options=options, interceptors=interceptors)
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

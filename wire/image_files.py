@@ -58,7 +58,8 @@ def read_image(file: bytes, max_pixels: int = MOST_PIXELS) -> Image.Image:
         is_small = image.width * image.height <= max_pixels
         is_single = image.format == "MPO" or not getattr(image, "is_animated", False)  # MPO: a photo and its previews
         if is_small and is_single:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            ImageOps.exif_transpose(image, in_place=True)
+            return image if image.mode == "RGB" else image.convert("RGB")  # a copy of 200 MB, for large ones
     except (MemoryError, Image.DecompressionBombError) as error:
         raise ValueError("it has too many pixels") from error
     except Exception as error:  # decoders raise whatever a damaged file makes them

@@ -21,6 +21,7 @@ from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchErro
 from decode_worker.grammar.limits import (
     BESIDE_SHARE,
     CHEAP_CPU_S,
+    MAX_ANSWER_CPU_S,
     MAX_STEP_CPU_S,
     MAX_TURN_CPU_S,
     UNKNOWN_CPU_S,
@@ -54,6 +55,8 @@ class _State:
     matcher: Matcher | None = None
     cpu_s: float = UNKNOWN_CPU_S  # of its last masks
     num_waited: int = 0  # steps since then that had no time for it
+    beside_cpu_s: float = 0.0  # of all its masks beside others
+    num_beside: int = 0  # such masks
 
 
 _Work: TypeAlias = tuple[Sequence, Callable[[Sequence, _State], T]]
@@ -89,12 +92,25 @@ class Constraints:
                 state.num_waited += 1
             else:
                 state.cpu_s, state.num_waited = one.cpu_s, 0
-            if isinstance(one.result, np.ndarray):
+            if isinstance(one.result, np.ndarray) and (error := self._find_burden(step.sequence, state)) is not None:
+                standings[i] = error
+            elif isinstance(one.result, np.ndarray):
                 step.mask, step.drafts = one.result, step.drafts[: len(one.result) - 1]
                 step.num_drafted = len(step.drafts)
             else:
                 standings[i] = one.result
         return standings
+
+    def _find_burden(self, sequence: Sequence, state: _State) -> GrammarMismatchError | None:
+        """Counts its last masks. Returns why the answer must end, if it costs others too much."""
+        state.beside_cpu_s += state.cpu_s if self._is_beside else 0.0
+        state.num_beside += self._is_beside
+        if state.beside_cpu_s <= max(MAX_ANSWER_CPU_S, MAX_TURN_CPU_S * state.num_beside):
+            return None
+        mean_ms = 1e3 * state.beside_cpu_s / state.num_beside
+        log.warning("an answer is ended", reason="its grammar costs others much", request_id=sequence.params.request_id)
+        message = f"the grammar takes {mean_ms:.0f} ms for a token, for which other answers wait: it is too ambiguous"
+        return GrammarMismatchError(message)
 
     def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
         """How each answer stands after its next tokens. `constrain` catches up with one that is late."""

@@ -20,6 +20,7 @@ MAX_STUCK = 4  # abandoned calls at once
 CHEAP_CPU_S = 0.001  # of an answer's masks: such grammars are no burden
 BESIDE_SHARE = 0.2  # of a worker's time, for costlier ones while other answers wait for their steps
 MAX_BESIDE_CPU_S = 0.05  # of these in a step
+MAX_ANSWER_CPU_S = 1.0  # of one answer's masks beside others, if they take more than MAX_TURN_CPU_S at the mean
 UNKNOWN_CPU_S = 0.005  # assumed for an answer's first masks: more than honest grammars need
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)

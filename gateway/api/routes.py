@@ -1,7 +1,5 @@
 """The endpoints of OpenAI's and Anthropic's APIs. `types.py` says what they take, `writer.py` what they answer."""
 
-from asyncio import sleep
-
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
@@ -54,7 +52,7 @@ def build_api_router(served: ServedModels) -> APIRouter:
         return await respond(
             served.find(body.model, request.state.key),
             request,
-            await _raw(body),
+            await _raw(body, request),
             MessageWriter,
             is_streamed=bool(body.stream),
         )
@@ -71,7 +69,7 @@ def build_api_router(served: ServedModels) -> APIRouter:
         return await respond(
             one,
             request,
-            await _raw(body),
+            await _raw(body, request),
             lambda totals: ResponseWriter(totals, body, one.tokenizer.token_bytes),
             is_streamed=bool(body.stream),
         )
@@ -100,6 +98,7 @@ def build_api_router(served: ServedModels) -> APIRouter:
         """Turns token ids into text, control tokens as they are written."""
         key = request.state.key
         one = served.find(body.model, key)
+        await request.state.turn.last_step()
         text = await detokenize(one, body.model, body.tokens, "tokens", key, with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
@@ -114,23 +113,25 @@ async def _raw(
     | MessagesRequest
     | ResponsesRequest
     | TokenizeRequest,
+    request: Request,
 ) -> GenerateRequest:
-    """The request without its wire format. Lets other requests run before: checking a long body took milliseconds."""
-    await sleep(0)
+    """The request without its wire format."""
+    await request.state.turn.step()
     return body.raw()
 
 
 async def _tokenize(
     models: ServedModels, request: Request, body: CountTokensRequest | CountInputRequest | TokenizeRequest
 ) -> tuple[int, ...]:
-    raw, key = await _raw(body), request.state.key
+    raw, key = await _raw(body, request), request.state.key
+    await request.state.turn.last_step()
     return await while_connected(request, raw, tokenize(models.find(raw.model, key), raw, key))
 
 
 async def _complete(
     models: ServedModels, request: Request, body: ChatCompletionRequest | CompletionRequest
 ) -> Response:
-    raw = await _raw(body)
+    raw = await _raw(body, request)
     if body.stream and raw.num_prompt_logprobs is not None:
         raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from gateway.access.keys import Key, Keys
 from gateway.batches.pace import Gaps
 from gateway.errors import ApiError, bad_request, check_count, missed_deadline, overloaded
+from gateway.fair_turns import LoopTurn
 from gateway.held import Held
 from gateway.metrics import RequestMetrics
 from gateway.request import rules
@@ -87,7 +88,6 @@ class ServedModel(Prompts):
 
         `arrived_s`: by time.perf_counter; the deadline counts from then. `key`: its API key.
         """
-        await asyncio.sleep(0)  # lets other requests run: reading a long one took milliseconds
         key.allowance.check(time.perf_counter(), key.name)
         cache_salt = key.salted(raw.cache_salt) if self.options.salts_by_key else raw.cache_salt
         priority = key.order(raw.priority)
@@ -243,6 +243,10 @@ class ServedModels:
     @property
     def options(self) -> ApiOptions:
         return self.models[0].options
+
+    def new_turn(self, owner: str, num_bytes: int) -> LoopTurn:
+        """For reading and checking a request."""
+        return LoopTurn(self.models[0].offload.loop_turns, owner, num_bytes)
 
     @property
     def context_tokens(self) -> int:

@@ -18,6 +18,7 @@ from gateway.router.request import AttemptFailed, Request
 from gateway.router.worker_client import GONE, PrefillClient
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
+from runtime.malformed import MALFORMED
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 from wire.timing import Timing
@@ -285,7 +286,7 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFa
     metadata = tuple(error.trailing_metadata() or ())
     if (refused_for := str(dict(metadata).get(rpc.REFUSED_FOR, ""))) in REFUSALS:
         return AttemptFailed(REFUSALS[refused_for], detail, role)
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT and error.details() != MALFORMED:  # it was damaged on its way
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"
         is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in metadata

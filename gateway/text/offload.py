@@ -28,6 +28,7 @@ class Offload:
     """Runs cheap work directly and expensive work on a thread."""
 
     def __init__(self) -> None:
+        self.loop_turns = FairTurns(1)  # for LoopTurn
         self._waiting = Shared(MAX_WAITING)
         self._turns = FairTurns(THREADS)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")

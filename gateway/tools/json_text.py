@@ -26,6 +26,10 @@ _LAST = re.compile(_WHOLE, re.DOTALL)
 _PARTS = re.compile(rf"(?P<open>(?:{_HIGH}(?:{_CUT})?|{_CUT})\Z)|{_WHOLE}", re.DOTALL)
 
 
+class LongNumberError(ValueError):
+    """A number has more than MAX_DIGITS digits."""
+
+
 @dataclass(slots=True)
 class JsonBudget:
     """What the JSON of one request may still have: reading and freeing it blocks the event loop.
@@ -51,7 +55,7 @@ class JsonBudget:
         if min(self.strings, self.containers, self.elements) < 0:
             raise ValueError("has too many JSON elements to be a request's")
         if len(marks) > MAX_DIGITS and _LONG_NUMBER in marks.translate(_DIGITS):
-            raise ValueError(f"has a number of more than {MAX_DIGITS} digits")
+            raise LongNumberError(f"has a number of more than {MAX_DIGITS} digits")
         return marks
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ MOST_MEMORY = 1.1  # times the gateway's before, at the end
 QUIET_S, SETTLE_S, PERIOD_S = 5.0, 1.0, 0.2
 FLAGS = ("--batch-dir-mib=256", "--patience-s=30", "--max-queue=1024")
 
+Row = dict[str, Any]  # a figure of a case |-> its value
+
 app = App(name="python -m tests.attack", help=__doc__)
 
 
@@ -56,6 +58,16 @@ class Seen:
     @property
     def wait_s(self) -> float:
         return statistics.median(self.waits_s) if self.waits_s else WAIT_S
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of all cases."""
+
+    quiet: Seen
+    rows: Sequence[Row]
+    problems: Sequence[str]
+    log: str  # of the service
 
 
 class Others:
@@ -163,8 +175,19 @@ def main(*names: str, out: Path = Path("build/attack.json")) -> int:
     out
         The figures, as JSON.
     """
+    console, started = Console(width=200), time.monotonic()
+    found = attack_service(names, lambda row: console.print(f"{time.monotonic() - started:3.0f} s: {row}"))
+    console.print(_table(found), *found.problems, f"{time.monotonic() - started:3.0f} s", sep="\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found.rows, indent=1) + "\n")
+    out.with_suffix(".log").write_text(found.log)
+    return 1 if found.problems else 0
+
+
+def attack_service(names: Sequence[str], on_row: Callable[[Row], object]) -> Found:
+    """Runs the cases whose names have one of these parts, or all."""
     chosen = [case for case in build_cases() if not names or any(name in case for name in names)]
-    console, problems, rows, started = Console(width=200), list[str](), list[dict[str, Any]](), time.monotonic()
+    problems, rows = list[str](), list[Row]()
     with serving() as live:
         target = Target(live.url, live.grpc_address, KEYS["attacker"])
         others = Others(live.url)
@@ -176,21 +199,16 @@ def main(*names: str, out: Path = Path("build/attack.json")) -> int:
             seen = run(live, others, name, target, is_control=False)
             problems += find_problems(name, seen, control, quiet)
             rows.append(_row(name, seen, control))
-            console.print(f"{time.monotonic() - started:3.0f} s: {rows[-1]}")
+            on_row(rows[-1])
         if not names:
-            problems += _find_kept_memory(live, others, rows)
+            problems += _find_kept_memory(live, rows)
         others.stop()
         problems += others.errors[:5]
         log = live.read_log()
-    problems += _find_in_log(log)
-    console.print(_table(rows, quiet), *problems, f"{time.monotonic() - started:3.0f} s", sep="\n")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(rows, indent=1) + "\n")
-    out.with_suffix(".log").write_text(log)
-    return 1 if problems else 0
+    return Found(quiet, rows, [*problems, *_find_in_log(log)], log)
 
 
-def _find_kept_memory(live: Live, others: Others, rows: Sequence[dict[str, Any]]) -> list[str]:
+def _find_kept_memory(live: Live, rows: Sequence[Row]) -> list[str]:
     """The gateway's memory must not grow with each attack: compared with the first case, whose control took bodies."""
     time.sleep(QUIET_S)
     before, now = rows[0]["memory_mib"], read_mib(live.pids["gateway"])
@@ -206,7 +224,7 @@ def _find_in_log(log: str) -> list[str]:
     return problems
 
 
-def _row(name: str, seen: Seen, control: Seen) -> dict[str, Any]:
+def _row(name: str, seen: Seen, control: Seen) -> Row:
     return {
         "case": name,
         "answers": " ".join(f"{count}x {what}" for what, count in sorted(seen.outcome.items())),
@@ -220,11 +238,11 @@ def _row(name: str, seen: Seen, control: Seen) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]], quiet: Seen) -> Table:
-    table = Table(title=f"quiet: longest gap {quiet.gap_s:.3f} s, second key {quiet.wait_s:.3f} s")
-    for name in rows[0] if rows else ():
+def _table(found: Found) -> Table:
+    table = Table(title=f"quiet: longest gap {found.quiet.gap_s:.3f} s, second key {found.quiet.wait_s:.3f} s")
+    for name in found.rows[0] if found.rows else ():
         table.add_column(name)
-    for row in rows:
+    for row in found.rows:
         table.add_row(*map(str, row.values()))
     return table
 

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "baton-0"}
 COMPONENT = "app.kubernetes.io/component"
 BUFFER_S = 10
 ELSEWHERE = {"kubernetes.io/metadata.name": "elsewhere"}
+SYSTEM, RESOLVER = {"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}
 MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 
 Manifest = dict[str, Any]
@@ -216,6 +218,9 @@ def test_no_secret_is_in_the_files_and_every_pod_gets_the_fleets(fleet: Fleet) -
         for name, entry in given.items():
             is_secret = name.startswith("BATON_") and name != IS_PRIVATE
             assert not is_secret or "secretKeyRef" in entry["valueFrom"]
+            assert not is_secret or not entry["valueFrom"]["secretKeyRef"].get("optional"), (
+                "none starts without its keys"
+            )
         assert not any("key=" in flag or "secret=" in flag for flag in pod.flags)
 
 
@@ -286,6 +291,8 @@ def admits(
     """
 
     def matches(one: dict[str, Any]) -> bool:
+        if "ipBlock" in one:
+            return "ip" in peer and ip_address(peer["ip"]) in ip_network(one["ipBlock"]["cidr"])
         if "namespaceSelector" in one:
             return selects(one["namespaceSelector"], namespace) and selects(one.get("podSelector", {}), peer)
         return not namespace and selects(one["podSelector"], peer)
@@ -314,7 +321,8 @@ def test_network_policies_admit_what_is_needed(fleet: Fleet) -> None:
         assert is_open == (source != "gateway" and called.config.device == "cuda"), (source, target)
     for pod in fleet.pods.values():
         assert admits(fleet, pod, "Ingress", pod.config.ops_port, {}, MONITORING)
-        assert admits(fleet, pod, "Egress", 53, {}, ELSEWHERE)
+        assert admits(fleet, pod, "Egress", 53, RESOLVER, SYSTEM)
+        assert admits(fleet, pod, "Egress", 53, {"ip": "169.254.20.10"}, ELSEWHERE), "NodeLocal DNSCache"
     for port in (fleet.pods["gateway"].config.port, fleet.pods["gateway"].config.grpc_listen_port):
         assert admits(fleet, fleet.pods["gateway"], "Ingress", port, {}, ELSEWHERE)
 
@@ -323,7 +331,9 @@ def test_network_policies_admit_no_one_else(fleet: Fleet) -> None:
     stranger = {"app.kubernetes.io/name": "stranger"}
     for pod in fleet.pods.values():
         assert not admits(fleet, pod, "Ingress", pod.config.ops_port, stranger, ELSEWHERE)
-        assert not any(admits(fleet, pod, "Egress", port, stranger, ELSEWHERE) for port in (443, 9000))
+        assert not any(admits(fleet, pod, "Egress", port, stranger, ELSEWHERE) for port in (53, 443, 9000))
+        assert not any(admits(fleet, pod, "Egress", port, stranger, SYSTEM) for port in (53, 443))
+        assert not admits(fleet, pod, "Egress", 53, {"ip": "9.9.9.9"}, ELSEWHERE)
         if pod.component != "gateway":
             for where in ({}, ELSEWHERE, MONITORING):
                 assert not admits(fleet, pod, "Ingress", pod.config.port, stranger, where)

@@ -6,23 +6,24 @@ Exit code 1 if a token is wrong, a request hangs, a page stays used, or a refusa
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cyclopts import App
 from rich.console import Console
 
 from demo.paths import TARGET_DIR
+from tests.attack.__main__ import attack_service
 from tests.faults import chaos
 from tests.prove import attacks, features, orders
 from tests.prove.report import Report, build_markdown, build_tables
 from tests.support.fault_answers import Truth
 from tests.support.oracle import Oracle
 
-Part = Literal["references", "orders", "features", "kills"]
+Part = Literal["references", "orders", "features", "kills", "attack"]
 Transport = Literal["shm", "grpc", "nixl", "cuda_ipc"]
-TITLE, COLUMN = "and also", "outcome"
+TITLE, COLUMN, ATTACK = "and also", "outcome", "one key's attack, and what it cost the others"
 NUM_STREAMS = 16
 
 app = App(name="python -m tests.prove", help=__doc__)
@@ -47,6 +48,20 @@ def prove_kills(report: Report, minutes: float) -> str:
     return f"{kills}, under {NUM_STREAMS} streams with {outcomes.total()} answers"
 
 
+def prove_attack(report: Report) -> str:
+    """Returns what was done."""
+
+    def put(row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "case":
+                report.put(ATTACK, row["case"], name.replace("_", " "), str(value))
+
+    found = attack_service((), put)
+    for problem in found.problems:
+        report.require(False, f"attack: {problem}")
+    return f"{len(found.rows)} attacks of a client with an ordinary key beside a stream and another key"
+
+
 def prove_part(report: Report, truth: Truth, part: Part, transports: Sequence[Transport], minutes: float) -> None:
     """Whatever ends it early is a finding."""
     known, done = len(report.problems), ""
@@ -61,14 +76,16 @@ def prove_part(report: Report, truth: Truth, part: Part, transports: Sequence[Tr
             features.prove_features(report, found)
             number = sum(map(len, found.values()))
             done = f"{number} requests for {len(found)} features, and cancels, with hand-off and without"
-        else:
+        elif part == "kills":
             done = prove_kills(report, minutes)
+        else:
+            done = prove_attack(report)
     except Exception as error:
         report.require(False, f"{part}: {error!r}")
     if wrong := len(report.problems) - known:
         report.put(TITLE, done or part, COLUMN, f"{wrong} WRONG")
     elif done:
-        report.put(TITLE, done, COLUMN, "every answer right")
+        report.put(TITLE, done, COLUMN, "within the limits" if part == "attack" else "every answer right")
 
 
 @app.default

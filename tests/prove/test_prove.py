@@ -1,12 +1,13 @@
 """The attack script: over one transport between real processes, and what it says when something is wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.attack.__main__ import Found, Seen
 from tests.corpus.cases import Case
 from tests.prove import attacks, features
 from tests.prove.__main__ import main
@@ -40,6 +41,17 @@ def test_answers_of_two_services_are_compared(texts: Sequence[str], cell: str) -
         assert features.compare(report, "sums", [case], twins, clients) == 1
     assert f"| sums | 0 equal | {cell} |" in build_markdown(report)
     assert report.num_wrong == len(report.problems) == (texts[0] != texts[1])
+
+
+def test_what_attacks_cost_the_others_is_proved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def attack(names: Sequence[str], on_row: Callable[[Mapping[str, Any]], None]) -> Found:
+        on_row({"case": "many ids", "answers": "4x 400", "gap_s": 0.5})
+        return Found(Seen(), [{}], ["many ids: the stream waited 0.50 s"], "")
+
+    monkeypatch.setattr("tests.prove.__main__.attack_service", attack)
+    assert main("attack", out=tmp_path / "all.md") == 1
+    text = (tmp_path / "all.md").read_text()
+    assert "| many ids | 4x 400 | 0.5 |" in text and "| 1 WRONG |" in text
 
 
 def test_a_service_that_takes_too_much_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A server that garbles one answer of a method: what it sends then is no protobuf message."""
+"""A server that garbles one answer or request of a method: what it sends or takes then is no protobuf message."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -10,10 +10,11 @@ GARBAGE = b"\xff" * 9
 
 
 class Garbler(grpc.aio.ServerInterceptor):
-    """Garbles the next answer of the methods in `wanted`, a message of a stream among them."""
+    """Garbles the next answer of the methods in `wanted`, a message of a stream among them, and requests likewise."""
 
     def __init__(self) -> None:
         self.wanted: Counter[str] = Counter()  # method |-> how many of its next answers
+        self.wanted_requests: Counter[str] = Counter()
         self.garbled: list[str] = []
 
     async def intercept_service(
@@ -35,6 +36,15 @@ class Garbler(grpc.aio.ServerInterceptor):
             self.garbled.append(method)
             return GARBAGE
 
+        def garble_request(data: bytes) -> bytes:
+            """As it is: it is parsed behind this interceptor."""
+            if not self.wanted_requests[method]:
+                return data
+            self.wanted_requests[method] -= 1
+            self.garbled.append(method)
+            return GARBAGE
+
+        assert handler.request_deserializer is None
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(inner.unary_stream, handler.request_deserializer, garble)
-        return grpc.unary_unary_rpc_method_handler(inner.unary_unary, handler.request_deserializer, garble)
+            return grpc.unary_stream_rpc_method_handler(inner.unary_stream, garble_request, garble)
+        return grpc.unary_unary_rpc_method_handler(inner.unary_unary, garble_request, garble)

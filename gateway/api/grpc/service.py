@@ -2,9 +2,12 @@
 
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
+import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -19,8 +22,11 @@ from gateway.access.keys import Key, Keys
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import REQUEST_ID_HEADER, log_key, pick_request_id, unique_id, waking_timeout, warning_headers
+from gateway.api.grpc.message_parts import check_parts
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
+from gateway.api.http.connection import KEEP_ALIVE_S, MAX_CONNECTIONS
 from gateway.errors import ApiError, bad_request
+from gateway.fair_turns import SHORT_BYTES, LoopTurn
 from gateway.request.prepare import ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
@@ -46,14 +52,50 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+_NO_TURN = LoopTurn()
+_INPUTS = {f"/{one.containing_service.full_name}/{one.name}": one.input_type for one in _SERVICE.methods}
+_turn = ContextVar("turn", default=_NO_TURN)  # of the call
+
+
 class _StalledClientError(Exception):
     """A client did not read a message in time."""
 
 
 def build_interceptors(served: ServedModels) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
-    malformed = MalformedInterceptor(lambda context: _refuse(context, bad_request(MALFORMED, None, "invalid_message")))
-    return [_KeyInterceptor(served.keys), malformed]
+
+    @asynccontextmanager
+    async def admit(method: str, data: bytes, context: Context) -> AsyncIterator[None]:
+        """gRPC has read the message, and tells no sooner."""
+        kind = _INPUTS.get(method)
+        if kind is None or len(data) <= SHORT_BYTES:
+            yield
+            return
+        try:
+            owner = served.keys.check(context.invocation_metadata() or ()).name
+            async with served.held.body(owner) as hold:
+                hold(len(data))
+                _turn.set(turn := served.new_turn(owner, len(data)))
+                await turn.step()
+                check_parts(kind, data, served.context_tokens)
+                await turn.step()
+                yield
+        except ApiError as error:
+            await _refuse(context, error)
+
+    malformed = partial(bad_request, MALFORMED, None, "invalid_message")
+    return [_KeyInterceptor(served.keys), MalformedInterceptor(lambda context: _refuse(context, malformed()), admit)]
+
+
+def bound_connections(client_timeout_s: float) -> Sequence[tuple[str, int]]:
+    """Options of the gRPC server: beyond MAX_CONNECTIONS new ones are refused, as gRPC cannot choose an idle one."""
+    most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)  # REST has three quarters
+    return (
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_connection_idle_ms", int(1000 * KEEP_ALIVE_S)),
+        ("grpc.server_handshake_timeout_ms", int(1000 * client_timeout_s)),
+    )
 
 
 def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> None:
@@ -61,7 +103,7 @@ def add_inference_services(server: grpc.aio.Server, served: ServedModels) -> Non
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
     health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
     names = [
-        pb.DESCRIPTOR.services_by_name["Inference"].full_name,
+        _SERVICE.full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
@@ -76,16 +118,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request, self._served.context_tokens), _generate_message)
+        await self._stream(context, partial(generate_request, request), _generate_message)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request, self._served.context_tokens), _chat_message)
+        await self._stream(context, partial(chat_request, request), _chat_message)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
-            raw, key = tokenize_request(request, self._served.context_tokens), self._key(context)
+            await _turn.get().last_step()
+            raw, key = tokenize_request(request), self._key(context)
             served = self._served.find(raw.model, key)
             token_ids = await tokenize(served, raw, key)
         return pb.TokenizeResponse(token_ids=token_ids, context_tokens=served.tokenizer.context_tokens)
@@ -93,7 +136,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
-            check_known(request, self._served.context_tokens)
+            await _turn.get().last_step()
+            check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
             key = self._key(context)
             served = self._served.find(model, key)
@@ -103,7 +147,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
-            check_known(request, self._served.context_tokens)
+            check_known(request)
             names = self._served.names(self._key(context))
             models = [pb.Model(id=name, context_tokens=one.tokenizer.context_tokens) for name, one in names]
         return pb.ListModelsResponse(models=models)
@@ -126,7 +170,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """
         async with _serving(context) as request_id:
             arrived_s = time.perf_counter()
+            await _turn.get().step()
             raw = read()
+            await _turn.get().last_step()
             key = self._key(context)
             served = self._served.find(raw.model, key)
             totals = await begin(served, raw, unique_id(request_id), arrived_s, key, context.invocation_metadata)
@@ -227,6 +273,8 @@ async def _serving(context: Context) -> AsyncIterator[str]:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"
             await _abort_with(context, ApiError(500, message, None, "bug"))
+        finally:
+            _turn.get().end()
 
 
 async def _abort_with(context: Context, error: ApiError) -> NoReturn:

@@ -87,6 +87,7 @@ async def respond(
         if is_streamed:
             raise bad_request("the answer to a line of a batch is not streamed; set stream to false", "stream")
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
+    await state.turn.last_step()
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
     writer, pieces = new_writer(totals), stream_choices(served, totals, turns, is_whole=not is_streamed)

@@ -3,8 +3,7 @@
 import asyncio
 import codecs
 import json
-from asyncio import sleep
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,12 +14,14 @@ from starlette.responses import Response
 from gateway.api.access import waking_timeout
 from gateway.api.http.access import CheckedRoute
 from gateway.api.http.body import Body
-from gateway.errors import ApiError, bad_request, overloaded
-from gateway.held import Holder
+from gateway.errors import ApiError, bad_request
+from gateway.fair_turns import LoopTurn
 from gateway.request.prepare import ServedModels
-from gateway.tools.json_text import MAX_ELEMENTS, JsonBudget
+from gateway.tools.json_text import MAX_DIGITS, MAX_ELEMENTS, JsonBudget, LongNumberError
 
 _MAX_PATH_CHARS = 200
+_Members = Sequence[tuple[str, object]]
+_LONG = object()  # stands for a number that is too long
 _MAX_IDS = 400_000  # of several prompts, in addition to one that fills the context; 0.1 us each
 
 
@@ -36,9 +37,13 @@ def limited_route(served: ServedModels) -> type[CheckedRoute]:
             takes_ids = isinstance(body, type) and issubclass(body, Body) and body.takes_ids
 
             async def handle_read(request: Request) -> Response:
-                value = await _read_object(request, served, takes_ids=takes_ids)
-                await sleep(0)  # lets other requests run between reading and checking a long body
-                return await handle(_ReadRequest(request, value))
+                request.state.turn = LoopTurn()
+                try:
+                    value = await _read_object(request, served, takes_ids=takes_ids)
+                    await request.state.turn.step()
+                    return await handle(_ReadRequest(request, value))
+                finally:
+                    request.state.turn.end()
 
             return handle_read
 
@@ -62,45 +67,43 @@ class _ReadRequest(Request):
 async def _read_object(request: Request, served: ServedModels, *, takes_ids: bool) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
-    async with in_time(served.options.body_timeout_s):
-        body = (await _read_bytes(request, served)).removeprefix(codecs.BOM_UTF8)
-    budget = JsonBudget(elements=MAX_ELEMENTS + (served.context_tokens + _MAX_IDS if takes_ids else 0))
-    try:
-        marks = budget.take(body)
-    except ValueError as error:
-        raise bad_request(f"the body {error}", None, "body_too_complex") from error
-    await sleep(0)  # counting and parsing are a step each
-    try:
-        value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
-    except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
+    owner = request.state.key.name
+    async with served.held.body(owner) as hold:
+        async with in_time(served.options.body_timeout_s):
+            body = (await _read_bytes(request, served, hold)).removeprefix(codecs.BOM_UTF8)
+        turn = request.state.turn = served.new_turn(owner, len(body))
+        await turn.step()
+        budget = JsonBudget(elements=MAX_ELEMENTS + (served.context_tokens + _MAX_IDS if takes_ids else 0))
+        try:
+            marks = budget.take(body)
+        except LongNumberError as error:
+            await turn.step()
+            path = (_find_long_number(body) or "")[:_MAX_PATH_CHARS]
+            raise bad_request(f"{path or 'the body'} {error}", path or None, "body_too_complex") from error
+        except ValueError as error:
+            raise bad_request(f"the body {error}", None, "body_too_complex") from error
+        await turn.step()
+        try:
+            value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
+        except ValueError as error:
+            raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
     if marks.count(b":") != _count_keys(value, marks.count(b"{")):
-        path = (_repeated_key(json.loads(body, object_pairs_hook=tuple)) or "")[:_MAX_PATH_CHARS]
+        path = (_find_path(json.loads(body, object_pairs_hook=tuple), _repeated_key) or "")[:_MAX_PATH_CHARS]
         raise bad_request(f"{path} comes twice in one JSON object; send it once", path or None, "invalid_json")
     return value
 
 
-async def _read_bytes(request: Request, served: ServedModels) -> bytes:
-    """The body, of which all that has arrived counts as held. Raises as above, and ApiError 429."""
+async def _read_bytes(request: Request, served: ServedModels, hold: Callable[[int], None]) -> bytes:
+    """The body. `hold`: called with what has arrived of it. Raises as above."""
     advice = "send a shorter one, or raise --body-limit-bytes"
     chunks, num_bytes = list[bytes](), 0
-    try:
-        async with asyncio.timeout(None) as limit:
-            owner = request.state.key.name
-            holder = Holder(owner, lambda: limit.reschedule(asyncio.get_running_loop().time()))
-            try:
-                async for chunk in limited_chunks(request, served.options.max_body_bytes, advice):
-                    chunks.append(chunk)
-                    num_bytes += len(chunk)
-                    served.held.hold(holder, num_bytes)
-                return b"".join(chunks)
-            finally:
-                served.held.end(holder)
-    except TimeoutError as error:
-        why = "the body came slowly while clients sent too much at once; send it again in a moment"
-        raise overloaded(why) from error
+    async for chunk in limited_chunks(request, served.options.max_body_bytes, advice):
+        chunks.append(chunk)
+        num_bytes += len(chunk)
+        hold(num_bytes)
+    return b"".join(chunks)
 
 
 def _check_content_type(request: Request) -> None:
@@ -157,17 +160,39 @@ def _count_keys(value: object, num_objects: int) -> int:
     return num_keys
 
 
-def _repeated_key(value: object) -> str | None:
-    """The first repeated key by its path, such as `messages[0].role`. Objects are tuples of (key, value)."""
-    if isinstance(value, tuple):
-        seen: set[str] = set()
-        for key, _ in value:
-            if key in seen:
-                return str(key)
-            seen.add(key)
-    if isinstance(value, (tuple, list)):
-        for index, member in enumerate(value):
-            step, inner = member if isinstance(value, tuple) else (f"[{index}]", member)
-            if isinstance(inner, (tuple, list)) and (found := _repeated_key(inner)) is not None:
-                return f"{step}{found}" if found.startswith("[") else f"{step}.{found}"
+def _find_path(value: object, find_wrong: Callable[[_Members], str | None]) -> str | None:
+    """The path of the first wrong member, such as `messages[0].role`. Objects are tuples of (key, value).
+
+    `find_wrong`: the key of one in an object or a list.
+    """
+    if not isinstance(value, (tuple, list)):
+        return None
+    members = value if isinstance(value, tuple) else [(f"[{index}]", inner) for index, inner in enumerate(value)]
+    if (wrong := find_wrong(members)) is not None:
+        return wrong
+    for step, inner in members:
+        if (found := _find_path(inner, find_wrong)) is not None:
+            return f"{step}{found}" if found.startswith("[") else f"{step}.{found}"
     return None
+
+
+def _repeated_key(members: _Members) -> str | None:
+    seen: set[str] = set()
+    for key, _ in members:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
+
+
+def _find_long_number(body: bytes) -> str | None:
+    """Its path; None if the body is no JSON."""
+
+    def read(number: str) -> object:
+        return _LONG if len(number) > MAX_DIGITS else None
+
+    try:
+        value = json.loads(body, object_pairs_hook=tuple, parse_int=read, parse_float=read)
+        return _find_path(value, lambda members: next((key for key, inner in members if inner is _LONG), None))
+    except (ValueError, RecursionError):
+        return None

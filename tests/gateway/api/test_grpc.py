@@ -1,9 +1,10 @@
 """gRPC only: reflection, health, request ids, details of all refusals, fields of newer clients."""
 
+import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +13,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from gateway.api.grpc import service
+from runtime import rpc
 from runtime.malformed import _guard, _guard_generator
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
@@ -178,6 +181,33 @@ def test_how_much_is_looked_through_is_bounded(
     assert not served.engine.generations
 
 
+def test_messages_count_as_bodies_under_way(served: Served) -> None:
+    """gRPC tells of a message when it is there: it counts until it is read."""
+    held, message = served.held, b"\x12\xa0\x9c\x01" + b"x" * 20_000
+    before, held.bytes.most = held.bytes.most, 24_000  # of which a key has three quarters
+    try:
+        outcome = refused(ask(served, f"{INFERENCE}/Generate", message, KEY))
+        assert (outcome.status, outcome.code) == (429, "overloaded") and "too much at once" in outcome.message
+    finally:
+        held.bytes.most = before
+    assert refused(ask(served, f"{INFERENCE}/Generate", message, KEY)).status != 429
+    assert not held.bytes.total
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_CONNECTIONS", 3)
+    server = rpc.build_server(more_options=service.bound_connections(WAIT_S))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    hello = await streams[-1][0].read(9)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert hello and await asyncio.wait_for(reader.read(9), WAIT_S) == b"", "the fourth is refused"
+    for _, one in [*streams, (reader, writer)]:
+        one.close()
+    await server.stop(None)
+
+
 class Request:
     """Stands for a large message."""
 
@@ -206,19 +236,16 @@ async def test_a_refused_request_is_not_kept(is_streamed: bool) -> None:
         await refuse(request, context)
         yield 1
 
-    async def end(context: Any) -> NoReturn:
-        raise AssertionError
+    async def read(data: bytes, context: Any) -> Request:
+        return requests.pop()
 
     request, context = Request(), Context()
     given: Any = context
-    seen = weakref.ref(request)
+    seen, requests = weakref.ref(request), [request]
+    del request
     with pytest.raises(grpc.aio.AbortError):
         if is_streamed:
-            calls = [_guard_generator(stream, end)(request, given)]
-            del request
-            await anext(calls.pop())
+            await anext(_guard_generator(stream, read)(b"", given))
         else:
-            call = _guard(refuse, end)(request, given)
-            del request
-            await call
+            await _guard(refuse, read)(b"", given)
     assert context.error is not None and seen() is None

@@ -271,6 +271,13 @@ def test_all_kinds_of_pixels_are_read(kind: str, mode: str) -> None:
     assert (image.mode, image.size) == ("RGB", (60, 40)) and min(map(min, image.getdata())) > 250
 
 
+def test_pixels_are_not_copied_but_to_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest image has 200 MB of them."""
+    file = picture("red")
+    monkeypatch.setattr(Image.Image, "copy", lambda image: pytest.fail("a copy"))
+    assert read_image(file).getpixel((0, 0)) == (255, 0, 0)
+
+
 def test_photos_are_turned_as_cameras_say_and_may_have_previews() -> None:
     photo, exif = Image.new("RGB", (60, 40), "red"), Image.Exif()
     exif[0x0112] = 6

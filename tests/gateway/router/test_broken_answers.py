@@ -93,11 +93,12 @@ async def test_one_broken_answer_of_a_worker_costs_no_request(method: str) -> No
         await opened.is_ready()
 
 
+@pytest.mark.parametrize("what", ["wanted", "wanted_requests"])
 @bounded
-async def test_a_broken_answer_to_run_begins_another_attempt() -> None:
+async def test_a_broken_run_or_answer_to_it_begins_another_attempt(what: str) -> None:
     async with ring() as opened:
         opened.decode.is_manual = True
-        opened.garbler.wanted["Run"] = 1
+        getattr(opened.garbler, what)["Run"] = 1
         asking = opened.start(wanted())
         await opened.decode.has_sessions(2)
         opened.decode.sessions[1].emit(4, "length")
@@ -105,6 +106,26 @@ async def test_a_broken_answer_to_run_begins_another_attempt() -> None:
         await opened.is_idle()
         opened.decode.is_manual = False
         await opened.is_answered_soon("after")
+
+
+@pytest.mark.parametrize("method", ["Status", "Steps", "Reserve", "Abort"])
+@bounded
+async def test_a_request_that_reaches_a_worker_damaged_is_a_lost_call(method: str) -> None:
+    async with ring() as opened:
+        await opened.is_answered_soon("before")
+        opened.garbler.wanted_requests[method] = 1
+        if method == "Steps":
+            opened.garbler.wanted["Steps"] = 1  # it is called again
+        if method == "Abort":
+            opened.decode.is_manual = True
+            client = opened.start(wanted("leaves"))
+            await opened.decode.has_sessions(2)
+            client.cancel()
+            opened.decode.is_manual = False
+        await opened.is_answered_soon("meanwhile")
+        await opened.signal.until(lambda: not opened.garbler.wanted_requests.total())
+        await opened.is_answered_soon("after")
+        await opened.is_ready()
 
 
 @bounded
