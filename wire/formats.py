@@ -1,7 +1,8 @@
 """The `format`s of JSON schemas that answers are held to, as expressions for the whole text. Data only.
 
 Each allows the usual spellings of its format and no others: date-time, time, date, duration and uuid as their RFCs say,
-email addresses without quotes or numeric hosts, host names of up to four labels, URIs without numeric IPv6 hosts.
+email addresses of any length, without quotes or numeric hosts, host names of up to four labels, URIs
+without IPv6 hosts.
 """
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
@@ -21,7 +22,8 @@ _TIME = rf"(?:{_HOUR}:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+-]{_HOUR})|23:59:60(?:\.\d{{
 _CLOCK = r"T(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
 _LABEL = r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,30}"  # 61 characters at most, and none of the reserved ones with "--"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+_ATOMS = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_NAME_PART = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
 _HEX = "%[0-9A-Fa-f]{2}"
 _PART = rf"(?:[\w.~!$&'()*+,;=:@-]|{_HEX})"  # of a path
 _PATH = rf"(?:/{_PART}*)*"
@@ -36,7 +38,7 @@ FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "duration": rf"P(?:(?:\d+D|\d+M(?:\d+D)?|\d+Y(?:\d+M(?:\d+D)?)?)(?:{_CLOCK})?|{_CLOCK}|\d+W)",
-    "email": rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}@{_HOST}",
+    "email": rf"{_ATOMS}(?:\.{_ATOMS})*@{_NAME_PART}(?:\.{_NAME_PART})*",
     "hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _IPV6,

@@ -1,4 +1,4 @@
-"""What xgrammar gets in place of a client's schema, expression or grammar, where it would read these in another way. Pure.
+"""What xgrammar gets in place of clients' schemas, expressions and grammars, where it reads these in another way. Pure.
 
 Schemas keep their parts: what xgrammar reads wrongly in one is written as it reads it rightly, and what it cannot
 follow is left out; the gateway has named that to the client by then. Expressions of strings do not pass through
@@ -35,11 +35,17 @@ _OPEN = {  # type |-> keywords that say what it holds; the one that says what el
         "additionalProperties",
     ),
 }
+# Up to 128 repetitions are compiled to masks. Beyond that xgrammar checks all tokens while the answer is made, which
+# takes 50 ms of 128k of them; but not those that a class of characters allows which is repeated as well.
+_FAST = 128
+_PLAIN_TEXT = '[^\\x00-\\x1f\\"\\\\]'
+_LENGTHS = re.compile(r"\^\[\^\]\{(\d+),(\d*)\}\$")
 _MARKED = re.compile(r'Regex\("@@(\d+)", json_string=true\)')
 _ESCAPED_KEY = ' | ("\\\\" basic_escape basic_string_sub)'  # in the rules of names that are not in `properties`
 _SAFE_KEY = ' | ("\\\\" [\\"\\\\bfnrt] basic_string_sub)'  # \\u0061 would spell a name that is'
 _EBNF_TOKEN = re.compile(
-    r'(?P<space>(?:\s|#[^\n]*)+)|"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|(?P<rule>[\w.-]+\s*::=)|[\w.-]+|.', re.DOTALL
+    r'(?P<space>(?:\s|#[^\n]*)+)|"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|(?P<rule>[\w.-]+\s*::=)|[\w.-]+|.',
+    re.DOTALL,
 )
 
 
@@ -49,7 +55,7 @@ class PlainSchema:
     def __init__(self, schema: dict[str, Any]) -> None:
         """`schema` is the caller's own: it is changed. Raises ValueError for what is no expression."""
         self._root = schema
-        self._patterns: list[str] = []
+        self._nodes: list[str] = []  # in EBNF
         self._moved: dict[str, Any] = {}  # definitions that get a name
         self._keys: dict[str, str] = {}  # reference |-> that name
         left: list[Any] = [schema]
@@ -68,7 +74,7 @@ class PlainSchema:
     def finished(self, ebnf: str) -> str:
         """xgrammar's grammar of the schema, with the expressions in it."""
         lines = [line.replace(_ESCAPED_KEY, _SAFE_KEY) if "_addl_key" in line else line for line in ebnf.split("\n")]
-        return _MARKED.sub(lambda mark: regex_node(self._patterns[int(mark[1])]), "\n".join(lines))
+        return _MARKED.sub(lambda mark: self._nodes[int(mark[1])], "\n".join(lines))
 
     def _refer(self, part: dict[str, Any]) -> list[Any]:
         """What a part refers to, under a name that xgrammar finds."""
@@ -130,12 +136,15 @@ class PlainSchema:
         if expression is None:
             return None
         try:
-            self._patterns.append(json_pattern(expression))
+            node = regex_node(json_pattern(expression))
         except NotEnforcedError:
             return self._mark_text({key: schema[key] for key in ("minLength", "maxLength") if key in schema})
         except PatternError as error:
             raise ValueError(f"{expression[:64]!r} is no regular expression: {error}") from error
-        return f"@@{len(self._patterns) - 1}"
+        if (bounds := _LENGTHS.fullmatch(expression)) and max(int(bounds[1]), int(bounds[2] or 0)) > _FAST:
+            node = f"({node} | {_PLAIN_TEXT}{{{max(int(bounds[1]), _FAST)},{bounds[2]}}})"
+        self._nodes.append(node)
+        return f"@@{len(self._nodes) - 1}"
 
 
 def _round(part: dict[str, Any]) -> None:
@@ -143,7 +152,9 @@ def _round(part: dict[str, Any]) -> None:
     for key, round_to in _ROUNDED.items():
         if isinstance(bound := part.get(key), (int, float)) and not isinstance(bound, bool):
             whole = round_to(bound)
-            part[key] = max(whole, -_MAX_INTEGER) if key in ("minimum", "exclusiveMinimum") else min(whole, _MAX_INTEGER)
+            part[key] = (
+                max(whole, -_MAX_INTEGER) if key in ("minimum", "exclusiveMinimum") else min(whole, _MAX_INTEGER)
+            )
 
 
 def regex_node(pattern: str) -> str:

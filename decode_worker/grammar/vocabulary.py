@@ -55,7 +55,9 @@ class Vocabulary:
 
     def pack(self) -> "PackedVocabulary":
         """Takes 0.1 s for 128k tokens."""
-        return PackedVocabulary(self.info.serialize_json().encode(), self.size, self.control, self.never, self.not_behind)
+        return PackedVocabulary(
+            self.info.serialize_json().encode(), self.size, self.control, self.never, self.not_behind
+        )
 
 
 class PackedVocabulary(msgspec.Struct, tag=True):
@@ -123,7 +125,9 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     info: TokenizerInfo = core.TokenizerInfo(tokens, kind, size, ends or None, has_space)
     texts = list(info.decoded_vocab())
     spoiled = {one: [token for token, text in enumerate(texts) if one.search(text)] for one in set(_NEVER.values())}
-    behind = {lead: [token for token, text in enumerate(texts) if re.match(one, text)] for lead, one in _BAD_PAIRS.items()}
+    behind = {
+        lead: [token for token, text in enumerate(texts) if re.match(one, text)] for lead, one in _BAD_PAIRS.items()
+    }
     not_behind = {token: behind[text[-1]] for token, text in enumerate(texts) if text and text[-1] in behind}
     return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()}, not_behind)
 

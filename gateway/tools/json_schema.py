@@ -286,7 +286,11 @@ def _find_of_objects(schema: Schema) -> str | None:
     begins = sorted(map(literal_begin, patterned))
     if any(later.startswith(begin) for begin, later in pairwise(begins)):
         return "several 'patternProperties' that one name may match"
-    if (rest not in (None, False) or not properties) and isinstance(least := schema.get("minProperties"), (int, float)) and least > 1:
+    if (
+        (rest not in (None, False) or not properties)
+        and isinstance(least := schema.get("minProperties"), (int, float))
+        and least > 1
+    ):
         return "'minProperties' of names that are free, and may be repeated,"
     return "'additionalProperties' beside a name that is not plain ASCII" if has_odd_names(schema) else None
 

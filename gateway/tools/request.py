@@ -94,7 +94,8 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
             why = "where it names another keyword than 'type' and 'properties', that one decides what it takes"
             raise bad_request(
-                f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'", path
+                f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'",
+                path,
             )
     if not raw.tools and (is_required or raw.choice == "auto"):
         verb = "asks for" if is_required else "allows"

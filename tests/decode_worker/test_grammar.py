@@ -248,7 +248,7 @@ def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Ser
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
-        ("regex", "a(", "without a .\)"),
+        ("regex", "a(", r"without a .\)"),
         ("ebnf", "root ::= root", "no text matches"),
         ("json_schema", json.dumps({"properties": {"x": {"type": "fool"}}}), 'type "fool" at #/properties/x$'),
         ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(10_000)), "chain of more than"),

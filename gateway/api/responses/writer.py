@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import msgspec
 import pydantic_core
 from msgspec import UNSET, Raw
 
