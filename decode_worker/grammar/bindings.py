@@ -3,12 +3,14 @@
 The only file that imports xgrammar. These classes are not its public interface, so pyproject.toml names one version.
 """
 
+import json
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from decode_worker.grammar.plain import PlainSchema, ebnf_grammar, plain_tag, regex_grammar
 from runtime.peer_input import MAX_JSON_WHITESPACE
 
 _MAX_RECURSION = 1000  # of its parser, in rules
@@ -54,16 +56,19 @@ def compile_text(kind: str, text: str, info: TokenizerInfo) -> CompiledGrammar:
     _settings.set_max_recursion_depth(_MAX_RECURSION)
     compiler = core.GrammarCompiler(info, 1, False, -1)  # threads, cache
     compiled: CompiledGrammar
-    match kind:
-        case "json_schema" | "json_object":
-            compiled = compiler.compile_json_schema(
-                text if kind == "json_schema" else _ANY_OBJECT,
-                _ANY_WHITESPACE, None, None, _STRICT, MAX_JSON_WHITESPACE, _ANY_ORDER,
-            )  # fmt: skip
-        case "regex":
-            compiled = compiler.compile_regex(text)
-        case "ebnf":
-            compiled = compiler.compile_grammar_from_strings(text, "root")
-        case _:
-            compiled = compiler.compile_structural_tag(text)
+    if kind == "structural_tag":
+        compiled = compiler.compile_structural_tag(plain_tag(text, _schema_ebnf))
+    else:
+        read = {"regex": regex_grammar, "ebnf": ebnf_grammar, "json_schema": _schema_ebnf}
+        ebnf = read[kind](text) if kind in read else _schema_ebnf(_ANY_OBJECT)
+        compiled = compiler.compile_grammar_from_strings(ebnf, "root")
     return compiled
+
+
+def _schema_ebnf(text: str) -> str:
+    """The grammar of a schema."""
+    schema = PlainSchema(json.loads(text))
+    grammar = core.Grammar.from_json_schema(
+        schema.text, _ANY_WHITESPACE, None, None, _STRICT, MAX_JSON_WHITESPACE, _ANY_ORDER, False
+    )
+    return schema.finished(str(grammar.to_string()))

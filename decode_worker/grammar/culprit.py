@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from wire.json_schema import Schema, inner_schemas, written
+from wire.json_schema import Schema, find_target, inner_schemas, written
 
 Node = TypeVar("Node", bound=Hashable)
 FindProblem = Callable[[str, str], str | None]  # what is wrong with a text of a kind; None: nothing, or time is over
@@ -66,7 +66,7 @@ def _locate(root: Any, problem: str, find_problem: FindProblem) -> str:
     while isinstance(part, dict) and id(part) not in seen:
         seen.add(id(part))
         if isinstance(part.get("$ref"), str):
-            if (target := _find_target(root, part["$ref"])) is not None and target is not root:
+            if (target := find_target(root, part["$ref"])) is not None and target is not root:
                 part, place = target, tuple(part["$ref"].split("/")[1:])
             continue
         for keys, inner in inner_schemas(part):
@@ -101,7 +101,7 @@ def schema_depth(root: Any) -> int:
         part = parts[number]
         inner = list(part.values()) if isinstance(part, dict) else part if isinstance(part, list) else []
         if isinstance(part, dict) and isinstance(part.get("$ref"), str):
-            inner.append(_find_target(root, part["$ref"]))
+            inner.append(find_target(root, part["$ref"]))
         for one in inner:
             if isinstance(one, (dict, list)):
                 parts[id(one)] = one
@@ -136,14 +136,6 @@ def _longest_chain(begins: Iterable[Node], following: Callable[[Node], Iterable[
             left.append((node, behind))  # below those behind it
             left += [(one, None) for one in behind]
     return max(heights.values(), default=0)
-
-
-def _find_target(root: Any, pointer: str) -> Any:
-    """What `#/a/b` names; None where nothing is. Without escapes, which xgrammar does not know."""
-    found = root
-    for key in pointer.split("/")[1:]:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
 
 
 def _parsed(text: str) -> Any:

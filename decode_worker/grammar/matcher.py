@@ -55,6 +55,8 @@ class Matcher:
         self._state: GrammarMatcher = core.GrammarMatcher(grammar.compiled, stops, False, -1, None)
         self._text = grammar.text_mask & ~_bits(stops, len(grammar.text_mask))
         self._allowed = self._text | _bits(self._stops, len(self._text))
+        self._not_behind = grammar.vocabulary.not_behind
+        self._last = -1  # accepted token
         self._next: NDArray[np.int32] | None = None  # fill(()), if it is known
 
     def fill(self, drafts: Sequence[int], until: float = math.inf) -> NDArray[np.int32]:
@@ -72,10 +74,13 @@ class Matcher:
         self._state.traverse_draft_tree(*_chain(len(tokens)), tokens, rows, left_s, None)
         _check_time(started, left_s if drafts else 0.0)
         rows &= self._allowed
+        for row, token in zip(rows, (self._last, *drafts), strict=True):
+            if token in self._not_behind:
+                row &= ~_bits(self._not_behind[token], len(row))
         num_good = 0
         while num_good < len(drafts) and self._has_text(rows[num_good + 1]):
             word, bit = divmod(drafts[num_good], 32)
-            if not self._text[word] >> bit & 1:  # a control token
+            if not (rows[num_good] & self._text)[word] >> bit & 1:  # a control token, or bytes that are no UTF-8
                 break
             num_good += 1
         if not drafts:
@@ -95,14 +100,14 @@ class Matcher:
             if token in self._stops or not self._state.accept_token(token, False):
                 raise GrammarMismatchError(f"token {token} does not fit the grammar")
             self.num_tokens += 1
-            self._next = None
+            self._next, self._last = None, token
             _check_time(started)
         return True
 
-    def begin_with(self, text: str) -> None:
-        """In a trial: the sequence begins with a text that the grammar takes."""
+    def begin_with(self, text: str) -> bool:
+        """In a trial: the sequence begins with a text. Whether the grammar takes it."""
         self._next = None
-        self._state.accept_string(text, False)
+        return bool(self._state.accept_string(text, False))
 
     @property
     def is_over(self) -> bool:

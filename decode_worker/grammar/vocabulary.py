@@ -3,7 +3,8 @@
 Read from a checkpoint's files without transformers, whose import takes seconds of CPU. Control tokens are those that
 transformers, and so the gateway, makes special tokens of. They have a text too (`<|user|>`), which a JSON string could
 hold; the gateway drops them from answers. So no mask allows them, except those that the grammar names, as formats of
-tool calls do. xgrammar also allows tokens with bytes that never occur in UTF-8 or in JSON; masks exclude these too.
+tool calls do. xgrammar also allows bytes that never occur, or never follow each other, in UTF-8 or in JSON; masks
+exclude these too.
 """
 
 import re
@@ -20,9 +21,11 @@ from decode_worker.grammar.bindings import TokenizerInfo, core
 from wire.files import TOKENIZER, blamed_tokenizer, named, read_json_object, read_text
 
 # xgrammar allows control characters in strings with a maximum length or a pattern.
-_NOT_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
-_NOT_JSON = re.compile(rb"[\xc0\xc1\xf5-\xff\x00-\x08\x0b\x0c\x0e-\x1f]")
-_NOT_IN_STRINGS = re.compile(rb"[\xc0\xc1\xf5-\xff\x00-\x1f]")  # JSON can do without \t, \n and \r between values
+_BAD_PAIRS = {0xE0: rb"[\x80-\x9f]", 0xED: rb"[\xa0-\xbf]", 0xF0: rb"[\x80-\x8f]", 0xF4: rb"[\x90-\xbf]"}  # in UTF-8
+_BAD = rb"[\xc0\xc1\xf5-\xff]|" + b"|".join([b"\\x%02x%b" % pair for pair in _BAD_PAIRS.items()])
+_NOT_UTF8 = re.compile(_BAD)
+_NOT_JSON = re.compile(_BAD + rb"|[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_NOT_IN_STRINGS = re.compile(_BAD + rb"|[\x00-\x1f]")  # JSON can do without \t, \n and \r between values
 _NEVER = {
     "json_schema": _NOT_IN_STRINGS,
     "json_object": _NOT_JSON,  # its strings have neither
@@ -40,6 +43,7 @@ class Vocabulary:
     size: int  # rows of the embedding: more than the tokenizer has tokens where it is padded
     control: dict[int, str]  # control token |-> its text
     never: dict[str, list[int]]  # kind of grammar |-> tokens that no such answer holds
+    not_behind: dict[int, list[int]]  # token that ends within a character |-> tokens with which it would be none
 
     def text_mask(self, kind: str, text: str) -> NDArray[np.int32]:
         """[ceil(size / 32)]: the tokens that an answer may hold, of a grammar that reads `text`; stop tokens aside."""
@@ -51,7 +55,9 @@ class Vocabulary:
 
     def pack(self) -> "PackedVocabulary":
         """Takes 0.1 s for 128k tokens."""
-        return PackedVocabulary(self.info.serialize_json().encode(), self.size, self.control, self.never)
+        return PackedVocabulary(
+            self.info.serialize_json().encode(), self.size, self.control, self.never, self.not_behind
+        )
 
 
 class PackedVocabulary(msgspec.Struct, tag=True):
@@ -61,11 +67,12 @@ class PackedVocabulary(msgspec.Struct, tag=True):
     size: int
     control: dict[int, str]
     never: dict[str, list[int]]
+    not_behind: dict[int, list[int]]
 
 
 def unpack_vocabulary(packed: PackedVocabulary) -> Vocabulary:
     info = core.TokenizerInfo.deserialize_json(packed.info.decode())
-    return Vocabulary(info, packed.size, packed.control, packed.never)
+    return Vocabulary(info, packed.size, packed.control, packed.never, packed.not_behind)
 
 
 class _Added(msgspec.Struct):
@@ -118,7 +125,11 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     info: TokenizerInfo = core.TokenizerInfo(tokens, kind, size, ends or None, has_space)
     texts = list(info.decoded_vocab())
     spoiled = {one: [token for token, text in enumerate(texts) if one.search(text)] for one in set(_NEVER.values())}
-    return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()})
+    behind = {
+        lead: [token for token, text in enumerate(texts) if re.match(one, text)] for lead, one in _BAD_PAIRS.items()
+    }
+    not_behind = {token: behind[text[-1]] for token, text in enumerate(texts) if text and text[-1] in behind}
+    return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()}, not_behind)
 
 
 def _read_added(given: object) -> Iterator[_Added]:

@@ -320,7 +320,7 @@ class CallReader:
             events = [event for event in events if not isinstance(event, Content)]
         # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
-        is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
+        is_calling = is_whole and self._parser.num_calls > 0 and self._parser.are_whole and not self._is_named
         runs: list[tuple[str, tuple[CallEvent, ...]]] = [("", ())]  # a text and the calls after it
         for event in events:
             text, calls = runs[-1]

@@ -19,6 +19,7 @@ class Item:
     call: CallBegin | None = None  # if the kind is call
     parts: list[str] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)  # shown tokens, if the kind is text
+    is_whole: bool = True  # false for a call until it ends, and if it is malformed
 
     @property
     def content(self) -> str:
@@ -47,8 +48,9 @@ class ItemReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether any function is called."""
-        return any(item.call is not None for item in self.items)
+        """Whether functions are called, each with whole arguments."""
+        calls = [item for item in self.items if item.call is not None]
+        return bool(calls) and all(item.is_whole for item in calls)
 
     def read(self, piece: OutputDelta) -> list[ItemEvent]:
         """Returns the events of a piece. The last piece ends the open item."""
@@ -65,6 +67,8 @@ class ItemReader:
             elif isinstance(event, Arguments):
                 self._grow("call", event.text)
             else:
+                if self._open is not None:
+                    self._open.is_whole = event.is_whole
                 self._end()
         if piece.finish_reason is not None:
             self._end()
@@ -72,7 +76,7 @@ class ItemReader:
 
     def _begin(self, kind: ItemKind, call: CallBegin | None = None) -> Item:
         self._end()
-        self._open = Item(len(self.items), kind, call)
+        self._open = Item(len(self.items), kind, call, is_whole=call is None)
         self.items.append(self._open)
         self._events.append(ItemEvent("begun", self._open))
         return self._open

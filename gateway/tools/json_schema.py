@@ -6,11 +6,25 @@ it does not know, and most that stand beside `$ref`, `enum` or `anyOf`. Compiles
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from gateway.errors import bad_request
-from wire.json_schema import MAX_SHOWN, Schema, inner_schemas, written
+from wire.formats import FORMATS, OTHER_FORMATS
+from wire.json_schema import (
+    MAX_SHOWN,
+    WHOLE,
+    Schema,
+    deciding,
+    find_target,
+    has_odd_names,
+    inner_schemas,
+    names_pattern,
+    own_types,
+    text_pattern,
+    written,
+)
+from wire.patterns import NotEnforcedError, PatternError, json_pattern, literal_begin
 
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _ENFORCED = {  # type |-> keywords about it that grammars enforce
@@ -31,19 +45,16 @@ _IGNORED = {  # type |-> keywords about it that grammars ignore
     "number": {"multipleOf"},
 }
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
-_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # one of them decides; only `type` may stand beside it
-_ASSERTIONS = set[str]().union(*_ENFORCED.values(), *_IGNORED.values(), _NEVER, _WHOLE)
+_ASSERTIONS = set[str]().union(*_ENFORCED.values(), *_IGNORED.values(), _NEVER, WHOLE)
 _NOT_TOGETHER = (  # of each pair, the second is ignored
     ({"pattern"}, {"minLength", "maxLength"}),
     ({"format"}, {"pattern", "minLength", "maxLength"}),
     (_RANGE, {"multipleOf"}),
     ({"properties"}, {"patternProperties"}),
+    ({"patternProperties"}, {"additionalProperties", "unevaluatedProperties"}),
 )
+_MAX_MULTIPLE = 1024  # of xgrammar
 _TYPES = frozenset(("object", "array", "string", "integer", "number", "boolean", "null"))
-_IMPLIED_BY = {  # type |-> keywords from which the compiler infers it if none is named
-    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
-    "array": ("items", "prefixItems", "unevaluatedItems"),
-}
 _TYPE_OF_JSON = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _MAX_HOPS = 4  # from reference to reference
 _MAX_BRANCHES = 20  # that are compared with each other
@@ -76,11 +87,13 @@ def find_unenforced(schema: Schema, comparisons: Comparisons | None = None) -> s
     left: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
     while left:
         place, part = left.pop()
-        never, whole = (next((key for key in keys if key in part), None) for keys in (_NEVER, _WHOLE))
+        never = next((key for key in _NEVER if key in part), "$id" if place and "$id" in part else None)
         if never is not None:
             problem: str | None = repr(never)
+        elif (whole := deciding(part)) is not None:
+            problem = _find_beside(whole, part, facts)
         else:
-            problem = _find_of_types(part) if whole is None else _find_beside(whole, part, facts)
+            problem = _find_of_types(part)
         if problem is not None:
             return f"{problem} at {written(place)}"
         left += [(place + keys, inner) for keys, inner in inner_schemas(part)]
@@ -97,7 +110,7 @@ def takes_objects_only(schema: Schema) -> bool:
         if id(part) in seen:
             continue
         seen.add(id(part))
-        whole = next((key for key in _WHOLE if key in part), "type")
+        whole = deciding(part) or "type"
         if whole in ("anyOf", "oneOf") and isinstance(part[whole], list) and part[whole]:
             left += part[whole]
         elif whole not in ("type", "const", "enum") or facts.of(part).types != {"object"}:
@@ -107,7 +120,7 @@ def takes_objects_only(schema: Schema) -> bool:
 
 def as_object(schema: Schema) -> Schema:
     """The schema; of objects if it names no type."""
-    return {"type": "object", **schema} if schema.keys().isdisjoint((*_WHOLE, "type")) else schema
+    return {"type": "object", **schema} if schema.keys().isdisjoint((*WHOLE, "type")) else schema
 
 
 class _Shown(NamedTuple):
@@ -137,10 +150,7 @@ class _Facts:
             if not isinstance(schema.get("$ref"), str):
                 break
             if id(schema) not in self._targets:
-                found: object = self._root
-                for name in schema["$ref"].split("/")[1:]:
-                    found = _mapping(found).get(name)
-                self._targets[id(schema)] = _mapping(found)
+                self._targets[id(schema)] = _mapping(find_target(self._root, schema["$ref"]))
             schema = self._targets[id(schema)]
         return schema
 
@@ -148,7 +158,7 @@ class _Facts:
         schema = self.followed(part)
         if id(schema) not in self._shown:
             listed = [schema["const"]] if "const" in schema else schema.get("enum")
-            values, types = None, _own_types(schema) or _TYPES
+            values, types = None, own_types(schema) or _TYPES
             if isinstance(listed, list):
                 values = frozenset(json.dumps(_plain(value), sort_keys=True) for value in listed)
                 types = frozenset(map(_type_of, values))
@@ -181,14 +191,6 @@ class _Facts:
             return False
         self._comparisons.num_left -= 1 + min(len(one.values), len(other.values))
         return self._comparisons.num_left > 0 and one.values.isdisjoint(other.values)
-
-
-def _own_types(schema: Schema) -> frozenset[str]:
-    """Those that the schema names, or the one that the compiler infers."""
-    if "type" in schema:
-        return frozenset(_texts(schema["type"] if isinstance(schema["type"], list) else [schema["type"]]))
-    implied = [name for name, keys in _IMPLIED_BY.items() if not schema.keys().isdisjoint(keys)]
-    return frozenset(implied[:1])
 
 
 def _widened(types: frozenset[str]) -> frozenset[str]:
@@ -231,6 +233,8 @@ def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
     branches = value if whole in ("anyOf", "oneOf", "allOf") and isinstance(value, list) else []
     if whole == "$ref" and isinstance(value, str) and value != "#" and not value.startswith("#/"):
         return "a '$ref' to another schema"
+    if whole in ("const", "enum") and _has_long_integer(value):
+        return f"{whole!r} with a number of more than 64 bits"
     if whole == "allOf" and len(branches) > 1:
         return "'allOf' of several"
     if whole == "oneOf" and not facts.are_apart(branches):
@@ -238,7 +242,7 @@ def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
     if "type" in schema:
         parts = branches or [schema if whole in ("$ref", "const", "enum") else None]
         types = frozenset[str]().union(*[facts.of(part).types for part in parts])
-        if not types <= _widened(_own_types(schema)):
+        if not types <= _widened(own_types(schema)):
             return f"'type' beside {whole!r}"
     return None
 
@@ -246,22 +250,80 @@ def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
 def _find_of_types(schema: Schema) -> str | None:
     if _ASSERTIONS.isdisjoint(schema):
         return None
-    types = _own_types(schema)
+    if (format := schema.get("format")) in OTHER_FORMATS:
+        return f"the 'format' {format!r}"
+    if (choice := next((key for key in WHOLE if key in schema), None)) is not None:
+        return f"{choice!r} beside 'properties'"
+    types = own_types(schema)
     enforced = set[str]().union(*(_ENFORCED.get(name, ()) for name in types))
     ignored = _ASSERTIONS - enforced
     if "type" in schema:
         ignored = set[str]().union(*(_IGNORED.get(name, ()) for name in types))
+    has_names = "object" in types and names_pattern(schema) is not None
     for key in schema:
-        if key in ignored and schema[key] is not False:
+        if key in ignored and not (_says_nothing(key, schema[key]) or (key == "propertyNames" and has_names)):
             return repr(key)
+    keys = {key for key in schema.keys() & enforced if not _says_nothing(key, schema[key])}
     for one, other in _NOT_TOGETHER:
-        if (keys := one & schema.keys() & enforced) and (passed := other & schema.keys() & enforced):
-            return f"{min(passed)!r} beside {min(keys)!r}"
-    if any(mark in str(schema.get("pattern", "")) for mark in ("(?=", "(?!", "(?<=", "(?<!")):
-        return "a 'pattern' that looks ahead or behind"
-    if "object" in types:
-        properties = _mapping(schema.get("properties"))
-        for name in _texts(schema.get("required")):
-            if name not in properties:
-                return f"'required' of {name[:MAX_SHOWN]!r}, which is not in 'properties',"
+        if (found := one & keys) and (passed := other & keys):
+            return f"{min(passed)!r} beside {min(found)!r}"
+    if "integer" in types and "multipleOf" in schema and not _is_multiple(schema["multipleOf"]):
+        return f"a 'multipleOf' that is no whole number up to {_MAX_MULTIPLE}"
+    if "string" in types and (problem := _find_in_pattern(text_pattern(schema))) is not None:
+        return f"a 'pattern' with {problem}"
+    return _find_of_objects(schema) if "object" in types else None
+
+
+def _find_of_objects(schema: Schema) -> str | None:
+    properties, patterned = _mapping(schema.get("properties")), _mapping(schema.get("patternProperties"))
+    rest = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+    for name in _texts(schema.get("required")):
+        if name not in properties and (patterned or rest is False or "propertyNames" in schema):
+            return f"'required' of {name[:MAX_SHOWN]!r}, which is not in 'properties',"
+    for key, pattern in (("propertyNames", names_pattern(schema)), *(("patternProperties", key) for key in patterned)):
+        if (problem := _find_in_pattern(pattern)) is not None:
+            return f"{key!r} with {problem}"
+    begins = sorted(map(literal_begin, patterned))
+    if any(later.startswith(begin) for begin, later in pairwise(begins)):
+        return "several 'patternProperties' that one name may match"
+    if (
+        (rest not in (None, False) or not properties)
+        and isinstance(least := schema.get("minProperties"), (int, float))
+        and least > 1
+    ):
+        return "'minProperties' of names that are free, and may be repeated,"
+    return "'additionalProperties' beside a name that is not plain ASCII" if has_odd_names(schema) else None
+
+
+def _says_nothing(key: str, value: object) -> bool:
+    """Whether a keyword with this value leaves the others to decide."""
+    if key == "format":
+        return not isinstance(value, str) or value not in FORMATS
+    return key in ("additionalProperties", "unevaluatedProperties", "uniqueItems") and value is False
+
+
+def _is_multiple(value: object) -> bool:
+    return isinstance(value, (int, float)) and 1 <= value <= _MAX_MULTIPLE and value == int(value)
+
+
+def _find_in_pattern(pattern: str | None) -> str | None:
+    """What an expression has that cannot be followed. One that is none is refused by the decode worker."""
+    try:
+        if pattern is not None:
+            json_pattern(pattern)
+    except NotEnforcedError as error:
+        return str(error)
+    except PatternError:
+        pass
     return None
+
+
+def _has_long_integer(value: object) -> bool:
+    match value:
+        case int():
+            return not -(2**63) <= value < 2**63
+        case list():
+            return any(map(_has_long_integer, value))
+        case dict():
+            return any(map(_has_long_integer, value.values()))
+    return False

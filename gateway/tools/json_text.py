@@ -113,8 +113,8 @@ def check_depth(value: Mapping[str, Any]) -> None:
 class JsonText:
     """JSON that arrives in parts; how it is split does not matter.
 
-    Control characters in strings are escaped: models do not escape them, and xgrammar allows that where a schema limits
-    a string's length. With `replaces_halves`, lone halves of surrogate pairs become U+FFFD.
+    Control characters in strings are escaped, which free models do not do. With `replaces_halves`, lone halves of
+    surrogate pairs become U+FFFD.
     """
 
     def __init__(self, *, replaces_halves: bool = False) -> None:

@@ -52,8 +52,7 @@ class CallBegin:
 class Arguments:
     """The next part of a call's arguments, a JSON object; not empty.
 
-    As the model wrote it, except that control characters in strings are escaped: models do not escape them, and
-    xgrammar allows that where a schema limits a string's length.
+    As the model wrote it, except that control characters in strings are escaped, which free models do not do.
     """
 
     index: int
@@ -62,12 +61,13 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call, and all of it. Its arguments are complete unless they were cut off or are malformed."""
+    """The end of a call, and all of it."""
 
     index: int
     id: str
     name: str
     arguments: str
+    is_whole: bool = True  # not cut off or malformed
 
 
 CallEvent = CallBegin | Arguments | CallEnd
@@ -105,6 +105,7 @@ class CallParser:
         self._max_held = _ANY_NUMBER  # characters, before that call is emitted
         self._stream: JsonText | None = None  # the held text is arguments of the last call emitted
         self.num_calls = 0
+        self.are_whole = True  # the calls
         self._reading = self._answer()
         next(self._reading)
 
@@ -163,7 +164,8 @@ class CallParser:
                 begun, call.arguments = self._begin(call), call.arguments or "{}"
                 self._events.append(Arguments(begun.index, call.arguments))
         if begun is not None:
-            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or ""))
+            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or "", is_whole))
+            self.are_whole &= is_whole
         return is_whole
 
     # Answers and calls.

@@ -92,7 +92,11 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         if tool.is_strict or (is_required and (named is None or named.name == tool.name)):
             warnings += check_enforced(tool.schema, path, comparisons, is_strict=tool.is_strict)
         if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
-            raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)
+            why = "where it names another keyword than 'type' and 'properties', that one decides what it takes"
+            raise bad_request(
+                f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'",
+                path,
+            )
     if not raw.tools and (is_required or raw.choice == "auto"):
         verb = "asks for" if is_required else "allows"
         raise bad_request(f"tool_choice {verb} a call, but there are no tools; send some", "tool_choice")

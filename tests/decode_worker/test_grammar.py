@@ -248,12 +248,12 @@ def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Ser
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
-        ("regex", "a(", "not closed"),
+        ("regex", "a(", r"without a .\)"),
         ("ebnf", "root ::= root", "no text matches"),
         ("json_schema", json.dumps({"properties": {"x": {"type": "fool"}}}), 'type "fool" at #/properties/x$'),
         ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(10_000)), "chain of more than"),
         # The machine's speed decides which limit is hit first: that of compiling or that of checking a token.
-        ("regex", "((a{1,1000}){1,1000}){1,100}", "less ambiguous|simplify it"),
+        ("regex", "([a-z]{1,1000}x?){1,1000}", "less ambiguous|simplify it"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}}), "less ambiguous|simplify it"),
     ],
 )

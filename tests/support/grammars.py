@@ -25,6 +25,11 @@ def encode(text: str) -> list[int]:
     return Tokenizer(TARGET_DIR).encode(text, add_special_tokens=False)
 
 
+def text_of(tokens: list[int]) -> str:
+    """Of an answer's tokens."""
+    return Tokenizer(TARGET_DIR).decode(tokens)
+
+
 def compile_here(kind: str, text: str, words: Vocabulary) -> LoadedGrammar:
     return LoadedGrammar(compile_text(kind, text, words.info), words, words.text_mask(kind, text))
 

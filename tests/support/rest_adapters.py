@@ -208,7 +208,8 @@ class Responses(Rest):
                 choice.reasoning += "".join(part["text"] for part in item["content"])
             else:
                 choice.calls[len(choice.calls)] = Call(item["call_id"], item["name"], item["arguments"])
-        ended = "tool_calls" if choice.calls else "stop"
+        are_whole = all(item["status"] == "completed" for item in body["output"])
+        ended = "tool_calls" if choice.calls and are_whole else "stop"
         choice.reason = {"completed": ended, "incomplete": "length", "failed": None}[body["status"]]
         if usage := body["usage"]:
             assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]

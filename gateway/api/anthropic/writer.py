@@ -138,8 +138,5 @@ class MessageWriter:
 def _block(item: Item, content: str) -> TextBody | ThinkingBody | ToolUseBody:
     if item.call is None:
         return TextBody(content) if item.kind == "text" else ThinkingBody(content)
-    try:
-        msgspec.json.decode(content)
-    except (ValueError, RecursionError):  # arguments that were cut off
-        content = "{}"
-    return ToolUseBody(item.call.id, item.call.name, msgspec.Raw(content.encode()))
+    arguments = content if item.is_whole and content else "{}"
+    return ToolUseBody(item.call.id, item.call.name, msgspec.Raw(arguments.encode()))

@@ -223,7 +223,7 @@ class CustomTool(Body):
         told, pattern = self.format.definition if self.format else None, self._pattern
         grammar = f"The input matches this grammar:\n{told}" if told else ""
         description = "\n\n".join(part for part in (self.description, grammar) if part) or None
-        text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+        text = {"type": "string"} if pattern is None else {"type": "string", "pattern": f"^(?:{pattern})$"}
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         name, schema_path = flat_name(self.name, namespace), f"{path}.format.definition"
         return Tool(name, description, schema, pattern is not None, path, schema_path)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import msgspec
+import pydantic_core
 from msgspec import UNSET, Raw
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
@@ -105,7 +105,7 @@ class ResponseWriter:
                 self._items.append(self._new_item(event.item))
             elif event.kind == "ended":
                 is_cut_off = piece.finish_reason == "length" and event is events[-1]
-                self._fill(event.item, "incomplete" if is_cut_off else "completed")
+                self._fill(event.item, "incomplete" if is_cut_off or not event.item.is_whole else "completed")
             yield event
 
     def _new_item(self, item: Item) -> answers.OutputItem:
@@ -132,7 +132,7 @@ class ResponseWriter:
             case answers.OutputCall():
                 sent.arguments = item.content
             case answers.OutputCustomCall():
-                sent.input = _custom_input(item.content)
+                sent.input = _custom_input(item)
 
     def _item_events(self, event: ItemEvent) -> list[bytes]:
         item, sent = event.item, self._items[event.item.index]
@@ -203,10 +203,11 @@ class ResponseWriter:
         return response
 
 
-def _custom_input(arguments: str) -> str:
-    """The text of a custom tool's call; arguments that have none as they are."""
+def _custom_input(call: Item) -> str:
+    """The text of a custom tool's call, as far as it came; whole arguments that have none as they are."""
     try:
-        found = msgspec.json.decode(arguments, type=dict[str, Any]).get("input")
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, str) else arguments
+        read = pydantic_core.from_json(call.content, allow_partial=False if call.is_whole else "trailing-strings")
+    except ValueError:
+        return call.content if call.is_whole else ""
+    found = read.get("input") if isinstance(read, dict) else None
+    return found if isinstance(found, str) else call.content if call.is_whole else ""

@@ -11,6 +11,7 @@ from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import CallReader
 from gateway.answer.output_items import Item, ItemReader
 from gateway.tools.formats import FORMATS
+from gateway.tools.parse import HELD_ARGUMENTS_CHARS
 from gateway.tools.request import Tool, ToolUse
 from tests.support.texts import split
 
@@ -59,6 +60,15 @@ def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered() -> None:
     (part,) = CallReader(USE, is_trusted=True).read(piece)
     assert (part.text, part.is_calling) == ("Let me look.", False)
     assert part.calls
+
+
+def test_a_long_call_that_breaks_is_neither_whole_nor_to_be_answered() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"text": "%s" and so on' % ("x" * HELD_ARGUMENTS_CHARS)
+    calls, items = CallReader(USE, is_trusted=False), ItemReader()
+    (first, *_, last) = calls.read(OutputDelta(text, finish_reason="stop"))
+    items.read(first)
+    assert not last.is_calling
+    assert (items.items[0].is_whole, items.has_calls) == (False, False)
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])

@@ -266,6 +266,8 @@ CASES = [
          calls=[("now", {"input": "*** a\n"})], reason="tool_calls", raw={"responses": {"tools": [CUSTOM]}}),
     Case("a custom tool's call of another form", says=NOW.replace("{}", '{"patch": 1}'), text="",
          calls=[("now", {"input": '{"patch": 1}'})], reason="tool_calls", raw={"responses": {"tools": [CUSTOM]}}),
+    Case("a custom tool's call that breaks", says=NOW.replace("{}", '{"input": "say "a'), text="",
+         calls=[("now", {"input": "say "})], raw={"responses": {"tools": [CUSTOM], "tool_choice": "required"}}),
     Case("a custom tool's call in the history", raw={"responses": {"input": [
         *HELLO, {"type": "custom_tool_call", "call_id": "x", "name": "now", "input": "a\nb"},
         {"type": "custom_tool_call_output", "call_id": "x", "output": "done"}]}},

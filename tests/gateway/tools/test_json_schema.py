@@ -20,8 +20,8 @@ STOP = 2
 NUMBERS = st.integers(-9, 9) | st.sampled_from([0.5, -2.5])
 COUNTS = st.integers(0, 3)
 VALUES = st.sampled_from([0, 1, 2.5, "a", "abc", None, True, [1], {"a": 1}])
-NAMES = st.sampled_from(["a", "b", "xa"])
-PATTERNS = st.sampled_from(["^a+$", "b", "^[a-c]{2,3}$", "^x"])
+NAMES = st.sampled_from(["a", "b", "xa", "é", 'a"'])
+PATTERNS = st.sampled_from(["^a+$", "b", "^[a-c]{2,3}$", "^x", r'^"\\|\n$', "^[^a]", r"a\b"])
 DISTINCT: list[Any] = [1, True, "1", "True", None, "None", [], {}, "[]", "{}", [1]]
 TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]
 REFS = st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "http://host/schema", "#there"])
@@ -35,12 +35,14 @@ def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]
         "$ref": REFS, "const": VALUES, "enum": st.lists(VALUES, min_size=1, max_size=3), "anyOf": listed,
         "oneOf": listed, "allOf": listed, "not": inner, "if": inner, "then": inner, "properties": named,
         "required": st.lists(NAMES, max_size=2, unique=True), "additionalProperties": inner | st.booleans(),
-        "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2), "propertyNames": inner,
+        "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2),
+        "propertyNames": inner | st.fixed_dictionaries({"pattern": PATTERNS}) | st.just({"enum": ["é", "b"]}),
         "minProperties": COUNTS, "maxProperties": COUNTS, "dependentRequired": st.just({"a": ["b"]}),
         "items": inner, "prefixItems": listed, "minItems": COUNTS, "maxItems": COUNTS, "uniqueItems": st.booleans(),
         "contains": inner, "minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS,
-        "format": st.sampled_from(["date", "ipv4", "unheard-of"]), "minimum": NUMBERS, "maximum": NUMBERS,
-        "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS, "multipleOf": st.sampled_from([1, 3, 0.5]),
+        "format": st.sampled_from(["date", "ipv4", "json-pointer", "unheard-of", "iri"]),
+        "minimum": NUMBERS, "maximum": NUMBERS, "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS,
+        "multipleOf": st.sampled_from([1, 3, 0.5]),
         "title": st.just("t"), "default": VALUES, "unevaluatedProperties": st.booleans(),
     }  # fmt: skip
 
@@ -95,12 +97,38 @@ def test_answers_match_all_that_is_not_reported(
     [
         ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' at #/properties/a"),
         ({"type": "string", "pattern": "^a$", "maxLength": 3}, "'maxLength' beside 'pattern' at #"),
-        ({"anyOf": [{"type": "null"}, {"minimum": 3}]}, "'minimum' at #/anyOf/1"),
+        ({"anyOf": [{"type": "null"}, {"minimum": 3, "maxLength": 1}]}, "'maxLength' at #/anyOf/1"),
         ({"$ref": "http://host/schema"}, "a '$ref' to another schema at #"),
         ({"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "minimum": 3}, "'minimum' beside '$ref' at #"),
         ({"type": "integer", "enum": [1, "a"]}, "'type' beside 'enum' at #"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' of schemas that may match at once at #"),
-        ({"type": "object", "required": ["a"]}, "'required' of 'a', which is not in 'properties', at #"),
+        (
+            {"type": "object", "required": ["a"], "patternProperties": {"^b": {}}},
+            "'required' of 'a', which is not in 'properties', at #",
+        ),
+        ({"type": "array", "contains": False}, "'contains' at #"),
+        ({"type": "integer", "multipleOf": 1.5}, "a 'multipleOf' that is no whole number up to 1024 at #"),
+        (
+            {"type": "object", "patternProperties": {"^a": {}, "b": {}}},
+            "several 'patternProperties' that one name may match at #",
+        ),
+        (
+            {"type": "object", "patternProperties": {"^a": {}}, "additionalProperties": {"type": "null"}},
+            "'additionalProperties' beside 'patternProperties' at #",
+        ),
+        ({"type": "object", "patternProperties": {"a\\b": {}}}, "'patternProperties' with '\\b' at #"),
+        ({"type": "object", "propertyNames": {"pattern": "(?=a)"}}, "'propertyNames' with a lookahead at #"),
+        ({"type": "object", "propertyNames": {"not": {}}}, "'propertyNames' at #"),
+        ({"type": "object", "minProperties": 2}, "'minProperties' of names that are free, and may be repeated, at #"),
+        (
+            {"properties": {"é": {}}, "additionalProperties": {"type": "null"}},
+            "'additionalProperties' beside a name that is not plain ASCII at #",
+        ),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "'anyOf' beside 'properties' at #"),
+        ({"type": "string", "pattern": "(?<!a)b"}, "a 'pattern' with a lookbehind at #"),
+        ({"type": "string", "format": "iri"}, "the 'format' 'iri' at #"),
+        ({"const": [2**64]}, "'const' with a number of more than 64 bits at #"),
+        ({"properties": {"a": {"$id": "b"}}}, "'$id' at #/properties/a"),
         *(
             ({"oneOf": [{"const": one}, {"enum": [2, other]}]}, "'oneOf' of schemas that may match at once at #")
             for one, other in ((1, 1.0), (2**70, float(2**70)), ([1.0, {"b": 1, "a": 2}], [1, {"a": 2, "b": 1}]))
@@ -124,6 +152,11 @@ def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], pr
         {"oneOf": [{"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog")]},
         {"$defs": {"a": {"type": "object"}}, "type": "object", "anyOf": [{"$ref": "#/$defs/a"}]},
         {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "description": "a note", "default": 3, "x-own": 1},
+        {"type": "object", "patternProperties": {"^s_": {"type": "string"}, "^i_": {}}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "string"}},
+        {"type": "string", "pattern": "a", "format": "color"},
+        {"minimum": 3},
+        {"type": "object", "required": ["a"]},
     ],
 )
 def test_what_users_write_is_taken(schema: dict[str, Any]) -> None:
@@ -175,6 +208,7 @@ def test_looking_costs_no_more_than_writing(name: str) -> None:
         ({"anyOf": [{}]}, False),
         ({"anyOf": []}, False),
         ({"$ref": "#"}, False),
+        ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, True),
         ({"allOf": [{"type": "object"}]}, False),
         ({"enum": [{}, 1]}, False),
         ({"items": {}, "type": ["object", "array"]}, False),

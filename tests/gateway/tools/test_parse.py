@@ -181,7 +181,7 @@ def test_long_arguments_are_streamed_even_if_they_may_break() -> None:
     parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id")
     assert parser.push('<tool_call>{"name": "now", "arguments": ' + body[:-20]) == []
     assert parser.push(body[-20:]) == [CallBegin(0, "id", "now"), Arguments(0, body)]
-    end = CallEnd(0, "id", "now", f'{body}" ')
+    end = CallEnd(0, "id", "now", f'{body}" ', is_whole=False)
     assert parser.push('" and so on') == [Arguments(0, '" '), end, Content("and so on")]
     assert parser.flush() == []
 
