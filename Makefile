@@ -74,11 +74,13 @@ prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes half an hour: attacks, fuzzers of public APIs and checkpoints with more examples, faults
+nightly: $(DEV_STAMP) ## What takes half an hour: attacks, more examples of fuzzers, schedules of faults, cards and tokens, faults
 	$(BIN)/python -m tests.attack
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
+	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 $(BIN)/python -m pytest -n $(JOBS) \
+	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
