@@ -65,7 +65,8 @@ bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and 
 	$(BIN)/python -m bench.peers run --document docs/BENCHMARKS.md $(ARGS)
 
 families: $(DEV_STAMP) ## Compare families and formats with transformers through the whole service, native ones with 1 rank and with 2
-	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py $(ARGS)
+	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py \
+	    tests/services/test_adapters_service.py $(ARGS)
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
@@ -76,10 +77,12 @@ prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes half an hour: attacks, fuzzers of public APIs and checkpoints with more examples, faults
+nightly: $(DEV_STAMP) ## What takes half an hour: attacks, more examples of fuzzers, schedules of faults, cards and tokens, faults
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
+	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 $(BIN)/python -m pytest -n $(JOBS) \
+	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP

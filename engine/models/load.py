@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from engine.kernels.build import cache_folder
@@ -301,6 +300,8 @@ def resolve_model_folder(name_or_path: str) -> Path:
         return make_gguf_folder(folder, gguf_cache())
     if is_path(name_or_path):
         raise FileNotFoundError(f"model folder {name_or_path!r} does not exist")
+    from huggingface_hub import snapshot_download  # not for models that are folders
+
     try:
         found = snapshot_download(name_or_path, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)
     except (OSError, ValueError) as error:

@@ -305,7 +305,7 @@ def test_resolve_model_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def unreachable(name: str, **_: object) -> str:
         raise ConnectionError(f"no route for {name}")
 
-    monkeypatch.setattr("engine.models.load.snapshot_download", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     assert resolve_model_folder(str(folder)) == folder
     with pytest.raises(FileNotFoundError, match="'/no/such/folder' does not exist"):
         resolve_model_folder("/no/such/folder")

@@ -71,29 +71,26 @@ def test_conversations_go_on_after_the_death_of_every_worker(kind: str, tmp_path
     model_type, flags = KINDS[kind]
     model, disk = write_tokenizer(write_checkpoint(tmp_path / "model", model_type, vocab=VOCAB), VOCAB), tmp_path / "kv"
     prompts = [random_prompt(100 + index, VOCAB, seed=index) for index in range(3)]
+    saved = list[set[Path]]()  # after each prompt
     with served(model, *flags, f"--kv-disk={disk}") as service:
         for index, prompt in enumerate(prompts):
             tokens, cached = service.ask(prompt)
             assert not cached
             prompts[index] = [*prompt, *tokens, *random_prompt(30, VOCAB, seed=99)]  # the next turn
-        service.wait_until_saved()
+            service.wait_until_saved()
+            saved.append({path for path in disk.rglob("*") if path.is_file() and path.name != LOCK})
+        damage(sorted(saved[-1] - saved[0]))
         service.kill_workers()
         found = [service.ask(prompt)[1] for prompt in prompts]
-        assert found[0] >= 96  # later it may have been measured that to compute so little is faster
+        assert found[0] >= 96 > max(found[1:])
         assert all(service.metric(role, "kv_tokens_restored") >= 96 for role in ("prefill", "decode"))
-        service.wait_until_saved()
-        damage(disk)
-        service.kill_workers()
-        for prompt in prompts:
-            assert service.ask(prompt)[1] < 96
         assert service.metric("decode", "kv_files_bad") > 0
 
 
-def damage(disk: Path) -> None:
-    """Tear, change or swap most files."""
+def damage(files: list[Path]) -> None:
+    """Tear, change or swap most of them."""
     rng = random.Random(1)
-    files = sorted(path for path in disk.rglob("*") if path.is_file() and path.name != LOCK)
-    assert len(files) > 40
+    assert len(files) > 25
     for path in files:
         content = path.read_bytes()
         at = rng.randrange(len(content))

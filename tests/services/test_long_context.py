@@ -1,5 +1,6 @@
-"""A conversation of 128k tokens through gateway, prefill and decode worker: its answers equal transformers'."""
+"""A long conversation through gateway, prefill and decode worker: its answers equal transformers'."""
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from demo.paths import TARGET_DIR
 from tests.support.checkpoints import write_checkpoint
 from tests.support.live import HTTP, WAIT_S, Live, serve_calmly
 
-CONTEXT, NUM_PROMPT, NUM_ANSWER = 1 << 18, 128_000, 12
+NUM_PROMPT = int(os.environ.get("TEST_CONTEXT", "70000"))  # more than 16 bits count; `make nightly`: 128,000
+CONTEXT, NUM_ANSWER = 1 << 18, 12
 FLAGS = ("--dtype=float32", "--kv-memory-mib=512", "--decode-max-running=2", "--prefill-max-running=2")
 
 
@@ -58,7 +60,7 @@ def reference(folder: Path, prompt_ids: Sequence[int]) -> list[int]:
     return found
 
 
-def test_128k_tokens_and_the_next_turn(folder: Path) -> None:
+def test_a_long_conversation_and_its_next_turn(folder: Path) -> None:
     messages = [
         {"role": role, "content": " ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20))}
         for turn in range(NUM_PROMPT // 700)

@@ -60,12 +60,30 @@ def find_worker(live: Live, model: str) -> int | None:
     return None
 
 
-def put_to_sleep(live: Live, model: str) -> None:
-    """By asking for the other two."""
-    for other in NAMES:
-        if other != model:
-            text_of(ask(live, other))
-    wait_until(lambda: read_states(live)[model] == "asleep", explain=lambda: read_states(live))
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Model |-> what it answers, as far as it is known; "a" and "b" answer alike."""
+    return {}
+
+
+def expect(live: Live, texts: dict[str, str], model: str) -> str:
+    """Asks the model only if it is not known: that may put another one to sleep."""
+    weights = "c" if model == "c" else "a"
+    if weights not in texts:
+        texts[weights] = text_of(ask(live, model))
+    return texts[weights]
+
+
+def settled(live: Live) -> dict[str, list[str]]:
+    """State |-> models, once none is between two."""
+    states: dict[str, str] = {}
+
+    def have_settled() -> bool:
+        states.update(read_states(live))
+        return sorted(states.values()) == ["asleep", "awake", "awake"]
+
+    wait_until(have_settled, explain=lambda: states)
+    return {state: [name for name in NAMES if states[name] == state] for state in ("asleep", "awake")}
 
 
 def test_each_name_gets_its_model(live: Live) -> None:
@@ -96,22 +114,21 @@ def test_a_request_wakes_its_model_in_the_place_of_the_one_used_longest_ago(live
     assert "wake_seconds" not in again.json()["choices"][0]["timing"]
 
 
-def test_no_request_is_lost_when_all_models_are_asked_at_once(live: Live) -> None:
+def test_no_request_is_lost_when_all_models_are_asked_at_once(live: Live, texts: dict[str, str]) -> None:
     names = [NAMES[number % 3] for number in range(24)]
-    alone = {name: text_of(ask(live, name, seed=7)) for name in NAMES}
+    alone = {name: expect(live, texts, name) for name in ("b", "c", "a")}
     done = {name: live.metric("gateway", "request_success_total", {"model": name}) for name in NAMES}
     with ThreadPoolExecutor(len(names)) as pool:
-        answers = list(pool.map(lambda name: ask(live, name, seed=7), names))
+        answers = list(pool.map(lambda name: ask(live, name), names))
     assert [text_of(answer) for answer in answers] == [alone[name] for name in names]
     for name in NAMES:
         assert live.metric("gateway", "request_success_total", {"model": name}) == done[name] + 8, "each once"
     assert sum(find_worker(live, name) is not None for name in NAMES) <= 2
 
 
-def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live) -> None:
-    model = "a"
-    expected = text_of(ask(live, model, seed=9))
-    put_to_sleep(live, model)
+def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live, texts: dict[str, str]) -> None:
+    (model,) = settled(live)["asleep"]
+    expected = expect(live, texts, model)
     pid: list[int] = []
 
     def find() -> bool:
@@ -119,31 +136,39 @@ def test_a_worker_killed_while_it_wakes_loses_no_request(live: Live) -> None:
         return bool(pid)
 
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(ask, live, model, 9) for _ in range(4)]
+        answers = [pool.submit(ask, live, model) for _ in range(4)]
         wait_until(find)
         os.kill(pid[0], signal.SIGKILL)
         live.wait_shown(f"{model} decode-0 ended with signal SIGKILL while it was waking; it starts again in 0.5 s")
         assert [text_of(answer.result()) for answer in answers] == [expected] * 4
 
 
-def test_a_worker_killed_while_it_falls_asleep_loses_no_request(live: Live) -> None:
-    expected = {name: text_of(ask(live, name, seed=9)) for name in NAMES}  # "b" was used longest ago of those awake
-    pid = find_worker(live, "b")
+def test_a_worker_killed_while_it_falls_asleep_loses_no_request(live: Live, texts: dict[str, str]) -> None:
+    found = settled(live)
+    (asleep,), (oldest, other) = found["asleep"], found["awake"]
+    expected = {name: expect(live, texts, name) for name in (asleep, oldest)}
+    for name in (oldest, other):
+        text_of(ask(live, name))
+    pid = find_worker(live, oldest)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # it does not end when asked to
     with ThreadPoolExecutor(2) as pool:
-        woken = pool.submit(ask, live, "a", 9)
-        wait_until(lambda: read_states(live)["b"] == "falling asleep", explain=lambda: read_states(live))
-        falling = pool.submit(ask, live, "b", 9)
+        woken = pool.submit(ask, live, asleep)
+        wait_until(lambda: read_states(live)[oldest] == "falling asleep", explain=lambda: read_states(live))
+        falling = pool.submit(ask, live, oldest)
         os.kill(pid, signal.SIGKILL)
-        assert (text_of(woken.result()), text_of(falling.result())) == (expected["a"], expected["b"])
+        assert (text_of(woken.result()), text_of(falling.result())) == (expected[asleep], expected[oldest])
 
 
 def test_a_conversation_outlives_the_sleep_of_its_model(live: Live) -> None:
     """Its KV lies in files. A stream begins when the model is awake."""
-    body: dict[str, Any] = {"model": "b", "prompt": PROMPT * 12, "max_tokens": 4, "temperature": 0}
+    found = settled(live)
+    (asleep,), (model, other) = found["asleep"], found["awake"]
+    body: dict[str, Any] = {"model": model, "prompt": PROMPT * 12, "max_tokens": 4, "temperature": 0}
     before = HTTP.post(f"{live.url}/v1/completions", json=body, timeout=WAIT_S)
-    put_to_sleep(live, "b")
+    for name in (other, asleep):
+        text_of(ask(live, name))
+    wait_until(lambda: read_states(live)[model] == "asleep", explain=lambda: read_states(live))
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     with HTTP.stream("POST", f"{live.url}/v1/completions", json=streamed, timeout=WAIT_S) as response:
         assert response.status_code == 200 and "the model was asleep" in response.headers["x-baton-warning"]
@@ -155,10 +180,11 @@ def test_a_conversation_outlives_the_sleep_of_its_model(live: Live) -> None:
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == (num_prompt - 1) // 16 * 16 > 0
 
 
-def test_a_killed_worker_of_an_awake_model_is_started_again(live: Live) -> None:
-    expected = text_of(ask(live, "a", seed=5))
-    pid = find_worker(live, "a")
+def test_a_killed_worker_of_an_awake_model_is_started_again(live: Live, texts: dict[str, str]) -> None:
+    model, _ = settled(live)["awake"]
+    expected = expect(live, texts, model)
+    pid = find_worker(live, model)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert text_of(ask(live, "a", seed=5)) == expected
-    assert read_states(live)["a"] == "awake"
+    assert text_of(ask(live, model)) == expected
+    assert read_states(live)[model] == "awake"

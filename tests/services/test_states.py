@@ -43,7 +43,11 @@ __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 128
-TYPES = ("qwen3_5_text", "lfm2", "qwen3_5_moe_text", "granitemoehybrid", "olmo_hybrid")
+WAYS: dict[str, tuple[tuple[Transport, int], ...]] = {  # model type |-> transports and tokens of a chunk
+    "qwen3_5_text": (("shm", 1), ("grpc", 5), ("nixl", 16)), "lfm2": (("shm", 1), ("grpc", 5), ("nixl", 16)),
+    "qwen3_5_moe_text": (("shm", 1),), "granitemoehybrid": (("grpc", 5),), "olmo_hybrid": (("nixl", 16),),
+}  # fmt: skip
+TYPES = tuple(WAYS)
 PROMPTS = [random_prompt(length, VOCAB, seed=length) for length in (23, 20, 21, 5, 3, 1, 40)]
 Bytes = NDArray[np.uint8]
 
@@ -132,7 +136,11 @@ class Landed:
         monkeypatch.setattr(receiving, "finish_read", lambda _, *args: note(*args))
 
 
-@pytest.mark.parametrize(("transport", "chunk_tokens"), [("shm", 1), ("grpc", 5), ("nixl", 16)])
+@pytest.mark.parametrize(
+    ("folder", "transport", "chunk_tokens"),
+    [(kind, *way) for kind, ways in WAYS.items() for way in ways],
+    indirect=["folder"],
+)
 async def test_tokens_are_transformers_and_bytes_are_prefills(
     folder: Path, transport: Transport, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,8 +104,12 @@ VISIONS: dict[str, Vision] = {
 
 def write_vlm_checkpoint(folder: Path, family: str, **shape: Any) -> Path:
     """A key of VISIONS; shape: see `write_checkpoint`. Images of 28 to 64 pixels a side become 4 to 70 tokens."""
+    return write_reading(write_checkpoint(folder, family, **shape), family)
+
+
+def write_reading(folder: Path, family: str) -> Path:
+    """What turns texts and images into tokens, beside a config.json."""
     kind = VISIONS[family]
-    write_checkpoint(folder, family, **shape)
     placeholder = kind.placeholder or kind.tokens[0]
     write_tokenizer(folder, VOCAB, kind.tokens, kind.template.replace("PLACEHOLDER", placeholder), **kind.named)
     getattr(transformers, kind.image_processor)(**kind.settings).save_pretrained(folder)

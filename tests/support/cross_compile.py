@@ -2,7 +2,7 @@
 
 The engine's own launchers are used, so types, alignment, constants and options are those of a real step. Triton refuses
 a kernel that takes more shared memory than the GPU has. The compiler cannot run in a process with interpreted kernels,
-so `compile_kernels` starts another: `python -m tests.support.cross_compile FOLDER ARCHITECTURES...`.
+so `compile_kernels` starts another: `python -m tests.support.cross_compile FOLDER ARCHITECTURE`.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from math import prod
@@ -64,26 +64,24 @@ class Compiled(NamedTuple):
 def compile_kernels(architecture: int = HOPPER, timeout_s: float = 240) -> dict[str, list[Compiled]]:
     """Case |-> the kernels it launches and no earlier case does.
 
-    Recompiled when what launches kernels, or Triton, has changed. All architectures but Hopper are compiled together,
-    in one process.
+    Recompiled when what launches kernels, or Triton, has changed.
     """
     sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], recurrent, qkv, fp8)]
     for package in (kernels, ops, sampling):
         sources += sorted(Path(package.__path__[0]).glob("*.py"))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + triton.__version__.encode()).hexdigest()
-    architectures = [HOPPER] if architecture == HOPPER else sorted(SHARED_KIB.keys() - {HOPPER})
-    folder = cache_folder() / f"triton-{key[:16]}-{architectures[0]}"
+    folder = cache_folder() / f"triton-{key[:16]}-{architecture}"
     with (cache_folder() / "triton.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may compile the same
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as building:
-                _compile(Path(building), architectures, timeout_s)
+                _compile(Path(building), architecture, timeout_s)
                 for earlier in cache_folder().glob("triton-*-*"):
                     if key[:16] not in earlier.name:
                         shutil.rmtree(earlier)
                 Path(building).rename(folder)
     return {
-        case: [_read(cubin, architecture) for cubin in sorted((folder / str(architecture) / case).glob("*/*.cubin"))]
+        case: [_read(cubin, architecture) for cubin in sorted((folder / case).glob("*/*.cubin"))]
         for case in choose_cases(architecture)
     }
 
@@ -101,9 +99,9 @@ def choose_cases(architecture: int) -> dict[str, Callable[[], None]]:
     return {case: launch for case, launch in CASES.items() if case in wanted}
 
 
-def _compile(folder: Path, architectures: Sequence[int], timeout_s: float) -> None:
+def _compile(folder: Path, architecture: int, timeout_s: float) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.cross_compile", str(folder), *map(str, architectures)]
+    command = [sys.executable, "-m", "tests.support.cross_compile", str(folder), str(architecture)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
     if done.returncode:
         raise RuntimeError(f"a kernel does not compile: {done.stderr[-4000:]}")
@@ -302,11 +300,11 @@ class Driver:
 
 
 if __name__ == "__main__":
-    for architecture in map(int, sys.argv[2:]):
-        triton.runtime.driver.set_active(Driver(architecture))
-        for case, launch in choose_cases(architecture).items():
-            os.environ["TRITON_CACHE_DIR"] = str(Path(sys.argv[1]) / str(architecture) / case)
-            try:
-                launch()
-            except Exception as error:
-                raise RuntimeError(f"{case} for {architecture}") from error
+    architecture = int(sys.argv[2])
+    triton.runtime.driver.set_active(Driver(architecture))
+    for case, launch in choose_cases(architecture).items():
+        os.environ["TRITON_CACHE_DIR"] = str(Path(sys.argv[1]) / case)
+        try:
+            launch()
+        except Exception as error:
+            raise RuntimeError(f"{case} for {architecture}") from error

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,13 +229,18 @@ def write_mtp(folder: Path, model_type: str) -> tuple[Any, Head]:
     return target, Head("mtp", run, lambda states: states[-1])
 
 
+@lru_cache(maxsize=512)  # a test drafts for the same tokens several times
+def _fuse(target: Any, head: Head, tokens: tuple[int, ...]) -> Tensor:
+    """[n - 1, H]"""
+    states = target(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return head.fuse([state[0] for state in states])[:-1]
+
+
 @torch.inference_mode()
 def draft_truth(target: Any, head: Head, tokens: Sequence[int], guesses: Sequence[int]) -> list[Tensor]:
     """[V] log-probabilities of the head for the token after `tokens`, and after each of the `guesses` that follow."""
-    ids = torch.tensor(list(tokens))
-    states = target(input_ids=ids[None], output_hidden_states=True).hidden_states
-    hidden = head.fuse([state[0] for state in states])[:-1]
-    found, seen = list[Tensor](), ids[1:]
+    hidden = _fuse(target, head, tuple(tokens))
+    found, seen = list[Tensor](), torch.tensor(list(tokens)[1:])
     for guess in [*guesses, None]:
         rows, logits = head.run(seen, hidden)
         found.append(logits[-1].log_softmax(-1))

@@ -4,12 +4,13 @@ import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from engine.kernels import build, cpu_layers, cpu_math, cpu_states
-from engine.kernels.build import NATIVE, runnable_instruction_sets
+from engine.kernels.build import NATIVE, cache_folder, runnable_instruction_sets
 from engine.kernels.cpu_math import Math, choose_math
 from engine.sampling.cpu import load_cpu_sampling
 from engine.weights import packed, packed_groups
@@ -49,6 +50,15 @@ def built_for(build_: Build) -> Iterator[None]:
             yield
         finally:
             forget_kernels()
+
+
+def link_kernels(home: Path, *left_out: str) -> Path:
+    """Makes `home` an $XDG_CACHE_HOME that has, of what lies in ours, the kernels alone: all but those left out."""
+    (home / "baton").mkdir(mode=0o700)
+    for built in cache_folder().glob("*.so"):
+        if built.name.partition("-")[0] not in left_out:
+            (home / "baton" / built.name).symlink_to(built)
+    return home
 
 
 def forget_kernels() -> None:

@@ -1,6 +1,5 @@
 """Reads a request's JSON body within limits of size, time and complexity."""
 
-import asyncio
 import codecs
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence

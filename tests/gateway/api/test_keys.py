@@ -25,6 +25,7 @@ from gateway.access.key_file import MAX_KEYS, KeyFile, read_entries
 from gateway.access.keys import ANYBODY, Key, Keys
 from gateway.answer import choices
 from gateway.api.openai.batches import build_batch_router
+from gateway.batches import runner
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.errors import ApiError, overloaded
@@ -193,9 +194,12 @@ def test_keys_do_not_share_kv_unless_they_are_to(tmp_path: Path) -> None:
     assert Keys(has_file=True).are_several and not Keys(has_file=True).is_open
 
 
-def test_lines_of_batches_count_as_requests_of_their_key(full: Served, tmp_path: Path) -> None:
+def test_lines_of_batches_count_as_requests_of_their_key(
+    full: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And end with it. `full` starts before and ends after: each restores the logging that it found."""
     (tmp_path / "keys.toml").write_text(line("few", requests_per_minute=2))
+    monkeypatch.setattr(runner, "MAX_RETRY_S", 0.05)
     known: list[Keys] = []
 
     def extend(app: Any, served: Any) -> None:
@@ -206,10 +210,10 @@ def test_lines_of_batches_count_as_requests_of_their_key(full: Served, tmp_path:
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
-            runner = BatchRunner(store, app, served, served.keys, 1 << 20)
-            runner.start()
+            running = BatchRunner(store, app, served, served.keys, 1 << 20)
+            running.start()
             yield
-            await runner.close()
+            await running.close()
 
         app.router.lifespan_context = lifespan
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.router.forecast import Forecast, predict_prompt_s
@@ -63,7 +63,7 @@ def share_out(order: Order[Asked], costs: Sequence[int], burst: int, running: in
     """Tokens of each owner. Each always has some waiting; expectations are wrong, and requests keep places a while."""
     rng, served, clock = random.Random(seed), [0 for _ in costs], 0
     placed: list[tuple[Asked, float]] = []
-    while min(served) < 200 * max(costs) and clock < 100_000:
+    while min(served) < 200 * max(costs) and clock < 40_000:
         waiting = Counter(one.request.wanted.owner for one in order)
         for owner, cost in enumerate(costs):
             for _ in range(burst + 1 if waiting[str(owner)] < 2 else 0):
@@ -94,8 +94,9 @@ def test_no_request_starves(priorities: Sequence[int], owners: int, watched: int
     assert not starves(Order[Asked](expect), priorities, owners, min(watched, len(priorities) - 1), seed)
 
 
+@example(costs=[1, 150], burst=20, running=4, seed=0)
 @given(
-    costs=st.lists(st.integers(1, 300), min_size=2, max_size=5), burst=st.integers(1, 20), running=st.integers(1, 4),
+    costs=st.lists(st.integers(1, 10), min_size=2, max_size=5), burst=st.integers(1, 20), running=st.integers(1, 4),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_owners_get_equal_shares_whatever_their_requests_cost(

@@ -180,7 +180,7 @@ def split(regex: str) -> dict[str, object]:
 def test_a_tokenizer_that_multiplies_is_refused(
     tmp_path: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "LIMITS", Limits(5.0, WAIT_S, 1 << 30))
+    monkeypatch.setattr(trial, "LIMITS", Limits(1.0, WAIT_S, 1 << 30))
     path = write_byte_level(tmp_path) / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=r"tokenizer(_config)?\.json (takes|crashes|needs|cannot)"):
