@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from math import inf
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import attention, sampling
+from bench.load.command import load_plots
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
 from engine.attention.choose import choose_attention
 from engine.kv.pool import Pool, PoolShape
@@ -37,10 +39,12 @@ ATTENTION = (
     *(attention.Case("prefill", 1, 512, context) for context in (512, 1024, 8192, 32768)),
 )
 HANDED_PAGES = 128  # of 512 KiB
+Points = dict[str, list[tuple[str, float, float]]]  # kernel |-> [(label, bytes a second, operations a second)]
 
 
-def run_kernels(threads: int, rounds: int) -> None:
-    """Print the tables. threads: 0 for all cores."""
+def run_kernels(threads: int, rounds: int, plot: Path | None = None) -> None:
+    """Print the tables, and draw a roofline. threads: 0 for all cores. Raises ConfigError."""
+    plots, points = load_plots(plot) if plot else None, Points()
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     console = Console()
     with Progress(transient=True, console=console) as progress:
@@ -50,8 +54,8 @@ def run_kernels(threads: int, rounds: int) -> None:
             progress.update(task, advance=1, description=what)
 
         ceilings = measure_ceilings(torch.get_num_threads()) if can_pack() else None
-        tables = build_products(ceilings, rounds, report) if ceilings else []
-        attend = partial(build_attention, ceilings=ceilings)
+        tables = build_products(ceilings, rounds, report, points) if ceilings else []
+        attend = partial(build_attention, ceilings=ceilings, points=points)
         for name, build in (("attention", attend), ("sampling", build_sampling), ("hand-off", build_hand_off)):
             report(name)
             tables.append(build(rounds))
@@ -59,6 +63,8 @@ def run_kernels(threads: int, rounds: int) -> None:
     console.print(f"{torch.get_num_threads()} threads; {found}")
     for table in tables:
         console.print(table)
+    if plots and ceilings:
+        plots.draw_roofline(ceilings.num_bytes, ceilings.named(), points, plot)
 
 
 def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
@@ -66,7 +72,7 @@ def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
     return f"{median(a / b for a, b in zip(seconds[name], seconds[base], strict=True)):.2f}"
 
 
-def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None]) -> list[Table]:
+def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None], points: Points) -> list[Table]:
     heads = ("rows", "bf16 ms", "GB/s", "GFLOP/s", "x torch", "int8 ms", "GB/s", "GOP/s", "x bf16", "")
     table = Table(*heads, box=None, title="products; % of what the machine reads, of what registers multiply")
     groups = Table("rows", box=None, title="weights in groups of 32; rows/s, x bf16")
@@ -84,6 +90,8 @@ def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None
             f"{taken['int8'] * 1e3:.2f}", *describe_rate(int8), relate(seconds, "int8", "bf16"),
             "slow" if bf16.is_slow or int8.is_slow else "",
         )  # fmt: skip
+        for name, of in (("products, bf16", bf16), ("products, int8", int8)):
+            points.setdefault(name, []).append((str(num_rows), of.num_bytes, of.operations))
         cells = [(f"{taken[name] * 1e3:.2f}", relate(seconds, "bf16", name)) for name in GROUPS]
         groups.add_row(str(num_rows), *chain.from_iterable(cells))
     return [table, groups]
@@ -93,7 +101,7 @@ def describe_rate(one: Rate) -> tuple[str, str]:
     return f"{one.num_bytes / 1e9:.1f} {one.reading:4.0%}", f"{one.operations / 1e9:.0f} {one.multiplying:4.0%}"
 
 
-def build_attention(rounds: int, ceilings: Ceilings | None = None) -> Table:
+def build_attention(rounds: int, ceilings: Ceilings | None = None, points: Points | None = None) -> Table:
     table = Table("", "SDPA, contiguous KV, ms", "paged, ms", "x SDPA", "GB/s", "GFLOP/s", title="attention, one layer")
     for case in ATTENTION:
         batch, heads, pool = attention.build_case(case, BF16)
@@ -108,6 +116,9 @@ def build_attention(rounds: int, ceilings: Ceilings | None = None) -> Table:
         seconds = take_turns(calls, rounds)
         taken = median(seconds["paged"])
         rates = case.num_bytes(BF16) / taken, case.operations / taken
+        if points is not None:
+            label = f"{case.num_sequences} x {case.query_len} at {case.context_len}"
+            points.setdefault(f"attention, {case.phase}", []).append((label, *rates))
         limits = (ceilings.num_bytes, ceilings.operations[False]) if ceilings else (inf, inf)
         name = f"{case.phase}, {case.num_sequences} x {case.query_len} at {case.context_len}"
         table.add_row(

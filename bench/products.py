@@ -43,6 +43,11 @@ class Ceilings:
         loaded = f"; tiles loaded from L1: {self.loaded / 1e9:.0f} GFLOP/s in bf16" if self.loaded else ""
         return f"{self.isa}: reads {reading}, multiplies {bf16} in bf16 and {int8} in int8 in registers{loaded}"
 
+    def named(self) -> dict[str, float]:
+        """Operations a second by what bounds them."""
+        loaded = {"bf16 tiles from L1": self.loaded} if self.loaded else {}
+        return {"bf16 in registers": self.operations[False], "int8 in registers": self.operations[True], **loaded}
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:

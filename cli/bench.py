@@ -99,17 +99,18 @@ def steps(out: Path, /, *, model: str = "demo", device: str = "auto", dtype: str
 
 
 @bench.command
-def kernels(*, threads: int = 0, rounds: int = 15) -> int:
+def kernels(*, threads: int = 0, rounds: int = 15, plot: Path | None = None) -> int:
     """Measure this CPU's kernels beside torch's and the machine's ceilings.
 
     Args:
         threads: Threads to compute with; 0 is one for each core.
         rounds: Rounds in which everything compared takes turns.
+        plot: Draw a roofline here, as PNG or SVG; needs matplotlib (pip install 'baton[bench]').
     """
     wait_without_spinning()
     from bench.kernels import run_kernels
 
-    run_kernels(threads, rounds)
+    run_kernels(threads, rounds, plot)
     return 0
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -38,7 +39,7 @@ WIDTH = 160  # characters of a line where no terminal has a width
 def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()) -> int:  # noqa: B008  frozen
     """Measure TTFT, TPOT, ITL and throughput under load, by vLLM's definitions."""
     if options.plot:
-        _draw((), options.plot)  # fail before the work
+        load_plots(options.plot)  # fail before the work
     size = read_model_size(options.checkpoint) if options.checkpoint else None
     ceilings = find_ceilings(options.peak_gbs, options.peak_tflops) if size else None
     with open_progress() as progress:
@@ -49,7 +50,7 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()
         write_json(result, options.save)
     show(result)
     if options.plot:
-        _draw([result], options.plot)
+        load_plots(options.plot).draw([result], options.plot)
     errors = list_errors(result)
     for error in errors:
         print(f"baton bench serve: {error}", file=sys.stderr)
@@ -69,7 +70,7 @@ def plot(files: Annotated[tuple[Path, ...], Parameter(negative="")], /, *, plot:
     results = [load(file) for file in files]
     for result in results:
         show(result)
-    _draw(results, plot)
+    load_plots(plot).draw(results, plot)
     return 0
 
 
@@ -178,11 +179,10 @@ def _start(progress: Progress, name: str, total: int) -> Done:
     return done
 
 
-def _draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Without results, only check that it can be done. Raises ConfigError."""
+def load_plots(path: Path) -> ModuleType:
+    """`bench.load.plots`. Raises ConfigError."""
     try:
         from bench.load import plots  # an extra: matplotlib is imported only when asked for
     except ImportError as error:
         raise ConfigError(f"plot={str(path)!r} needs matplotlib ({error}): pip install 'baton[bench]'") from error
-    if results:
-        plots.draw(results, path)
+    return plots

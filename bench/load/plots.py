@@ -1,4 +1,4 @@
-"""Saved figures as a picture: TPOT and TTFT against throughput, a curve per file; and one run's requests over time.
+"""Figures as a picture: TPOT and TTFT against throughput, a curve per file; one run's requests over time; a roofline.
 
 The only file that uses matplotlib, an extra: `pip install 'baton[bench]'`.
 """
@@ -66,6 +66,38 @@ def draw_interference(groups: Mapping[str, Sequence[Mapping[str, float]]], path:
         gaps.text(11, first - 0.62, title, fontsize=9, style="italic")
     gaps.set_ylim(places[-1] + 0.6, -0.95)  # downwards
     figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_roofline(
+    bytes_a_second: float,
+    ceilings: Mapping[str, float],
+    kernels: Mapping[str, Sequence[tuple[str, float, float]]],
+    path: Path,
+) -> None:
+    """Operations a second against operations for each byte that memory gives: kernels below what the machine allows.
+
+    ceilings: name |-> operations a second. kernels: name |-> [(label, bytes a second, operations a second)].
+    """
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    intensities = [operations / num_bytes for points in kernels.values() for _, num_bytes, operations in points]
+    ridges = [rate / bytes_a_second for rate in ceilings.values()]
+    left, right = min(intensities) / 1.5, max(*intensities, *ridges) * 1.5
+    for (name, rate), ridge in zip(ceilings.items(), ridges, strict=True):
+        axes.plot([left, ridge, right], [left * bytes_a_second, rate, rate], color="#999999", linewidth=1)
+        axes.annotate(name, (right, rate), textcoords="offset points", xytext=(-4, 4), ha="right", fontsize=8)
+    for name, points in kernels.items():
+        places = [operations / num_bytes for _, num_bytes, operations in points]
+        axes.plot(places, [operations for _, _, operations in points], "o-", linewidth=0.8, markersize=4, label=name)
+        for (label, _, operations), place in zip(points, places, strict=True):
+            axes.annotate(label, (place, operations), textcoords="offset points", xytext=(5, -9), fontsize=7)
+    axes.set(
+        xscale="log", yscale="log", xlim=(left, right), xlabel="operations for each byte read",
+        ylabel="operations a second", title=f"memory gives {bytes_a_second / 1e9:.1f} GB/s",
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=DPI)
 
 
 def draw_curve(axes: Axes, result: Mapping[str, Any], name: str) -> None:

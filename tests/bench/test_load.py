@@ -23,7 +23,7 @@ from bench.load.interference import InterferenceOptions, compare, run_interferen
 from bench.load.metrics import gaps_s, is_good, latency_s, summarise, tpot_s, ttft_s
 from bench.load.options import ServeOptions, parse_targets
 from bench.load.overload import PRIORITIES, USERS, OverloadOptions, draw_asked, judge
-from bench.load.plots import draw
+from bench.load.plots import draw, draw_roofline
 from bench.load.prompts import PromptWriter
 from bench.load.report import (
     build_contexts,
@@ -311,6 +311,14 @@ def fake_server(takes_ids: bool = True, is_baton: bool = False) -> Iterator[tupl
 
 def run(options: ServeOptions) -> dict[str, Any]:
     return asyncio.run(run_levels(options, lambda _name, _total: lambda _answer: None))
+
+
+def test_a_roofline_names_its_kernels_and_ceilings(tmp_path: Path) -> None:
+    kernels = {"products": [("1", 2e10, 2e10), ("512", 5e9, 2e12)], "attention": [("1 x 1", 1e10, 4e10)]}
+    draw_roofline(2e10, {"registers": 5e12, "tiles from L1": 2e12}, kernels, tmp_path / "roofline.svg")
+    drawn = (tmp_path / "roofline.svg").read_text()
+    assert all(f">{text}<" in drawn for text in ("products", "attention", "512", "1 x 1", "registers"))
+    assert "memory gives 20.0 GB/s" in drawn
 
 
 class TestAgainstServers:
