@@ -52,7 +52,8 @@ def examine_machine() -> Machine:
         os.close(os.memfd_create("baton-doctor"))
     except (OSError, AttributeError) as error:
         memory_file_error = str(error)
-    products, are_products_slow, reading_rate = try_products() if not kernel_error and not gpus else ("", False, 0.0)
+    measured = try_products() if not kernel_error and not gpus else ("", False, 0.0, 0.0)
+    products, are_products_slow, reading_rate, multiplying_rate = measured
     flashinfer, flashinfer_error, built = examine_flashinfer()
     pairs = permutations(range(len(gpus)), 2)
     return Machine(
@@ -65,6 +66,7 @@ def examine_machine() -> Machine:
         products=products,
         are_products_slow=are_products_slow,
         reading_rate=reading_rate,
+        multiplying_rate=multiplying_rate,
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         has_own_pid_namespace=has_own_namespace("pid"),
@@ -172,8 +174,9 @@ def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def try_products() -> tuple[str, bool, float]:
-    """What products reach, in words, whether that is slow, and how many bytes a second the machine reads."""
+def try_products() -> tuple[str, bool, float, float]:
+    """What products reach, in words, whether that is slow, how many bytes a second the machine reads, and how many
+    operations a second products of many rows do."""
     torch.set_num_threads(num_cores())
     ceilings, rates = check_products()
     few, many = rates
@@ -181,7 +184,7 @@ def try_products() -> tuple[str, bool, float]:
         f"{ceilings.describe()}; {few.num_rows} row reads at {few.reading:.2f} of that, "
         f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
     )
-    return reached, any(one.is_slow for one in rates), ceilings.num_bytes
+    return reached, any(one.is_slow for one in rates), ceilings.num_bytes, many.operations
 
 
 def has_own_namespace(kind: str) -> bool:

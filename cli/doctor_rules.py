@@ -48,6 +48,7 @@ class Machine:
     products: str  # what products reach of the machine's ceilings; empty: not measured
     are_products_slow: bool  # below half of both
     reading_rate: float  # bytes a second of memory; 0: not measured
+    multiplying_rate: float  # operations a second of a prompt's products in bfloat16; 0: not measured
     c_compiler: str  # what Triton builds its launchers with
     has_python_header: bool  # Python.h, which these include
     has_own_pid_namespace: bool  # not the host's
@@ -170,9 +171,10 @@ def suggest_models(machine: Machine) -> Row:
 
     quick = list_largest(min(room, machine.reading_rate / PLEASANT_RATE))
     return Row(
-        "what fits", "ok", f"models up to {list_largest(room)}; at {PLEASANT_RATE} tokens/s and more up to {quick}",
+        "what fits", "ok", f"models up to {list_largest(room)}; at {PLEASANT_RATE} tokens/s and more up to {quick}; "
+        f"a model of 1B reads prompts at {machine.multiplying_rate / 2e9:,.0f} tokens/s, others in proportion",
         "of one stream, if a token reads all weights once; more streams share the reading, and of a mixture of experts "
-        "only the active weights count",
+        "only the active weights count; prompts without their attention, which grows with the context",
     )  # fmt: skip
 
 

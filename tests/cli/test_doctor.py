@@ -33,7 +33,7 @@ MODULES = tuple(sorted(name_modules(HEADS, [None], "bfloat16", "bfloat16")))
 ALL = ("8.0", "8.9", "9.0a", "10.0f", "12.0f")  # what prebuild compiles for
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
-    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, reading_rate=0.0,
+    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, reading_rate=0.0, multiplying_rate=0.0,
     c_compiler="/usr/bin/gcc", has_python_header=True,
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
@@ -99,11 +99,12 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
 
 
 def test_what_fits_follows_from_memory_and_its_speed() -> None:
-    machine = replace(CPU, memory_bytes=20 * GIB, reading_rate=40e9)
+    machine = replace(CPU, memory_bytes=20 * GIB, reading_rate=40e9, multiplying_rate=1e12)
     (row,) = [row for row in judge(ServeConfig(), machine, ValueError()) if row.part == "what fits"]
     assert row.found == (
         "models up to bf16 8B (2.5 tokens/s), int8 14B (2.9 tokens/s), int4 24B (2.9 tokens/s); at 10 tokens/s and "
-        "more up to bf16 1.7B (12 tokens/s), int8 4B (10 tokens/s), int4 4B (18 tokens/s)"
+        "more up to bf16 1.7B (12 tokens/s), int8 4B (10 tokens/s), int4 4B (18 tokens/s); a model of 1B reads "
+        "prompts at 500 tokens/s, others in proportion"
     )
     tiny = replace(machine, memory_bytes=4 * GIB)
     assert "up to bf16 none" in str([row.found for row in judge(ServeConfig(), tiny, ValueError())])
