@@ -19,6 +19,9 @@ from demo.draft_head import DraftHead
 from demo.head_text import Text, first_prompts, read_text, write_text
 from demo.paths import TARGET_DIR
 from demo.train_head import count_tokens, evaluate, make_batches, new_head, train
+from tests.support.threads import one_thread
+
+__all__ = ["one_thread"]  # a fixture
 
 HIDDEN, VOCAB, DRAFT_VOCAB, HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS = 32, 96, 64, 8, 4, 2
 
@@ -56,7 +59,7 @@ def test_training_lowers_the_loss_and_saves_a_checkpoint_of_the_public_format(
     head = new_head(target, count_tokens(texts, VOCAB).topk(DRAFT_VOCAB).indices.sort().values)
     batches = make_batches(texts)
     before = evaluate(head, target, batches, (4,))
-    losses = train(head, target, batches, batches, 300, tmp_path, 1, Console(quiet=True))
+    losses = train(head, target, batches, batches, 150, tmp_path, 1, Console(quiet=True))
     after = evaluate(head, target, batches, (4,))
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     assert after.right[0] > before.right[0] + 0.2

@@ -63,7 +63,7 @@ def reference(folder: Path, prompt_ids: Sequence[int]) -> list[int]:
 def test_a_long_conversation_and_its_next_turn(folder: Path) -> None:
     messages = [
         {"role": role, "content": " ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20))}
-        for turn in range(NUM_PROMPT // 700)
+        for turn in range(NUM_PROMPT // 690)
         for role in ("user", "assistant")
     ]
     messages.append({"role": "user", "content": "And then?"})
