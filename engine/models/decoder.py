@@ -25,6 +25,7 @@ from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
+from wire.sampling import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,12 @@ class Decoder:
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
         dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
+        num_positions = config.context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
         tables = [
-            build_rope_table(rope, dims.get(index, config.head_dim), config.context_tokens)
+            build_rope_table(rope, dims.get(index, config.head_dim), num_positions)
             for index, rope in enumerate(config.ropes)
         ]
-        self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [context_tokens, 2, D / 2] each
+        self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [num_positions, 2, D / 2] each
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_multiplier:
             self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=self.dtype))
