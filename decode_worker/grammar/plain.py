@@ -79,8 +79,7 @@ class PlainSchema:
     def _refer(self, part: dict[str, Any]) -> list[Any]:
         """What a part refers to, under a name that xgrammar finds."""
         ref = part.get("$ref")
-        target = find_target(self._root, ref) if isinstance(ref, str) else None
-        if not isinstance(target, dict):
+        if not isinstance(ref, str) or not isinstance(target := find_target(self._root, ref), dict):
             return []
         found: Any = self._root  # as xgrammar reads references
         for key in ref.split("/")[1:]:

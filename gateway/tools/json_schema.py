@@ -62,7 +62,7 @@ _NOTHING: Schema = {}
 
 
 class Comparisons:
-    """How many values or properties may still be compared in the schemas of one request."""
+    """How many values or properties may still be compared, and expressions read, in the schemas of one request."""
 
     def __init__(self, num_left: int = 50_000) -> None:  # some 20 ms
         self.num_left = num_left
@@ -93,7 +93,7 @@ def find_unenforced(schema: Schema, comparisons: Comparisons | None = None) -> s
         elif (whole := deciding(part)) is not None:
             problem = _find_beside(whole, part, facts)
         else:
-            problem = _find_of_types(part)
+            problem = _find_of_types(part, facts)
         if problem is not None:
             return f"{problem} at {written(place)}"
         left += [(place + keys, inner) for keys, inner in inner_schemas(part)]
@@ -142,6 +142,7 @@ class _Facts:
         self._comparisons = comparisons
         self._targets: dict[int, Schema] = {}  # of references, by the id of their part: parts live as long as the root
         self._shown: dict[int, _Shown] = {}  # by the id of a part
+        self._patterns: dict[str, str | None] = {}  # expression |-> what cannot be followed of it
 
     def followed(self, part: object) -> Schema:
         """The schema at the end of the references; an empty one if there is none."""
@@ -166,6 +167,21 @@ class _Facts:
             required = {name: properties[name] for name in _texts(schema.get("required")) if name in properties}
             self._shown[id(schema)] = _Shown(types, values, required)
         return self._shown[id(schema)]
+
+    def find_in_pattern(self, pattern: str | None) -> str | None:
+        """What an expression has that cannot be followed. One that is none is refused by the decode worker."""
+        if pattern is not None and pattern not in self._patterns:
+            self._comparisons.num_left -= 3 * len(pattern)  # takes 1 us per character
+            if self._comparisons.num_left < 0:
+                return "more text than is read of the expressions of a request"
+            self._patterns[pattern] = None
+            try:
+                json_pattern(pattern)
+            except NotEnforcedError as error:
+                self._patterns[pattern] = str(error)
+            except PatternError:
+                pass
+        return None if pattern is None else self._patterns[pattern]
 
     def are_apart(self, parts: Sequence[object]) -> bool:
         """Whether no value can match two of them: they differ in type, in listed values, or in a required property.
@@ -247,7 +263,7 @@ def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
     return None
 
 
-def _find_of_types(schema: Schema) -> str | None:
+def _find_of_types(schema: Schema, facts: _Facts) -> str | None:
     if _ASSERTIONS.isdisjoint(schema):
         return None
     if (format := schema.get("format")) in OTHER_FORMATS:
@@ -269,19 +285,19 @@ def _find_of_types(schema: Schema) -> str | None:
             return f"{min(passed)!r} beside {min(found)!r}"
     if "integer" in types and "multipleOf" in schema and not _is_multiple(schema["multipleOf"]):
         return f"a 'multipleOf' that is no whole number up to {_MAX_MULTIPLE}"
-    if "string" in types and (problem := _find_in_pattern(text_pattern(schema))) is not None:
+    if "string" in types and (problem := facts.find_in_pattern(text_pattern(schema))) is not None:
         return f"a 'pattern' with {problem}"
-    return _find_of_objects(schema) if "object" in types else None
+    return _find_of_objects(schema, facts) if "object" in types else None
 
 
-def _find_of_objects(schema: Schema) -> str | None:
+def _find_of_objects(schema: Schema, facts: _Facts) -> str | None:
     properties, patterned = _mapping(schema.get("properties")), _mapping(schema.get("patternProperties"))
     rest = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     for name in _texts(schema.get("required")):
         if name not in properties and (patterned or rest is False or "propertyNames" in schema):
             return f"'required' of {name[:MAX_SHOWN]!r}, which is not in 'properties',"
     for key, pattern in (("propertyNames", names_pattern(schema)), *(("patternProperties", key) for key in patterned)):
-        if (problem := _find_in_pattern(pattern)) is not None:
+        if (problem := facts.find_in_pattern(pattern)) is not None:
             return f"{key!r} with {problem}"
     begins = sorted(map(literal_begin, patterned))
     if any(later.startswith(begin) for begin, later in pairwise(begins)):
@@ -304,18 +320,6 @@ def _says_nothing(key: str, value: object) -> bool:
 
 def _is_multiple(value: object) -> bool:
     return isinstance(value, (int, float)) and 1 <= value <= _MAX_MULTIPLE and value == int(value)
-
-
-def _find_in_pattern(pattern: str | None) -> str | None:
-    """What an expression has that cannot be followed. One that is none is refused by the decode worker."""
-    try:
-        if pattern is not None:
-            json_pattern(pattern)
-    except NotEnforcedError as error:
-        return str(error)
-    except PatternError:
-        pass
-    return None
 
 
 def _has_long_integer(value: object) -> bool:

@@ -44,6 +44,11 @@ TOOLS = (
     Tool("now"),
     Tool("flag", None, {"type": "object", "properties": {"on": {"type": "boolean"}}}),
     Tool("any", None, {"anyOf": [{"properties": {}}, {"const": {}}]}),
+    Tool(
+        "say",
+        None,
+        {"properties": {"said": {"type": "string", "pattern": '^say "[a-z]{1,5}"\n?$'}}, "required": ["said"]},
+    ),
 )
 STRICT = tuple(replace(tool, is_strict=True) for tool in TOOLS)
 WALKS = 12

@@ -176,6 +176,9 @@ BUSY: dict[str, dict[str, Any]] = {
     "one set of types for all": {
         "$defs": {"e": ENUM}, "anyOf": [{"$ref": "#/$defs/e"} for _ in range(1500)], "type": "integer",
     },
+    "expressions without end": {
+        "properties": {f"a{n}": {"type": "string", "pattern": f"[a-z]\\d.x{{{n}}}" * 9} for n in range(900)},
+    },
     "a long name above many": {"properties": {"x" * 30000: {"properties": {f"a{n}": {} for n in range(2000)}}}},
 }  # fmt: skip
 
