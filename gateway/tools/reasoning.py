@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 # inside: the prompt opens the block and the answer begins in it. possible: the answer may open it.
 # off: the prompt closes the block, or the answer continues content.
 ReasoningStart = Literal["inside", "possible", "off"]
+MOST_WAITING = 1 << 17  # characters; they are read at once when it is known what they are: some 40 ms
 _Place = Literal["start", "reasoning", "unopened", "layout", "content"]
 
 
@@ -96,6 +97,8 @@ class ReasoningReader:
         self._num_unsure = 0  # counted while unopened text was held
         self._place: _Place = "start"
         self._held = ""  # may be part of a marker, or layout
+        self._earlier: list[str] = []  # held before it, without a marker
+        self._num_earlier = 0  # characters
         self._has_reasoned = False  # reasoning was returned; newlines before it are layout
         self.num_taken = 0  # characters pushed that are neither content nor held: reasoning, markers and layout
         self.num_before = 0  # characters of content before them
@@ -112,7 +115,7 @@ class ReasoningReader:
         """Returns the text that is now certain."""
         if self._place == "content":
             return Parts("", text)
-        num_unread = len(self._held) + len(text)
+        num_unread = self._num_earlier + len(self._held) + len(text)
         self._held += text
         if self._place == "start":
             self._leave_start()
@@ -126,12 +129,12 @@ class ReasoningReader:
             self._place = "content" if self._held else "layout"
         if self._place == "content":
             content, self._held = content + self._held, ""
-        self.num_taken += num_unread - len(self._held) - len(content)
+        self.num_taken += num_unread - self._num_earlier - len(self._held) - len(content)
         return Parts(reasoning, content)
 
     def flush(self) -> Parts:
         """Returns the text held back. Call it at the end of the text."""
-        held, self._held = self._held, ""
+        held, self._held = self._take_earlier() + self._held, ""
         if self._place != "reasoning" and self._start != "inside":
             return Parts("", held)
         self.num_taken += len(held)
@@ -150,14 +153,31 @@ class ReasoningReader:
             self._place = others[self._start]
 
     def _take_unopened(self) -> Parts:
-        before, end, after = self._held.partition(f"\n{self._format.end}")
-        if self._waits and self._format.begin in before:
+        begin, marker = self._format.begin, f"\n{self._format.end}"
+        before, end, after = self._held.partition(marker)
+        if not self._waits:
+            if not end:
+                return Parts("", self._take_certain())
+            self._place, self._held = "layout", after
+            return Parts("", before.rstrip("\n"))
+        if begin in before or self._num_earlier > MOST_WAITING:
+            self._held = self._take_earlier() + self._held
             self._place, self._num_unsure = "content", 0
-            return Parts("", "")
-        if not end:
-            return Parts("", "" if self._waits else self._take_certain())
-        self._place, self._held = "layout", after
-        return Parts(before.strip("\n"), "") if self._waits else Parts("", before.rstrip("\n"))
+        elif end:
+            self._place, self._held = "layout", after
+            return Parts((self._take_earlier() + before).strip("\n"), "")
+        else:
+            cut = max(len(self._held) - max(len(begin), len(marker)), 0)
+            self._earlier.append(self._held[:cut])
+            self._num_earlier += cut
+            self._held = self._held[cut:]
+        return Parts("", "")
+
+    def _take_earlier(self) -> str:
+        earlier = "".join(self._earlier)
+        self._earlier.clear()
+        self._num_earlier = 0
+        return earlier
 
     def _take_reasoning(self) -> str:
         marker = self._format.end

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.tools.reasoning import (
+    MOST_WAITING,
     REASONING_FORMATS,
     Parts,
     ReasoningFormat,
@@ -180,3 +181,11 @@ def test_little_is_held_back() -> None:
     pieces = ["Wel", "l </th", "ing>", "\n", "\n</", "b>", "\n</think>", "\n", "Hi", "\n"]
     shown = [reader.push(piece) for piece in pieces]
     assert [part.content for part in shown] == ["Wel", "l ", "</thing>", "", "", "\n\n</b>", "", "", "Hi", "\n"]
+
+
+def test_an_answer_waits_for_its_end_marker_only_so_long() -> None:
+    reader, text = ReasoningReader(THINK, "possible", waits=True), "a" * 1000
+    shown = [reader.push(text) for _ in range(MOST_WAITING // 1000 + 2)]
+    assert not any(part.content for part in shown[:-2])
+    content = "".join(part.content for part in [*shown, reader.push(f"b\n{THINK.end}"), reader.flush()])
+    assert content == text * len(shown) + f"b\n{THINK.end}" and not reader.num_taken
