@@ -301,7 +301,7 @@ async def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monke
             code, why = await code_of("regex", "a")  # the compiler is not even loaded
         assert (code, why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the grammar is still being compiled")
         assert await lasting_code_of("regex", "a") == (grpc.StatusCode.OK, "")
-        for kind, text, expected in [("regex", "a(", "not closed"), ("verse", "a", "no kind of grammar")]:
+        for kind, text, expected in [("regex", "a(", "a '(' without a ')'"), ("verse", "a", "no kind of grammar")]:
             code, why = await lasting_code_of(kind, text)
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert expected in why

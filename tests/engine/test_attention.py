@@ -24,10 +24,10 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.kernels import build
-from engine.kernels.build import BuildError, load_kernel
-from engine.kernels.cpu_math import choose_math
+from engine.kernels.build import NATIVE, BuildError, load_kernel
+from engine.kernels.cpu_math import Math, choose_math
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
-from tests.support.instruction_sets import BUILDS, built_for
+from tests.support.instruction_sets import BUILDS, Build, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
 from wire.private_folders import UnsafeFolderError
 
@@ -40,7 +40,8 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
     kernel: list[AttentionBackend] = []
-    for variant in BUILDS if HAS_COMPILER else ():
+    own = [Build(NATIVE, Math.TILES)] if choose_math() is Math.TILES else []  # the CPU's, beside emulated ones
+    for variant in [*BUILDS, *own] if HAS_COMPILER else ():
         with built_for(variant):
             kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), variant.math))
     return [TorchSdpaAttention(shape), *kernel]

@@ -22,11 +22,11 @@ PROMPT = "Once upon a time"
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Models "a" and "b" are the demo, "c" is its draft model, with an adapter "tale": each has a decode worker."""
-    tale = tmp_path_factory.mktemp("tale")
+    tale, kv = map(tmp_path_factory.mktemp, ("tale", "kv"))
     write_adapter(tale, DRAFT, "llama", seed=0)
     with serve(
         "a=demo", "--model=b=demo", f"--model=c={DRAFT}", "--max-awake=2", "--prefill-workers=0", "--dtype=float32",
-        "--threads=1", "--draft-model=none", "--max-context-tokens=512", "--kv-host-gib=1", f"--lora=tale={tale}@c",
+        "--threads=1", "--draft-model=none", "--max-context-tokens=512", f"--kv-disk={kv}", f"--lora=tale={tale}@c",
         hands_over=False,
     ) as service:  # fmt: skip
         yield service

@@ -11,7 +11,7 @@ import pytest
 
 from engine.kernels import build, cpu_layers, cpu_math, cpu_states
 from engine.kernels.build import NATIVE, cache_folder, runnable_instruction_sets
-from engine.kernels.cpu_math import Math, choose_math
+from engine.kernels.cpu_math import Math
 from engine.sampling.cpu import load_cpu_sampling
 from engine.weights import packed, packed_groups
 
@@ -31,8 +31,6 @@ class Build:
 SETS = [isa for isa in runnable_instruction_sets() if isa != NATIVE]
 BUILDS = [Build(isa, Math.WIDENED) for isa in SETS if not isa.endswith("bf16")]
 BUILDS += [Build(isa, Math.PAIRS) for isa in SETS if isa.endswith("bf16")]
-if "amx" in SETS and choose_math() is Math.TILES:
-    BUILDS.append(Build("amx", Math.TILES))
 if platform.machine() == "x86_64":
     BUILDS.append(Build(NATIVE, Math.TILES, "-DBATON_EMULATE_AMX"))
 WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon")]  # one for each width of vectors
