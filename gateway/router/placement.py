@@ -81,7 +81,7 @@ class WorkerView:
 
     def can_serve(self, adapter: str, computes: str) -> bool:
         """Whether it has the adapter of this digest, and computes so. Empty: any."""
-        return (not adapter or adapter in self.adapters) and computes in ("", self.computes)
+        return (not adapter or adapter in self.adapters) and (not computes or computes == self.computes)
 
 
 @dataclass(frozen=True, slots=True)

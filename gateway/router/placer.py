@@ -61,6 +61,8 @@ class Placer:
 
     def find_unusable(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
         """Why none of the workers that could serve others can serve the request; None when one can."""
+        if not (request.adapter or request.computes):
+            return None
         name, no_prefill = request.wanted.adapter, self._no_prefill_of(request)
         return find_unusable(workers, name, request.adapter, request.computes, no_prefill)
 

@@ -126,7 +126,7 @@ class Request:
     def emit(self, token_ids: Sequence[int], worker: WorkerView, now: float) -> None:
         """The client gets these tokens."""
         self.emitted.extend(token_ids)
-        if self.emitted or self.is_prompt_scored:
+        if not self.computes and (self.emitted or self.is_prompt_scored):
             self.computes = worker.computes
         if token_ids:
             self.silent_since = now

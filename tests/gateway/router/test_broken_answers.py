@@ -73,6 +73,14 @@ async def ring() -> AsyncIterator[Ring]:
             await server.stop(None)
 
 
+async def begin_and_leave(opened: Ring) -> None:
+    opened.decode.is_manual = True
+    client = opened.start(wanted("leaves"))
+    await opened.decode.has_sessions(2)
+    client.cancel()
+    opened.decode.is_manual = False
+
+
 @pytest.mark.parametrize("method", ["Status", "Steps", "Reserve", "Abort"])
 @bounded
 async def test_one_broken_answer_of_a_worker_costs_no_request(method: str) -> None:
@@ -80,11 +88,7 @@ async def test_one_broken_answer_of_a_worker_costs_no_request(method: str) -> No
         await opened.is_answered_soon("before")
         opened.garbler.wanted[method] = 1
         if method == "Abort":
-            opened.decode.is_manual = True
-            client = opened.start(wanted("leaves"))
-            await opened.decode.has_sessions(2)
-            client.cancel()
-            opened.decode.is_manual = False
+            await begin_and_leave(opened)
         if method == "Status":
             await opened.signal.until(lambda: opened.garbler.garbled == ["Status"])
         await asyncio.gather(*(opened.is_answered_soon(f"r{number}") for number in range(3)))
@@ -117,11 +121,7 @@ async def test_a_request_that_reaches_a_worker_damaged_is_a_lost_call(method: st
         if method == "Steps":
             opened.garbler.wanted["Steps"] = 1  # it is called again
         if method == "Abort":
-            opened.decode.is_manual = True
-            client = opened.start(wanted("leaves"))
-            await opened.decode.has_sessions(2)
-            client.cancel()
-            opened.decode.is_manual = False
+            await begin_and_leave(opened)
         await opened.is_answered_soon("meanwhile")
         await opened.signal.until(lambda: not opened.garbler.wanted_requests.total())
         await opened.is_answered_soon("after")
