@@ -116,13 +116,13 @@ def build_attention(rounds: int, ceilings: Ceilings | None = None, points: Point
         seconds = take_turns(calls, rounds)
         taken = median(seconds["paged"])
         rates = case.num_bytes(BF16) / taken, case.operations / taken
+        label = f"{case.num_sequences} x {case.query_len} at {case.context_len}"
         if points is not None:
-            label = f"{case.num_sequences} x {case.query_len} at {case.context_len}"
             points.setdefault(f"attention, {case.phase}", []).append((label, *rates))
         limits = (ceilings.num_bytes, ceilings.operations[False]) if ceilings else (inf, inf)
-        name = f"{case.phase}, {case.num_sequences} x {case.query_len} at {case.context_len}"
         table.add_row(
-            name, *(f"{median(seconds[name]) * 1e3:.2f}" for name in calls), relate(seconds, "paged", "sdpa"),
+            f"{case.phase}, {label}", *(f"{median(seconds[name]) * 1e3:.2f}" for name in calls),
+            relate(seconds, "paged", "sdpa"),
             *(f"{rate / 1e9:.1f} {rate / limit:4.0%}" for rate, limit in zip(rates, limits, strict=True)),
         )  # fmt: skip
     return table

@@ -107,7 +107,7 @@ template <int wide> struct TileBlock {
     const BatonBatch& batch;
     const BatonLayer& layer;
     int64_t dim = batch.head_dim, padded = round_up(dim, 32), depth = padded / 32;
-    int64_t rows, num_strips, begin_key, end_key;
+    int64_t num_strips, begin_key, end_key;
     const bfloat16* keys;  // of the head
     const int32_t* pages;
     float scale_log2 = batch.scale * 1.44269504f;
@@ -275,12 +275,23 @@ template <int wide> struct TileBlock {
         }
     }
 
+    void transpose_span(int64_t span) {
+        for (int64_t n = span_begin(span); n < span_end(span); n += 32)
+            for (int64_t d = 0; d < padded; d += 32) {
+                bfloat16* const low = values[span / kSpan % 2] + (d / 16 * kSpanTiles + n / 32) * kTileValues;
+                bfloat16* const high = low + kSpanTiles * kTileValues;
+                const bfloat16* const* const runs = value_runs + n / kRun;
+                transpose_values<false>(runs[0] + d, runs[1] + d, padded, low, high);
+                transpose_values<true>(runs[0] + d, runs[1] + d, padded, low, high);
+            }
+    }
+
     void run(const bfloat16* next_keys) {
-        Unit units[3];
         const auto nothing = [] {};
-        Unit *last = nullptr, *unit = units, *next = units + 1, *spare = units + 2;
-        unit->strip = -1, unit->span = begin_key / kSpan * kSpan, unit->is_odd = false;
-        advance(*unit);
+        Unit last, unit, next;
+        bool has_last = false;
+        unit.strip = -1, unit.span = begin_key / kSpan * kSpan, unit.is_odd = false;
+        advance(unit);
         int64_t opened = -1, transposed = -1;
         const auto enter = [&](int64_t span) {
             if (span == opened) return;
@@ -288,43 +299,30 @@ template <int wide> struct TileBlock {
             if (span + kSpan < end_key) plan_fetch(keys, span + kSpan);
             else if (next_keys) plan_fetch(next_keys, begin_key / kSpan * kSpan);
         };
-        enter(unit->span);
-        for (int64_t n = unit->begin; n < unit->end; n += 32) {
-            multiply_scores(*unit, n, nothing);
-            find_tops(*unit, n);
+        enter(unit.span);
+        for (int64_t n = unit.begin; n < unit.end; n += 32) {
+            multiply_scores(unit, n, nothing);
+            find_tops(unit, n);
         }
-        for (;;) {
-            if (unit->span != transposed) {
-                transposed = unit->span;
-                for (int64_t n = span_begin(transposed); n < span_end(transposed); n += 32)
-                    for (int64_t d = 0; d < padded; d += 32) {
-                        const int64_t tile = d / 16 * kSpanTiles + n / 32;
-                        bfloat16 *const low = values[transposed / kSpan % 2] + tile * kTileValues;
-                        bfloat16 *const high = low + kSpanTiles * kTileValues;
-                        const bfloat16 *const *const runs = value_runs + n / kRun;
-                        transpose_values<false>(runs[0] + d, runs[1] + d, padded, low, high);
-                        transpose_values<true>(runs[0] + d, runs[1] + d, padded, low, high);
-                    }
-            }
-            *next = *unit;
-            const bool has_next = advance(*next);
-            if (has_next) enter(next->span);
-            step(*unit, has_next ? next : nullptr, last);
+        for (;; last = unit, unit = next, has_last = true) {
+            if (unit.span != transposed) transpose_span(transposed = unit.span);
+            next = unit;
+            const bool has_next = advance(next);
+            if (has_next) enter(next.span);  // after this span's values have been read
+            step(unit, has_next ? &next : nullptr, has_last ? &last : nullptr);
             if (!has_next) break;
-            Unit* const done = last ? last : spare;
-            last = unit, unit = next, next = done;
         }
-        for (int64_t d = 0; d < padded; d += 32) multiply_values(*unit, d, nothing);
+        for (int64_t d = 0; d < padded; d += 32) multiply_values(unit, d, nothing);
     }
 };
 
 template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer& layer, const Block& of) {
     constexpr int64_t kStrip = 16 * wide;
-    const int64_t group = batch.num_heads / batch.num_kv_heads;
+    const int64_t group = batch.num_heads / batch.num_kv_heads, rows = of.num_queries * group;
     const bfloat16* const layer_keys = (const bfloat16*)batch.pool + layer.layer * batch.layer_stride;
     TileBlock<wide> block{batch, layer};
     const int64_t dim = block.dim, padded = block.padded, depth = block.depth;
-    block.rows = of.num_queries * group, block.num_strips = (block.rows + kStrip - 1) / kStrip;
+    block.num_strips = (rows + kStrip - 1) / kStrip;
     block.begin_key = std::max<int64_t>(0, of.position - layer.window + 1);
     block.end_key = of.position + of.num_queries;
     block.keys = layer_keys + of.head * batch.head_stride, block.pages = of.pages;
@@ -346,7 +344,7 @@ template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer
     for (int64_t panel = 0, row = 0; panel < panels; ++panel) {
         const bfloat16* from[16];
         block.maxima[panel] = Floats{} + kMinusInfinity, block.sums[panel] = Floats{};
-        for (int i = 0; i < 16; ++i, row += row + 1 < block.rows) {  // the last row fills up the last strip
+        for (int i = 0; i < 16; ++i, row += row + 1 < rows) {  // the last row fills up the last strip
             const int64_t token = row / group, of_head = of.head * group + row % group;
             from[i] = (const bfloat16*)layer.query + (of.token + token) * layer.query_token;
             from[i] += of_head * layer.query_head;
@@ -367,7 +365,7 @@ template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer
     for (int64_t panel = 0; panel < panels; ++panel) {
         const float* at = block.output + panel / wide * padded * kStrip + panel % wide * 16;
         const Floats factors = 1.0f / block.sums[panel];
-        const int64_t count = std::min<int64_t>(16, block.rows - panel * 16);
+        const int64_t count = std::min<int64_t>(16, rows - panel * 16);
         bfloat16* to[16];
         for (int64_t i = 0, row = panel * 16; i < count; ++i, ++row) {
             const int64_t of_token = (of.token + row / group) * batch.num_heads;
