@@ -166,7 +166,7 @@ class EventStream(Response):
                 await send(_body(begun))
                 pinging = asyncio.create_task(self._ping(send))
                 try:
-                    end = await self._send_rest(first, send)
+                    end = await self._send_rest(first, send, scope["state"]["request_id"])
                 finally:
                     pinging.cancel()
                     await asyncio.gather(pinging, return_exceptions=True)
@@ -194,7 +194,7 @@ class EventStream(Response):
                 self._sent_at = loop.time()
                 await send(_body(self._writer.ping))
 
-    async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
+    async def _send_rest(self, first: asyncio.Task[bytes], send: Send, request_id: str) -> bytes:
         """Returns the bytes that end the stream. Raises OSError if they cannot be sent."""
         try:
             events = await first
@@ -211,8 +211,8 @@ class EventStream(Response):
             raise error.__cause__ or error from None
         except Exception:
             _log.exception("answer failed")
-            bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
-            return self._writer.failure(bug)
+            message = f"request {request_id} failed inside the service; its log says why"
+            return self._writer.failure(ApiError(500, message, None, "internal_error"))
         return self._writer.done
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.http import answer as http_answer
 from gateway.request.prepare import ApiOptions
 from tests.support.api_server import ANSWER, FULL, PLAIN, Served, run_api
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece, write_system_first, write_thinking
@@ -26,6 +27,12 @@ def shared(options: ApiOptions, write: Callable[[Path], Path] = write_byte_level
 full, bare = shared(FULL), shared(PLAIN)
 sentence, thinking = shared(PLAIN, write_sentencepiece), shared(FULL, write_thinking)
 system_first = shared(FULL, write_system_first)
+
+
+@pytest.fixture(autouse=True)
+def refusals_have_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, what an engine refuses at once comes before its stream begins."""
+    monkeypatch.setattr(http_answer, "HOLD_S", 2.0)
 
 
 @pytest.fixture
