@@ -40,14 +40,14 @@ async def measure_tpot(target: Target, seed: int) -> dict[str, float]:
     }
 
 
-async def measure_ttft(target: Target, seed: int) -> dict[str, float]:
-    """One prompt of 512 tokens, three times."""
-    return {"ttft_ms": median(map(ttft_s, await ask_all(target, 512, 1, 3, 1, seed))) * 1e3}
+async def measure_ttft(num_input: int, count: int, target: Target, seed: int) -> dict[str, float]:
+    """One prompt of `num_input` tokens, `count` times."""
+    return {"ttft_ms": median(map(ttft_s, await ask_all(target, num_input, 1, count, 1, seed))) * 1e3}
 
 
-async def measure_throughput(concurrency: int, target: Target, seed: int) -> dict[str, float]:
-    """`concurrency` streams at once, 128 -> 64."""
-    jobs = build_requests(target, 128, 64, concurrency, seed)
+async def measure_throughput(num_input: int, concurrency: int, target: Target, seed: int) -> dict[str, float]:
+    """`concurrency` streams at once, `num_input` -> 64."""
+    jobs = build_requests(target, num_input, 64, concurrency, seed)
     answers, seconds = await run_closed(target.client.ask, jobs, concurrency, _ignore)
     summary = summarise(check(answers), seconds, {})
     return {"tokens_per_s": summary["output_throughput"], "median_tpot_ms": summary["median_tpot_ms"]}
@@ -78,8 +78,10 @@ async def measure_repeats(target: Target, _seed: int) -> dict[str, float]:
 
 ROWS: Mapping[str, Row] = {
     "tpot": measure_tpot,
-    "ttft512": measure_ttft,
-    **{f"throughput-{count}": partial(measure_throughput, count) for count in (1, 4, 8, 16, 32)},
+    "ttft512": partial(measure_ttft, 512, 3),
+    "ttft8k": partial(measure_ttft, 8000, 1),
+    **{f"throughput-{count}": partial(measure_throughput, 128, count) for count in (1, 4, 8, 16, 32)},
+    **{f"throughput-{count}-512": partial(measure_throughput, 512, count) for count in (8, 16)},
     "interference": measure_interference,
     "prefix": measure_prefix,
     "repeats": measure_repeats,

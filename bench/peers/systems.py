@@ -34,10 +34,10 @@ class System:
 
 BATON = (
     "{python} -m cli.main serve --model {model} --port {port} --grpc-port 0 --dtype bfloat16 --threads {threads} "
-    "--max-context-tokens 4096 --kv-memory-mib 512 --speculate "
+    "--max-context-tokens 8192 --kv-memory-mib 512 --speculate "
 )
 VLLM = (
-    "{peers}/vllm/bin/vllm serve {model} --host 127.0.0.1 --port {port} --dtype bfloat16 --max-model-len 4096 "
+    "{peers}/vllm/bin/vllm serve {model} --host 127.0.0.1 --port {port} --dtype bfloat16 --max-model-len 8192 "
     f"--max-num-seqs 32 {PREFIX_CACHING}"
 )
 VLLM_VARIABLES = {
@@ -111,11 +111,12 @@ class Group:
 
 
 THROUGHPUTS = tuple(f"throughput-{count}" for count in (1, 4, 8, 16, 32))
+LONGER = ("ttft8k", "throughput-8-512", "throughput-16-512")
 GROUPS: Mapping[str, Group] = {
     "bf16": Group(
         "bfloat16, 2 threads each",
         ("baton", "vllm", "llama.cpp", "openvino"),
-        ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
+        ("tpot", "ttft512", *THROUGHPUTS, *LONGER, "interference", "prefix"),
     ),
     "avx2": Group(
         "bfloat16 on AVX2: Baton, llama.cpp and OpenVINO kept from using more, and two that use all that the CPU has",
