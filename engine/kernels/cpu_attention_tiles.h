@@ -1,5 +1,6 @@
-// Paged attention by AMX tiles. Scores are computed transposed: keys are rows, as pages have them, so that they are not
-// packed, and a query row is a lane of vectors, so that softmax reduces nothing across lanes.
+// Paged attention by AMX tiles, for many query rows of a KV head; for few: cpu_attention_few.h, which gives a row the
+// same bits. Scores are computed transposed: keys are rows, as pages have them, so that they are not packed, and a query
+// row is a lane of vectors, so that softmax reduces nothing across lanes.
 //
 //              32 query rows                   32 query rows
 //            +---------------+               +---------------+
@@ -24,6 +25,7 @@ constexpr int64_t kSpan = 256;  // fewer read and write a strip's output more of
 constexpr int64_t kRun = 16;    // keys of a tile
 constexpr int64_t kSpanRuns = kSpan / kRun, kSpanTiles = kSpan / 32;
 constexpr int kTileValues = 512;
+constexpr int64_t kStrip = 32;  // query rows
 
 // 2^x, relative error 8e-5: probabilities are rounded to bfloat16. Exactly 0 for minus infinity.
 inline Floats exp2_roughly(Floats x) {
@@ -34,48 +36,131 @@ inline Floats exp2_roughly(Floats x) {
     return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
 }
 
+// Of scores, given the largest one times scale_log2.
+inline Floats find_probabilities(Floats scores, float scale_log2, Floats top) {
+    return exp2_roughly(scores * scale_log2 - top);
+}
+// How much smaller than before probabilities are, as the largest scores grow.
+inline Floats find_shrinks(Floats before, Floats top, float scale_log2) {
+    return exp2_nonpositive(before == top ? Floats{} : (before - top) * scale_log2);
+}
+inline Floats find_offsets(Floats top, float scale_log2) {
+    return top == kMinusInfinity ? Floats{} : top * scale_log2;  // nothing visible yet
+}
+
 // Rounds pairs to [16][2] bfloat16; ties go up. Faster than instructions for it, which need another to interleave.
 inline void store_pairs(bfloat16* to, Floats even, Floats odd) {
     store(to, (bits<Words>(even) + 0x8000) >> 16 | ((bits<Words>(odd) + 0x8000) & 0xFFFF0000));
 }
 
-// c[32][16 * wide] = or += a times b. a: tiles of 16 rows at `upper` and at `lower`, `step` values apart along the
-// depth; b: `wide` panels, `panel` values apart. Calls `meanwhile` for each tile of depth: a core does both at once
-// only where tiles and vectors take turns in the program.
-template <bool add, int wide, class Work>
+// The keys and values of one KV head that a block's queries see, a span at a time.
+struct Spans {
+    const BatonBatch& batch;
+    const BatonLayer& layer;
+    int64_t dim = batch.head_dim, padded = round_up(dim, 32), depth = padded / 32;
+    int64_t begin_key, end_key;
+    const bfloat16* keys;  // of the head
+    const int32_t* pages;
+    float scale_log2 = batch.scale * 1.44269504f;
+    bfloat16* copies = nullptr;  // this thread's: [2][kSpan][padded], K and V
+    const bfloat16 *key_runs[kSpanRuns], *value_runs[kSpanRuns];
+    // Runs of K and V that are fetched beside the work, from the last on; lines of the run under way.
+    const char *fetched[2 * kSpanRuns], *line = nullptr, *end_line = nullptr;
+    int64_t num_fetched = 0, lines_a_step = 1;
+
+    Spans(const BatonBatch& batch, const BatonLayer& layer, const Block& of) : batch(batch), layer(layer) {
+        begin_key = std::max<int64_t>(0, of.position - layer.window + 1), end_key = of.position + of.num_queries;
+        keys = find_keys(of.head), pages = of.pages;
+    }
+    const bfloat16* find_keys(int64_t head) const {
+        return (const bfloat16*)batch.pool + layer.layer * batch.layer_stride + head * batch.head_stride;
+    }
+    const bfloat16* find_key(const bfloat16* of_head, int64_t key) const {
+        return of_head + pages[key / batch.page_tokens] * batch.page_stride + key % batch.page_tokens * dim;
+    }
+    int64_t first_span() const { return begin_key / kSpan * kSpan; }
+    int64_t span_begin(int64_t span) const { return std::max<int64_t>(0, begin_key - span) / 32 * 32; }
+    int64_t span_end(int64_t span) const { return round_up(std::min(kSpan, end_key - span), 32); }
+    Floats cap(Floats scores) const {
+        return tanh(scores * (batch.scale / batch.softcap)) * (batch.softcap / batch.scale);
+    }
+
+    // Finds the runs of keys and values of a span: in place, or copied where tiles would read what is not there. Then
+    // `fetch` fetches the next span, at the end the first one of the head that this thread will probably process next.
+    void open(int64_t span, int64_t next_head) {
+        for (int64_t n = span_begin(span); n < span_end(span); n += kRun) {
+            const int64_t run = n / kRun, count = std::clamp<int64_t>(end_key - span - n, 0, kRun);
+            if (count == kRun && padded == dim && batch.page_tokens % kRun == 0) {
+                key_runs[run] = find_key(keys, span + n);
+                value_runs[run] = key_runs[run] + batch.kv_stride;
+                continue;
+            }
+            bfloat16 *key = copies + n * padded, *value = key + kSpan * padded;
+            key_runs[run] = key, value_runs[run] = value;
+            std::memset((void*)key, 0, kRun * padded * 2);
+            std::memset((void*)value, 0, kRun * padded * 2);
+            for (int64_t i = 0; i < count; ++i, key += padded, value += padded) {
+                const bfloat16* const from = find_key(keys, span + n + i);
+                std::copy_n(from, dim, key);
+                std::copy_n(from + batch.kv_stride, dim, value);
+            }
+        }
+        if (span + kSpan < end_key) plan_fetch(keys, span + kSpan);
+        else if (next_head < batch.num_kv_heads) plan_fetch(find_keys(next_head), first_span());
+    }
+    void plan_fetch(const bfloat16* of_head, int64_t span) {
+        num_fetched = 0, line = end_line;
+        for (int64_t n = round_up(std::min(kSpan, end_key - span), kRun) - kRun; n >= span_begin(span); n -= kRun) {
+            fetched[num_fetched] = (const char*)find_key(of_head, span + n);
+            fetched[num_fetched + 1] = fetched[num_fetched] + batch.kv_stride * 2;
+            num_fetched += 2;
+        }
+    }
+    void fetch() {
+        for (int64_t i = 0; i < lines_a_step; ++i, line += 64) {
+            if (line == end_line) {
+                if (!num_fetched) return;
+                line = fetched[--num_fetched], end_line = line + round_up(kRun * dim * 2, 64);
+            }
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
+};
+
+// c[32][32] = or += a times b. a: tiles of 16 rows at `upper` and at `lower`, `step` values apart along the depth; b: two
+// panels, `panel` values apart. Calls `meanwhile` for each tile of depth: a core does both at once only where tiles and
+// vectors take turns in the program.
+template <bool add, class Work>
 void multiply_unit(const bfloat16* upper, const bfloat16* lower, int64_t row_bytes, int64_t step, const bfloat16* b,
                    int64_t panel, float* c, int64_t num_tiles, Work&& meanwhile) {
-    constexpr int kBytes = wide * 64;
-    float* const below = c + wide * 256;
+    float* const below = c + 16 * kStrip;
     asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
     if constexpr (add) {
-        TILE_LOAD(0, c, kBytes);
-        if constexpr (wide == 2) TILE_LOAD(1, c + 16, kBytes);
-        TILE_LOAD(2, below, kBytes);
-        if constexpr (wide == 2) TILE_LOAD(3, below + 16, kBytes);
+        TILE_LOAD(0, c, kStrip * 4);
+        TILE_LOAD(1, c + 16, kStrip * 4);
+        TILE_LOAD(2, below, kStrip * 4);
+        TILE_LOAD(3, below + 16, kStrip * 4);
     } else {
         TILE_ZERO(0);
+        TILE_ZERO(1);
         TILE_ZERO(2);
-        if constexpr (wide == 2) {
-            TILE_ZERO(1);
-            TILE_ZERO(3);
-        }
+        TILE_ZERO(3);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile, upper += step, lower += step, b += kTileValues) {
         TILE_LOAD(4, upper, row_bytes);
         TILE_LOAD(6, b, 64);
-        if constexpr (wide == 2) TILE_LOAD(7, b + panel, 64);
+        TILE_LOAD(7, b + panel, 64);
         TILE_LOAD(5, lower, row_bytes);
         TILE_DOT_BF16(0, 4, 6);
-        if constexpr (wide == 2) TILE_DOT_BF16(1, 4, 7);
+        TILE_DOT_BF16(1, 4, 7);
         TILE_DOT_BF16(2, 5, 6);
-        if constexpr (wide == 2) TILE_DOT_BF16(3, 5, 7);
+        TILE_DOT_BF16(3, 5, 7);
         meanwhile();
     }
-    TILE_STORE(0, c, kBytes);
-    if constexpr (wide == 2) TILE_STORE(1, c + 16, kBytes);
-    TILE_STORE(2, below, kBytes);
-    if constexpr (wide == 2) TILE_STORE(3, below + 16, kBytes);
+    TILE_STORE(0, c, kStrip * 4);
+    TILE_STORE(1, c + 16, kStrip * 4);
+    TILE_STORE(2, below, kStrip * 4);
+    TILE_STORE(3, below + 16, kStrip * 4);
     asm volatile("" ::: "memory");
 }
 // Values d of 32 rows, 16 at `first` and 16 at `second`, to tiles [16 values][32 rows] at `low` and `high`: of each 8
@@ -95,41 +180,26 @@ void transpose_values(const bfloat16* first, const bfloat16* second, int64_t row
         store((i < 8 ? low : high) + (i % 8 / 4 * 8 + i % 4 + (upper ? 4 : 0)) * 32, words[i]);
 }
 
-// A block's query rows with one KV head. wide: panels of 16 query rows in a strip.
-template <int wide> struct TileBlock {
-    static constexpr int64_t kStrip = 16 * wide;
+// A block's query rows with one KV head.
+struct TileBlock : Spans {
     struct Unit {
         int64_t strip, span;      // the span's first key
         int64_t begin, end;       // keys of the span, multiples of 32, that rows of the strip see
         bool is_cut, is_odd;      // some rows do not see some of these keys; which of both buffers is its
-        Floats tops[wide];        // the largest scores, not scaled
+        Floats tops[2];           // the largest scores, not scaled
     };
-    const BatonBatch& batch;
-    const BatonLayer& layer;
-    int64_t dim = batch.head_dim, padded = round_up(dim, 32), depth = padded / 32;
-    int64_t num_strips, begin_key, end_key;
-    const bfloat16* keys;  // of the head
-    const int32_t* pages;
-    float scale_log2 = batch.scale * 1.44269504f;
+    int64_t num_strips;
     // This thread's memory.
-    Ints* positions;                              // [rows / 16], of the sequence
-    bfloat16 *queries, *values[2], *copies;       // [strips][wide][depth] panels; [padded / 16][kSpanTiles]; K and V
-    float* output;                                // [strips][padded][kStrip]
-    Floats *sums, *maxima;                        // [strips][wide]
-    float* scores[2];                             // [kSpan][kStrip]
-    bfloat16* probabilities[2];                   // [wide][kSpanTiles] panels
-    const bfloat16 *key_runs[kSpanRuns], *value_runs[kSpanRuns];
-    // Runs of K and V that are fetched beside the work, from the last on; lines of the run under way.
-    const char *fetched[2 * kSpanRuns], *line = nullptr, *end_line = nullptr;
-    int64_t num_fetched = 0, lines_a_pair = 1;
+    Ints* positions;                  // [rows / 16], of the sequence
+    bfloat16 *queries, *values[2];    // [strips][2][depth] panels; [padded / 16][kSpanTiles]
+    float* output;                    // [strips][padded][32]
+    Floats *sums, *maxima;            // [strips][2]
+    float* scores[2];                 // [kSpan][32]
+    bfloat16* probabilities[2];       // [2][kSpanTiles] panels
 
-    int64_t first_position(int64_t strip) const { return positions[strip * wide][0]; }
-    int64_t last_position(int64_t strip) const { return positions[strip * wide + wide - 1][15]; }
-    int64_t span_begin(int64_t span) const { return std::max<int64_t>(0, begin_key - span) / 32 * 32; }
-    int64_t span_end(int64_t span) const { return round_up(std::min(kSpan, end_key - span), 32); }
-    const bfloat16* find_key(const bfloat16* of_head, int64_t key) const {
-        return of_head + pages[key / batch.page_tokens] * batch.page_stride + key % batch.page_tokens * dim;
-    }
+    using Spans::Spans;
+    int64_t first_position(int64_t strip) const { return positions[strip * 2][0]; }
+    int64_t last_position(int64_t strip) const { return positions[strip * 2 + 1][15]; }
 
     // Turns `unit` into the next one; false if it was the last.
     bool advance(Unit& unit) const {
@@ -142,70 +212,31 @@ template <int wide> struct TileBlock {
             if (begin >= end) continue;
             unit.begin = begin / 32 * 32, unit.end = round_up(end, 32), unit.is_odd = !unit.is_odd;
             unit.is_cut = unit.span + unit.end > first + 1 || unit.span + unit.begin < last - layer.window + 1;
-            std::fill_n(unit.tops, wide, Floats{} + kMinusInfinity);
+            std::fill_n(unit.tops, 2, Floats{} + kMinusInfinity);
             return true;
         }
     }
 
-    // Finds the runs of keys and values of a span: in place, or copied where tiles would read what is not there.
-    void open(int64_t span) {
-        for (int64_t n = span_begin(span); n < span_end(span); n += kRun) {
-            const int64_t run = n / kRun, count = std::clamp<int64_t>(end_key - span - n, 0, kRun);
-            if (count == kRun && padded == dim && batch.page_tokens % kRun == 0) {
-                key_runs[run] = find_key(keys, span + n);
-                value_runs[run] = key_runs[run] + batch.kv_stride;
-                continue;
-            }
-            bfloat16 *key = copies + n * padded, *value = key + kSpan * padded;
-            key_runs[run] = key, value_runs[run] = value;
-            std::memset((void*)key, 0, kRun * padded * 2);
-            std::memset((void*)value, 0, kRun * padded * 2);
-            for (int64_t i = 0; i < count; ++i, key += padded, value += padded) {
-                const bfloat16* const from = find_key(keys, span + n + i);
-                std::copy_n(from, dim, key);
-                std::copy_n(from + batch.kv_stride, dim, value);
-            }
-        }
-    }
-    void plan_fetch(const bfloat16* of_head, int64_t span) {
-        num_fetched = 0, line = end_line, lines_a_pair = std::max<int64_t>(1, 2 * dim / 32 / (num_strips / 2 + 1));
-        for (int64_t n = round_up(std::min(kSpan, end_key - span), kRun) - kRun; n >= span_begin(span); n -= kRun) {
-            fetched[num_fetched] = (const char*)find_key(of_head, span + n);
-            fetched[num_fetched + 1] = fetched[num_fetched] + batch.kv_stride * 2;
-            num_fetched += 2;
-        }
-    }
-    void fetch() {
-        for (int64_t i = 0; i < lines_a_pair; ++i, line += 64) {
-            if (line == end_line) {
-                if (!num_fetched) return;
-                line = fetched[--num_fetched], end_line = line + round_up(kRun * dim * 2, 64);
-            }
-            __builtin_prefetch(line, 0, 2);
-        }
-    }
-
     template <class Work> void multiply_scores(const Unit& unit, int64_t n, Work&& meanwhile) const {
-        const bfloat16* const panels = queries + unit.strip * wide * depth * kTileValues;
-        multiply_unit<false, wide>(key_runs[n / kRun], key_runs[n / kRun + 1], padded * 2, 32, panels,
+        const bfloat16* const panels = queries + unit.strip * 2 * depth * kTileValues;
+        multiply_unit<false>(key_runs[n / kRun], key_runs[n / kRun + 1], padded * 2, 32, panels,
                                    depth * kTileValues, scores[unit.is_odd] + n * kStrip, depth, meanwhile);
     }
     template <class Work> void multiply_values(const Unit& unit, int64_t d, Work&& meanwhile) const {
         const int64_t begin = unit.begin / 32, tile = d / 16 * kSpanTiles + begin;
         const bfloat16* const upper = values[unit.span / kSpan % 2] + tile * kTileValues;
-        multiply_unit<true, wide>(upper, upper + kSpanTiles * kTileValues, 64, kTileValues,
+        multiply_unit<true>(upper, upper + kSpanTiles * kTileValues, 64, kTileValues,
                                   probabilities[unit.is_odd] + begin * kTileValues, kSpanTiles * kTileValues,
                                   output + (unit.strip * padded + d) * kStrip, unit.end / 32 - begin, meanwhile);
     }
     // Caps the scores of 32 keys and hides those that a row does not see.
     void change_scores(const Unit& unit, int64_t n, float* at) const {
-        const float before = batch.scale / batch.softcap, after = batch.softcap / batch.scale;
         for (int64_t key = n; key < n + 32; ++key)
-            for (int panel = 0; panel < wide; ++panel, at += 16) {
-                const Ints last = positions[unit.strip * wide + panel] - (int32_t)unit.span;
+            for (int panel = 0; panel < 2; ++panel, at += 16) {
+                const Ints last = positions[unit.strip * 2 + panel] - (int32_t)unit.span;
                 const Ints first = last - (int32_t)std::min<int64_t>(layer.window - 1, 1 << 30);
                 Floats score = load<Floats>(at);
-                if (batch.softcap > 0) score = tanh(score * before) * after;
+                if (batch.softcap > 0) score = cap(score);
                 store(at, ((int32_t)key >= first) & ((int32_t)key <= last) ? score : Floats{} + kMinusInfinity);
             }
     }
@@ -215,32 +246,38 @@ template <int wide> struct TileBlock {
         if (unit.is_cut || batch.softcap > 0) change_scores(unit, n, at);
         Floats tops[4];  // so many do not wait for each other
         for (int i = 0; i < 4; ++i) tops[i] = load<Floats>(at + i * 16);
-        for (int64_t i = 4; i < 32 * wide; i += 4)
+        for (int64_t i = 4; i < 64; i += 4)
 #pragma GCC unroll 4
             for (int64_t j = 0; j < 4; ++j) tops[j] = larger(load<Floats>(at + (i + j) * 16), tops[j]);
-        for (int i = 0; i < 4; ++i) unit.tops[i % wide] = larger(tops[i], unit.tops[i % wide]);
+        for (int i = 0; i < 4; ++i) unit.tops[i % 2] = larger(tops[i], unit.tops[i % 2]);
     }
-    // Turns a unit's scores into probabilities, two keys at a time, evenly beside a number of products.
+    // Turns a unit's scores into probabilities, four keys at a time, evenly beside a number of products.
     struct Softening {
         TileBlock& block;
         const float *at, *end;
         bfloat16* to;
-        int64_t pairs, products, due = 0;
-        Floats offsets[wide], totals[wide] = {};  // the rows' maxima, scaled; sums of probabilities
+        int64_t steps, products;
+        Floats* totals;  // [4][2]: sums of every fourth step's probabilities
+        int64_t due = 0, part = 0;
+        Floats offsets[2];  // the rows' maxima, scaled
 
         void operator()() {
-            for (due += pairs; due >= products && at < end; due -= products) soften();
+            for (due += steps; due >= products && at < end; due -= products) soften();
         }
         void soften() {
 #pragma GCC unroll 2
-            for (int panel = 0; panel < wide; ++panel) {
-                const float* const even_at = at + panel * 16;
-                const Floats even = exp2_roughly(load<Floats>(even_at) * block.scale_log2 - offsets[panel]);
-                const Floats odd = exp2_roughly(load<Floats>(even_at + kStrip) * block.scale_log2 - offsets[panel]);
-                totals[panel] += even + odd;
-                store_pairs(to + panel * kSpan * 16, even, odd);
+            for (int panel = 0; panel < 2; ++panel) {
+                Floats p[4];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) {
+                    const Floats scores = load<Floats>(at + i * kStrip + panel * 16);
+                    p[i] = find_probabilities(scores, block.scale_log2, offsets[panel]);
+                }
+                totals[part + panel] += (p[0] + p[1]) + (p[2] + p[3]);
+                store_pairs(to + panel * kSpan * 16, p[0], p[1]);
+                store_pairs(to + panel * kSpan * 16 + 32, p[2], p[3]);
             }
-            at += 2 * kStrip, to += 32;
+            at += 4 * kStrip, to += 64, part = (part + 2) % 8;
             block.fetch();
         }
     };
@@ -248,13 +285,14 @@ template <int wide> struct TileBlock {
     void step(const Unit& unit, Unit* next, const Unit* last) {
         const float* const at = scores[unit.is_odd];
         bfloat16* const to = probabilities[unit.is_odd] + unit.begin * 16;
-        Softening soften{*this, at + unit.begin * kStrip, at + unit.end * kStrip, to, (unit.end - unit.begin) / 2, 1};
+        Floats totals[8]{};
+        Softening soften{*this, at + unit.begin * kStrip, at + unit.end * kStrip, to, (unit.end - unit.begin) / 4, 1, totals};
         soften.products = depth * ((next ? next->end - next->begin : 0) + (last ? last->end - last->begin : 0)) / 32;
-        Floats shrinks[wide];
-        for (int panel = 0; panel < wide; ++panel) {
-            Floats &maximum = maxima[unit.strip * wide + panel], top = larger(unit.tops[panel], maximum);
-            soften.offsets[panel] = top == kMinusInfinity ? Floats{} : top * scale_log2;  // nothing visible yet
-            shrinks[panel] = exp2_nonpositive(maximum == top ? Floats{} : (maximum - top) * scale_log2);
+        Floats shrinks[2];
+        for (int panel = 0; panel < 2; ++panel) {
+            Floats &maximum = maxima[unit.strip * 2 + panel], top = larger(unit.tops[panel], maximum);
+            soften.offsets[panel] = find_offsets(top, scale_log2);
+            shrinks[panel] = find_shrinks(maximum, top, scale_log2);
             maximum = top;
         }
         if (next)
@@ -266,9 +304,11 @@ template <int wide> struct TileBlock {
             for (int64_t d = 0; d < padded; d += 32) multiply_values(*last, d, soften);
         while (soften.at < soften.end) soften.soften();
         if (next) find_tops(*next, next->end - 32);
-        for (int panel = 0; panel < wide; ++panel) {
-            Floats& sum = sums[unit.strip * wide + panel];
-            sum = sum * shrinks[panel] + soften.totals[panel];
+        for (int half = 4; half > 1; half /= 2)
+            for (int i = 0; i < half; ++i) totals[i] += totals[i + half];
+        for (int panel = 0; panel < 2; ++panel) {
+            Floats& sum = sums[unit.strip * 2 + panel];
+            sum = sum * shrinks[panel] + totals[panel];
             if (-reduce(-shrinks[panel], larger) == 1.0f) continue;
             float* to = output + unit.strip * padded * kStrip + panel * 16;
             for (int64_t d = 0; d < dim; ++d, to += kStrip) store(to, load<Floats>(to) * shrinks[panel]);
@@ -286,18 +326,15 @@ template <int wide> struct TileBlock {
             }
     }
 
-    void run(const bfloat16* next_keys) {
+    void run(int64_t next_head) {
         const auto nothing = [] {};
         Unit last, unit, next;
         bool has_last = false;
-        unit.strip = -1, unit.span = begin_key / kSpan * kSpan, unit.is_odd = false;
+        unit.strip = -1, unit.span = first_span(), unit.is_odd = false;
         advance(unit);
         int64_t opened = -1, transposed = -1;
         const auto enter = [&](int64_t span) {
-            if (span == opened) return;
-            open(opened = span);
-            if (span + kSpan < end_key) plan_fetch(keys, span + kSpan);
-            else if (next_keys) plan_fetch(next_keys, begin_key / kSpan * kSpan);
+            if (span != opened) open(opened = span, next_head);
         };
         enter(unit.span);
         for (int64_t n = unit.begin; n < unit.end; n += 32) {
@@ -316,18 +353,16 @@ template <int wide> struct TileBlock {
     }
 };
 
-template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer& layer, const Block& of) {
-    constexpr int64_t kStrip = 16 * wide;
+inline void attend_strips(const BatonBatch& batch, const BatonLayer& layer, const Block& of) {
+    constexpr uint8_t tile_rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+    configure_tiles(tile_rows, 8);
     const int64_t group = batch.num_heads / batch.num_kv_heads, rows = of.num_queries * group;
-    const bfloat16* const layer_keys = (const bfloat16*)batch.pool + layer.layer * batch.layer_stride;
-    TileBlock<wide> block{batch, layer};
+    TileBlock block{batch, layer, of};
     const int64_t dim = block.dim, padded = block.padded, depth = block.depth;
     block.num_strips = (rows + kStrip - 1) / kStrip;
-    block.begin_key = std::max<int64_t>(0, of.position - layer.window + 1);
-    block.end_key = of.position + of.num_queries;
-    block.keys = layer_keys + of.head * batch.head_stride, block.pages = of.pages;
+    block.lines_a_step = (dim - 1) / (4 * block.num_strips) + 1;  // of 16 * dim a span, in 64 steps a strip
 
-    const int64_t panels = block.num_strips * wide;
+    const int64_t panels = block.num_strips * 2;
     scratch.reserve(panels * (3 * 64 + padded * 16 * 6) + padded * kSpan * 8 + 2 * kSpan * kStrip * 6 + 16 * 64);
     block.positions = scratch.take<Ints>(panels);
     block.sums = scratch.take<Floats>(panels);
@@ -361,9 +396,9 @@ template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer
             for (int i = 0; i < 16; ++i) store(to + i * 32, words[i]);
         }
     }
-    block.run(of.next_head < batch.num_kv_heads ? layer_keys + of.next_head * batch.head_stride : nullptr);
+    block.run(of.next_head);
     for (int64_t panel = 0; panel < panels; ++panel) {
-        const float* at = block.output + panel / wide * padded * kStrip + panel % wide * 16;
+        const float* at = block.output + panel / 2 * padded * kStrip + panel % 2 * 16;
         const Floats factors = 1.0f / block.sums[panel];
         const int64_t count = std::min<int64_t>(16, rows - panel * 16);
         bfloat16* to[16];
@@ -378,14 +413,6 @@ template <int wide> void attend_strips(const BatonBatch& batch, const BatonLayer
             for (int64_t i = 0; i < count; ++i) store_part(to[i] + d, narrow((Floats)words[i]), dim - d);
         }
     }
-}
-
-inline void attend_by_tiles(const BatonBatch& batch, const BatonLayer& layer, const Block& block) {
-    const uint8_t tile_rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
-    configure_tiles(tile_rows, 8);
-    if (block.num_queries * batch.num_heads > 16 * batch.num_kv_heads) attend_strips<2>(batch, layer, block);
-    else attend_strips<1>(batch, layer, block);
-    TILE_RELEASE();
 }
 
 }  // namespace

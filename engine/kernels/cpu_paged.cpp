@@ -1,5 +1,5 @@
 // Paged attention on CPUs: online softmax over key tiles, for decode (few query rows) and prefill (many) alike.
-// Pages of bfloat16 on CPUs with AMX: cpu_attention_tiles.h.
+// Pages of bfloat16 on CPUs with AMX: cpu_attention_tiles.h, cpu_attention_few.h.
 //
 // Python has checked all pointers, strides and page tables. Allocates only per-thread scratch. Throws nothing.
 // A work item is (block of query positions, KV head). Its query rows are position-major: row = position * group + head
@@ -13,7 +13,7 @@
 //                    +------------------------+          +----------+
 //   kSubRows of a    |  scores, then softmax  |  times   |  values  |  added to the rows' output
 //   block's rows     +------------------------+          +----------+
-#include "cpu_attention_tiles.h"
+#include "cpu_attention_few.h"
 
 namespace {
 

@@ -38,13 +38,18 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-2 if dtype is torch.bfloat16 else 5e-6  # bfloat16: 2^-8 of outputs up to about 3, and of probabilities
 
 
-def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
-    kernel: list[AttentionBackend] = []
+def kernels(shape: AttentionShape, *of: Math) -> list[CpuPagedAttention]:
+    found: list[CpuPagedAttention] = []
     own = [Build(NATIVE, Math.TILES)] if choose_math() is Math.TILES else []  # the CPU's, beside emulated ones
     for variant in [*BUILDS, *own] if HAS_COMPILER else ():
-        with built_for(variant):
-            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), variant.math))
-    return [TorchSdpaAttention(shape), *kernel]
+        if variant.math in of:
+            with built_for(variant):
+                found.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), variant.math))
+    return found
+
+
+def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
+    return [TorchSdpaAttention(shape), *kernels(shape, *Math)]
 
 
 def check_against_truth(problem: Problem, window: int | None = None) -> None:
@@ -132,6 +137,26 @@ def test_thread_count_does_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(3, 3), (12, 4), (12, 2), (12, 1)], ids=str)
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (2.0, 129)])
+def test_a_row_has_the_same_bits_however_many_are_beside_it(
+    heads: tuple[int, int], softcap: float, window: int | None
+) -> None:
+    """Tiles take another way for up to 4, 8 and 16 rows of a KV head than for more."""
+    many = Problem([(20, 603)], heads, 80, 16, torch.bfloat16)
+    many.shape = replace(many.shape, softcap=softcap)
+    many.sinks = torch.linspace(-3, 3, heads[0])
+    for backend in kernels(many.shape, Math.TILES):
+        expected, pool = many.run(backend, window)
+        for count in (1, 2, 4, 6):
+            few = Problem([(count, 603)], heads, 80, 16, torch.bfloat16)
+            few.shape, few.sinks, few.pool = many.shape, many.sinks, pool
+            few.query, few.key, few.value = many.query[-count:], many.key[-count:], many.value[-count:]
+            found = few.run(backend, window)[0]
+            assert torch.equal(found, expected[-count:]), f"{backend.name}: {count}"
 
 
 # --- what the kernel refuses
