@@ -187,6 +187,7 @@ class Place:
 
     ranks: Ranks = ONE_RANK
     pool_fds: tuple[int, int] = (-1, -1)  # empty memory files shared by all ranks, for pages and for slots; -1 with one
+    lends: bool = True  # peers read its pages and slots
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
@@ -305,12 +306,15 @@ def assemble_engine(
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
     pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts)
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts),
+        lends=place.lends,
     )  # fmt: skip
     states = None
     if config.state_parts:
         whole = slots.page_parts(model.state_parts)
-        states = Pool(slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole))
+        states = Pool(
+            slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole), lends=place.lends
+        )
         rows.states = states.shape.split(states.pages)
     adapters, read_adapter = decoder.adapters, None
     if adapters is not None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.batch import ForwardRow, take_turns
-from engine.engine import build_engine
+from engine.engine import Place, build_engine
 from wire.files import blamed_tokenizer, read_json_object
 from wire.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class LLM:
 
         self.engine = build_engine(
             model, "", dtype, device, torch.get_num_threads(), page_tokens, max_running, size_pool,
-            lambda done, total: None, context_tokens,
+            lambda done, total: None, context_tokens, place=Place(lends=False),
         )  # fmt: skip
         folder = self.engine.folder
         with blamed_tokenizer(folder):

@@ -11,7 +11,7 @@ import structlog
 import torch
 import uvloop
 
-from engine.engine import ALONE, Engine, Place, build_engine, choose_device
+from engine.engine import Engine, Place, build_engine, choose_device
 from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
@@ -111,7 +111,8 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
     incarnation = rpc.new_incarnation()
     config = complete_here(config, choose_rank_device(config, 0))
     if config.tp == 1:
-        return Built(config, build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
+        place = Place(lends=isinstance(config, PrefillConfig))
+        return Built(config, build_rank_engine(config, place, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)

@@ -99,7 +99,7 @@ class Pool:
 
     def __init__(
         self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None, gpu: Gpu | None = None,
-        share: PoolShare | None = None,
+        share: PoolShare | None = None, lends: bool = True,
     ) -> None:  # fmt: skip
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages is ignored. Both: of this rank.
 
@@ -117,7 +117,7 @@ class Pool:
         own = [part for model in models for part in model.page_parts(model.parts)]
         self.parts: tuple[PagePart, ...] = share.parts if share else tuple(own)
         self.fd: int | None = None
-        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], in the memory file
+        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], in main memory
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
         self.why_private: str | None = None  # why peers on this host cannot open the memory
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
@@ -125,9 +125,11 @@ class Pool:
         self.gpu_uuid, self.readable_gpus = (self.gpu.uuid, self.gpu.readable) if self.gpu else ("", ())
         self.ipc_handle = b""
         self.test_checksum = 0
-        elements = self._allocate_shared() if self.gpu is None else self._allocate_on(self.gpu)
-        if elements is None:
-            elements = self._allocate_private()
+        if self.gpu is not None:
+            elements = self._allocate_on(self.gpu)
+        else:
+            shared = self._allocate_shared() if lends or share else None
+            elements = self._allocate_private() if shared is None else shared
         self.pages = elements.view(shape.num_pages, self.page_bytes // shape.dtype.itemsize)
         self.tensor: Tensor = self.pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor = self.pages[:, shape.page_elements :].view(models[1].sizes) if draft_shape else None
@@ -144,9 +146,19 @@ class Pool:
 
     def _allocate_private(self) -> Tensor:
         try:
-            return torch.zeros(self.num_pages * self.page_bytes, dtype=torch.uint8).view(self.shape.dtype)
-        except RuntimeError as error:  # what torch raises without enough memory
+            memory = mmap.mmap(-1, self.num_pages * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
             raise self._no_memory("") from error
+        _prefer_huge_pages(memory)
+        return self._place(memory, 0)
+
+    def _place(self, memory: mmap.mmap, begin: int) -> Tensor:
+        """The elements of all pages, in `memory` from `begin` on; they keep it alive."""
+        num_bytes = self.num_pages * self.page_bytes
+        self._bytes = np.frombuffer(memory, np.uint8, num_bytes, begin).reshape(self.num_pages, self.page_bytes)
+        return torch.frombuffer(
+            memory, dtype=self.shape.dtype, count=num_bytes // self.shape.dtype.itemsize, offset=begin
+        )
 
     def _no_memory(self, why: str) -> ValueError:
         return ValueError(
@@ -159,10 +171,7 @@ class Pool:
         memory = self._map_file(self.pages_offset + self.num_ranks * num_bytes)
         if memory is None:
             return None
-        begin = self.pages_offset + self.rank * num_bytes
-        self._bytes = np.frombuffer(memory, np.uint8, num_bytes, begin).reshape(self.num_pages, self.page_bytes)
-        count = num_bytes // self.shape.dtype.itemsize
-        return torch.frombuffer(memory, dtype=self.shape.dtype, count=count, offset=begin)  # keeps the mapping alive
+        return self._place(memory, self.pages_offset + self.rank * num_bytes)
 
     def _allocate_on(self, gpu: Gpu) -> Tensor:
         """The elements of all pages in the memory of `gpu`; exports their handle for peers."""
@@ -204,8 +213,7 @@ class Pool:
             if fd is not None:
                 os.close(fd)
             return None
-        with suppress(OSError, AttributeError):  # fewer page faults and TLB misses, if the system allows it
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        _prefer_huge_pages(memory)
         self.fd, self.generations = fd, np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
 
@@ -287,6 +295,12 @@ class HostPages:
 
     def close(self) -> None:
         """The memory is freed with the last reference."""
+
+
+def _prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Fewer page faults and TLB misses, if the system allows it."""
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def create_file() -> int:

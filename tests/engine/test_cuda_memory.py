@@ -78,12 +78,18 @@ def test_a_pool_that_peers_cannot_open_says_why(
     pool.generations[0] += 1
 
 
-def test_a_pool_without_shared_memory_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    pool = build_pool(NUM_PAGES)
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_pool_without_shared_memory_is_private(lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because the system has none, which is a weakness, or because nobody reads it."""
+    whole = build_pool(NUM_PAGES)
+    assert whole.fd is not None
+    if lends:
+        monkeypatch.delattr(os, "memfd_create")
+    pool = Pool(whole.shape, torch.device("cpu"), lends=lends)
     row = np.random.default_rng(1).integers(0, 256, pool.page_bytes, np.uint8)
     pool.store([4], [row])
     assert pool.fd is None and np.array_equal(pool.load([0, 4]), [0 * row, row])
+    assert (pool.why_private is not None) == lends
 
 
 @pytest.mark.parametrize(("page_tokens", "by_kernel"), [(16, True), (2048, False)])
