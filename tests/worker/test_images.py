@@ -122,7 +122,12 @@ def test_pixels_of_few_images_are_in_memory_at_once(
     together = list[int]()
     tower.joins = joins
     encode = tower.encode
-    monkeypatch.setattr(tower, "encode", lambda images: together.append(len(images)) or encode(images))
+
+    def note(images: Sequence[PixelInputs]) -> list[Encoding]:
+        together.append(len(images))
+        return encode(images)
+
+    monkeypatch.setattr(tower, "encode", note)
     some = files(*(bytes([byte]) for byte in range(5)))
     assert asyncio.run(encoder.encode(some, WAIT_S)) is not None
     assert together == ([4, 1] if joins else [1] * 5)
