@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
-from kvtransfer.page_files import host_folder, remove_unowned
+from kvtransfer.page_files import host_folder, needing_files
 from runtime import rpc
 from runtime.child import follow_parent
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
@@ -88,11 +88,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         return plan_gateway(config, prefill, decode, program)
 
     by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
-    try:
+    with needing_files(host_folder()) if config.kv_host_gib else nullcontext():
         return await Supervisor(screen, config.start_timeout_s, stop_s).run(by_model, plan, config.max_awake)
-    finally:
-        if config.kv_host_gib:
-            remove_unowned(host_folder())
 
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen

@@ -98,7 +98,7 @@ def build_bounds() -> list[Bound]:
             f"{offload.TIMEOUT_S:g} s",
             _A_SHARE,
             f"{offload.MAX_WAITING}",
-            "429; the work ends with its request",
+            "429; the work ends with its request, or with the text in hand: about a second for each MB",
         ),
         Bound("threads for these", "1", f"{offload.THREADS - 1}", f"{offload.THREADS}", "waits; keys take turns"),
         Bound(

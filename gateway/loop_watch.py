@@ -5,13 +5,16 @@ nothing while it is idle. A call that keeps the interpreter's lock is found at i
 """
 
 import asyncio
+import gc
 import inspect
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import CodeType, FrameType
 
 import prometheus_client
@@ -22,6 +25,7 @@ _log = structlog.get_logger()
 
 MAX_STEP_S = 0.1  # of the thread's CPU time, by design (docs/LIMITS.md)
 PERIOD_S = 0.01  # also how exactly a step is measured
+TURN_S = 0.001  # of CPU time until the loop is asked for an answer, which takes less
 HUNG_S = 2.0  # such a step is logged while it runs, as it may never end
 _SHOWN_FRAMES = 6  # innermost ones
 
@@ -82,7 +86,7 @@ class LoopWatch:
                 step.cpu_s, step.wall_s = now - step.began_s, now_wall - step.began_wall_s
                 step.places[place] += 1
                 self._report_hung(step)
-            if not is_asked and now > before:
+            if not is_asked and now > self._turned_s + TURN_S:
                 is_asked = True
                 self._loop.call_soon_threadsafe(self._turn)
             before, before_wall = now, now_wall
@@ -97,17 +101,24 @@ class LoopWatch:
 
     def _look(self) -> tuple[int | None, str]:
         """Which step runs now, and its innermost frames."""
-        frames: list[FrameType] = []
-        for frame, _ in traceback.walk_stack(sys._current_frames().get(self._ident)):
-            if frame.f_code in self._below:
-                break
-            frames.append(frame)
+        gc.disable()  # while it collected in f_back the frame's thread could run on, and end the frame: 3.11 crashes
+        try:
+            frames = list(takewhile(self._is_of_step, self._walk()))
+        finally:
+            gc.enable()
         if not frames:
             return None, ""
         shown = [
             f"{one.f_globals.get('__name__')}.{one.f_code.co_name}:{one.f_lineno}" for one in frames[:_SHOWN_FRAMES]
         ]
         return id(frames[-1]), " < ".join(shown)
+
+    def _walk(self) -> Iterator[FrameType]:
+        """The frames of the loop's thread, the innermost first."""
+        return (frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._ident)))
+
+    def _is_of_step(self, frame: FrameType) -> bool:
+        return frame.f_code not in self._below
 
     def _end(self, step: _Step) -> None:
         if step.cpu_s > MAX_STEP_S:

@@ -335,11 +335,27 @@ def host_folder() -> Path:
     return Path(f"/dev/shm/baton-kv-{os.geteuid()}")
 
 
+@contextmanager
+def needing_files(root: Path) -> Iterator[None]:
+    """Meanwhile files stay though no process owns them, as models sleep. The last of these contexts removes them."""
+    fd = -1
+    with suppress(OSError):  # what writes there says what is wrong
+        fd = _open_root(root)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+        remove_unowned(root)
+
+
 def remove_unowned(root: Path) -> None:
-    """Remove all files that no process owns now. A root that others can write is left alone."""
+    """Remove all files that no process owns now, unless a service needs them. Leaves a root that others can write."""
     with suppress(OSError):
         fd = _open_root(root)
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for folder, _ in _list_strangers(fd):
                 _remove_unlocked(fd, folder)
         finally:

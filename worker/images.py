@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +24,7 @@ from worker.thread import EngineThread
 Encodings = Mapping[bytes, Encoding]  # digest |->
 KEPT_BYTES = 256 << 20  # of encodings, beside those that sequences have or wait for
 ASK_AGAIN_S = 10.0  # after a call that took too long
-AT_ONCE = 4  # images that are encoded together
+AT_ONCE = 4  # images that are encoded together, where that is faster
 NICE = 5  # of the thread: steps go first
 STEP_S = 5.0  # most that steps take to let go of a core
 log = structlog.get_logger()
@@ -56,10 +56,19 @@ class ImageEncoder:
         self._wanted = {digest: until for digest, until in self._wanted.items() if until > time.monotonic()}
         self._wanted |= dict.fromkeys(files, deadline + ASK_AGAIN_S)
         missing = [digest for digest in files if digest not in self._kept and digest not in self._coming]
-        for begin in range(0, len(missing), AT_ONCE):
-            chosen = {digest: files[digest] for digest in missing[begin : begin + AT_ONCE]}
+        at_once = AT_ONCE if self._tower.joins else 1  # whose pixels are in memory
+        for begin in range(0, len(missing), at_once):
+            chosen = {digest: files[digest] for digest in missing[begin : begin + at_once]}
             task = asyncio.create_task(self._encode(chosen))
             self._coming |= dict.fromkeys(chosen, task)
+        try:
+            return await self._find(files, deadline)
+        except asyncio.CancelledError:
+            self._forget(files)
+            raise
+
+    async def _find(self, files: Iterable[bytes], deadline: float) -> Encodings | None:
+        """Waits for those that are coming."""
         found: dict[bytes, Encoding] = {}
         for digest in files:
             if digest in self._coming:
@@ -72,12 +81,16 @@ class ImageEncoder:
                 return None  # whoever else wanted it has it, and many others came meanwhile
             self._kept.move_to_end(digest)
             found[digest] = self._kept[digest]
-        for digest in files:
-            self._wanted.pop(digest, None)
+        self._forget(files)
         return found
 
+    def _forget(self, digests: Iterable[bytes]) -> None:
+        """Those that are not begun will not be; another call that waits for one is told to ask again."""
+        for digest in digests:
+            self._wanted.pop(digest, None)
+
     async def _encode(self, files: Mapping[bytes, bytes]) -> None:
-        loop, began = asyncio.get_running_loop(), time.monotonic()
+        loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "images")
         try:
@@ -94,22 +107,28 @@ class ImageEncoder:
                 self._failed.popitem(last=False)
             for digest in files:
                 del self._coming[digest]
-            self._num_encoded.inc(len(files))
-            self._seconds.inc(time.monotonic() - began)
 
     def _compute(self, files: Mapping[bytes, bytes]) -> dict[bytes, Encoding | str]:
-        """Encodings, or why there is none. On the thread."""
+        """Encodings, or why there is none, of those that are still wanted. On the thread."""
+        began = time.monotonic()
+        wanted = {digest: file for digest, file in files.items() if self._wanted.get(digest, 0.0) > began}
+        if not wanted:
+            return {}
         found: dict[bytes, Encoding | str] = {}
         inputs = {}
-        with self._beside_steps():
-            for digest, file in files.items():
-                try:
-                    inputs[digest] = self._tower.read(file)
-                except ValueError as error:
-                    found[digest] = str(error)
-            if inputs:
-                found |= zip(inputs, self._tower.encode(list(inputs.values())), strict=True)
-        return found
+        try:
+            with self._beside_steps():
+                for digest, file in wanted.items():
+                    try:
+                        inputs[digest] = self._tower.read(file)
+                    except ValueError as error:
+                        found[digest] = str(error)
+                if inputs:
+                    found |= zip(inputs, self._tower.encode(list(inputs.values())), strict=True)
+            return found
+        finally:
+            self._num_encoded.inc(len(wanted))
+            self._seconds.inc(time.monotonic() - began)
 
     @contextmanager
     def _beside_steps(self) -> Iterator[None]:

@@ -73,8 +73,7 @@ float round_values(const bfloat16* values, int most, int16_t* codes) {
     uint16_t peak = 0;  // positive floats are ordered like their bits
     for (int k = 0; k < kGroup; ++k) peak = std::max<uint16_t>(peak, values[k] & 0x7FFF);
     const float unit = bits<float>((uint32_t)peak << 16) / most, factor = unit > 0 ? 1.0f / unit : 0.0f;
-    for (int k = 0; k < kGroup; ++k)
-        codes[k] = (int16_t)bits<uint32_t>(bits<float>((uint32_t)values[k] << 16) * factor + kRound);
+    for (int k = 0; k < kGroup; ++k) codes[k] = (int16_t)round_product(bits<float>((uint32_t)values[k] << 16), factor);
     return unit;
 }
 

@@ -24,8 +24,7 @@ inline float round_row(const bfloat16* row, int64_t depth, int8_t* codes) {
     uint16_t peak = 0;  // positive floats are ordered like their bits
     for (int64_t k = 0; k < depth; ++k) peak = std::max<uint16_t>(peak, row[k] & 0x7FFF);
     const float unit = bits<float>((uint32_t)peak << 16) / 127.0f, factor = unit > 0 ? 1.0f / unit : 0.0f;
-    for (int64_t k = 0; k < depth; ++k)
-        codes[k] = (int8_t)bits<uint32_t>(bits<float>((uint32_t)row[k] << 16) * factor + kRound);
+    for (int64_t k = 0; k < depth; ++k) codes[k] = (int8_t)round_product(bits<float>((uint32_t)row[k] << 16), factor);
     return unit;
 }
 

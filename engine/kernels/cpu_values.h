@@ -105,6 +105,10 @@ inline Floats add_pairs(Floats sum, Words pairs, uint32_t pair) {
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
 
+// x * factor as an integer in the low bits. The product is not rounded before, whatever the compiler contracts: codes
+// would differ from their twins'.
+inline uint32_t round_product(float x, float factor) { return bits<uint32_t>(__builtin_fmaf(x, factor, kRound)); }
+
 // 2^x for -127 <= x <= 126, relative error 2e-7; exactly 0 for -127, whose exponent field is 0 and p exactly 1.
 inline Floats exp2_in_range(Floats x) {
     Floats shifted = x + kRound;

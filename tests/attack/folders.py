@@ -1,6 +1,6 @@
 """Mutated folders of models and adapters: each is served, or refused with a sentence that names a file of it.
 
-    python -m tests.attack.folders [--cases 3000] [--first 0] [--seed 1] [--seconds 1800] [--only 1234]
+    python -m tests.attack.folders [--cases 3000] [--first 0] [--seed 1] [--seconds 1800] [--jobs 2] [--only 1234]
 
 Every case runs in a fork with limits: a traceback, a hang and a crash are found whatever the code does. Prints each
 failure, with its number for `--only`, and the figures; exit status 1 if there is one.
@@ -17,9 +17,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -39,11 +44,13 @@ from gateway.request.prepare import ApiOptions
 from gateway.text.trial import load_tokenizer
 from runtime.child import Fork, Limits
 from runtime.config_parts import NO_DRAFT
+from runtime.hardware import num_cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.checkpoints_vision import leave_out_torchvision, write_vlm_checkpoint
 from tests.support.draft_heads import write_eagle3, write_target
 from tests.support.fake_engine_client import FakeEngineClient
 from tests.support.gguf_files import write_gguf_models
+from tests.support.instruction_sets import link_kernels
 from tests.support.lora import write_adapter
 from tests.support.quantised import write_models
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
@@ -316,8 +323,10 @@ def run(cases: Sequence[int], seed: int, seconds: float, show: Callable[[str], N
     """Outcome |-> how many. Shows failures."""
     torch.set_num_threads(1)  # forks would wait for threads that they do not have
     counts, end_s = Counter[str](), time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as name:
-        os.environ["XDG_CACHE_HOME"] = f"{name}/cache"
+    with tempfile.TemporaryDirectory() as name, ExitStack() as patches:
+        (Path(name) / "cache").mkdir()
+        cache = str(link_kernels(Path(name) / "cache"))
+        patches.enter_context(mock.patch.dict("os.environ", XDG_CACHE_HOME=cache))
         bases = write_bases(Path(name) / "bases")
         for number in cases:
             if time.monotonic() > end_s:
@@ -337,10 +346,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--jobs", type=int, default=num_cores())
     parser.add_argument("--only", type=int)
     given = parser.parse_args()
     cases = range(given.first, given.first + given.cases) if given.only is None else [given.only]
-    counts = run(cases, given.seed, given.seconds, lambda line: print(line, flush=True))
+    work = partial(run, seed=given.seed, seconds=given.seconds, show=partial(print, flush=True))
+    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as processes:
+        counts = sum(processes.map(work, [cases[first :: given.jobs] for first in range(given.jobs)]), Counter[str]())
     print(f"{sum(counts.values())} folders:", ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
     return int(set(counts) - {"taken", "refused"} != set())
 

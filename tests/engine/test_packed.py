@@ -1,6 +1,7 @@
 """Packed weights: kernels equal their slow twins, on all instruction sets, with each row as if alone."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -170,6 +171,19 @@ def test_groups_are_multiplied_exactly(bits: int, tables: Tables, row_bits: int)
             assert found.dtype is torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
         ids = torch.tensor([0, num_outputs - 1, 3] * 4)
         assert torch.equal(matrix.take_rows(ids), groups.dense()[ids].bfloat16())
+
+
+@needs_compiler
+def test_codes_do_not_depend_on_what_the_compiler_contracts() -> None:
+    """Without optimisation, GCC rounds a product before it is added to."""
+    with built_for(replace(BUILDS[0], flags="-ffp-contract=off")):
+        rows, weight = operands(13, 67, 2048)
+        rounded = PackedLinear(pack(weight, is_8bit=True), epilogue=Epilogue.FLOATS)(rows)
+        assert torch.equal(rounded, Int8Linear(*round_rows(weight), dtype=torch.float32)(rows))
+        groups, rows = draw_groups(4, Tables.ZEROS, 67, 2048), draw_rows(13, 2048)
+        exact, bound = multiply_exactly(rows, groups, ROW_BITS)
+        found = PackedLinear(pack_groups(groups), epilogue=Epilogue.FLOATS)(rows)
+        assert bool(((found.double() - exact).abs() <= bound).all())
 
 
 @needs_compiler

@@ -1,8 +1,10 @@
 """The watch of the event loop: long steps are counted and logged with their place, others are not."""
 
 import asyncio
+import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,41 @@ def test_many_short_steps_are_not_one_long(run: Callable[..., object]) -> None:
 def test_waiting_is_no_step() -> None:
     """Wall time alone, such as of a machine that is busy, does not count."""
     assert asyncio.run(watched(lambda: time.sleep(2 * MAX_STEP_S))) == (0, [])
+
+
+def test_an_idle_loop_is_left_alone() -> None:
+    async def wait() -> int:
+        watch = LoopWatch(CollectorRegistry())
+        watch.start()
+        await asyncio.sleep(30 * PERIOD_S)
+        watch.close()
+        return watch._num_turns
+
+    assert asyncio.run(wait()) < 10
+
+
+def test_nothing_is_collected_while_frames_of_another_thread_are_walked() -> None:
+    """CPython 3.11 collects when it makes a frame's object: other threads run meanwhile, and a frame may end."""
+    collected_in = set[str]()
+
+    def note(phase: str, info: Any) -> None:
+        collected_in.update(frame.name for frame in traceback.extract_stack())
+
+    async def look() -> None:
+        watch = LoopWatch(CollectorRegistry())
+        watch.start()
+        burn(10 * PERIOD_S)
+        watch.close()
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    gc.callbacks.append(note)
+    try:
+        asyncio.run(look())
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    assert collected_in and "walk_stack" not in collected_in
 
 
 def test_an_unending_step_is_logged_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

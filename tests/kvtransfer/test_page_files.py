@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from engine.kv.pool import Pool
 from kvtransfer import page_files
-from kvtransfer.page_files import HEADER, LOCK, PageFiles, PageTiers, identify, remove_unowned
+from kvtransfer.page_files import HEADER, LOCK, PageFiles, PageTiers, identify, needing_files, remove_unowned
 from tests.support.pool_process import build_pool
 from wire.page_keys import NamedPage
 from wire.private_folders import IS_PRIVATE, UnsafeFolderError
@@ -154,7 +154,11 @@ def test_the_least_recently_used_files_go_first_and_those_of_other_models_before
     remove_unowned(tmp_path)
     assert file_of(smaller, 5).exists() and file_of(serving, 0).exists()
     smaller.close()
-    remove_unowned(tmp_path)
+    with needing_files(tmp_path):  # a service whose model sleeps
+        remove_unowned(tmp_path)
+        with needing_files(tmp_path):
+            pass  # another service, which ends
+        assert file_of(smaller, 5).exists()
     assert not smaller.tiers[0].folder.exists() and file_of(serving, 0).exists()
 
 

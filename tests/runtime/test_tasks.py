@@ -2,6 +2,10 @@
 
 import asyncio
 import ctypes
+import gc
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,18 +44,53 @@ async def test_work_ends_when_it_is_cancelled() -> None:
         await task
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-async def test_freed_memory_is_given_back_though_other_blocks_are_in_use() -> None:
-    def read_mib() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 
+
+def read_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+
+async def returned(holds: Callable[[], bool]) -> None:
+    """Until this holds, while memory is given back."""
+    task = asyncio.create_task(return_freed_memory(0.0))
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.wait({task}, timeout=0.01)
+    task.cancel()
+
+
+@needs_glibc
+async def test_freed_memory_is_given_back_though_other_blocks_are_in_use() -> None:
     blocks = [bytes(100_000) for _ in range(2000)]  # less than glibc maps apart
     kept = blocks[::50]
     before = read_mib()
     del blocks
-    task = asyncio.create_task(return_freed_memory(0.0))
-    async with asyncio.timeout(60):
-        while before - read_mib() < 100:
-            await asyncio.wait({task}, timeout=0.01)
-    task.cancel()
+    await returned(lambda: before - read_mib() >= 100)
     assert len(kept) == 40
+
+
+@needs_glibc
+async def test_a_thread_does_not_keep_what_it_freed() -> None:
+    """Without a threshold of its own, glibc would keep twice the largest block at the end of the thread's arena."""
+    with ThreadPoolExecutor(1) as thread:
+        await returned(lambda: True)
+        await asyncio.wrap_future(thread.submit(lambda: len(b"x" * (30 << 20))))
+        before = read_mib()
+        blocks = await asyncio.wrap_future(thread.submit(lambda: [b"x" * 100_000 for _ in range(400)]))
+        assert read_mib() - before > 30
+        await asyncio.wrap_future(thread.submit(blocks.clear))
+        await returned(lambda: read_mib() - before < 10)
+
+
+async def test_cycles_are_collected_though_nothing_is_allocated() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    gone = weakref.ref(Cycle())
+    gc.disable()
+    try:
+        await returned(lambda: gone() is None)
+    finally:
+        gc.enable()

@@ -37,7 +37,7 @@ ANSWER = "hello 🙂 world"
 KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
 MAX_BODY = 2**20
-FULL = ApiOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, body_timeout_s=1.5, tool_format="hermes")
+FULL = ApiOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, tool_format="hermes")
 PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is needed; the model has no tools
 
 

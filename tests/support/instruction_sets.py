@@ -1,5 +1,6 @@
 """CPU kernels as other machines build them: every set of instructions that this machine can run."""
 
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +40,7 @@ WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon"
 @contextmanager
 def built_for(build_: Build) -> Iterator[None]:
     """Kernels loaded meanwhile are built so."""
-    variables = {build.ISA: build_.isa, "CXX": f"g++ {build_.flags}"}
+    variables = {build.ISA: build_.isa, "CXX": f"{os.environ.get('CXX', 'g++')} {build_.flags}"}
     with mock.patch.dict("os.environ", variables), ExitStack() as stack:
         for user in (packed, packed_groups):
             stack.enter_context(mock.patch.object(user, "choose_math", lambda *_: build_.math))

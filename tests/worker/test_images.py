@@ -92,6 +92,47 @@ def test_each_image_is_encoded_once_however_many_wait_for_it(tower: Tower, encod
     assert tower.encoded == [5, 7]
 
 
+def test_what_no_request_wants_any_more_is_not_encoded(tower: Tower, encoder: ImageEncoder) -> None:
+    """Else clients that send images and leave would fill the worker's memory with files that wait."""
+
+    async def ask() -> None:
+        tower.may_run.clear()
+        running = asyncio.create_task(encoder.encode(files(b"first"), WAIT_S))
+        assert await asyncio.to_thread(tower.has_begun.wait, WAIT_S)
+        left = asyncio.create_task(encoder.encode(files(b"left", b"shared"), WAIT_S))
+        kept = asyncio.create_task(encoder.encode(files(b"stays"), WAIT_S))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        other = asyncio.create_task(encoder.encode(files(b"shared"), WAIT_S))
+        await asyncio.sleep(0)
+        tower.may_run.set()
+        assert None not in await asyncio.gather(running, kept, other)
+        assert not encoder._coming and not encoder._wanted
+
+    asyncio.run(ask())
+    assert sorted(tower.encoded) == [5, 5, 6]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_pixels_of_few_images_are_in_memory_at_once(
+    tower: Tower, encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """Of one, unless more are faster together."""
+    together = list[int]()
+    tower.joins = joins
+    encode = tower.encode
+
+    def note(images: Sequence[PixelInputs]) -> list[Encoding]:
+        together.append(len(images))
+        return encode(images)
+
+    monkeypatch.setattr(tower, "encode", note)
+    some = files(*(bytes([byte]) for byte in range(5)))
+    assert asyncio.run(encoder.encode(some, WAIT_S)) is not None
+    assert together == ([4, 1] if joins else [1] * 5)
+
+
 def test_a_file_that_is_no_image_fails_what_has_it_and_nothing_else(tower: Tower, encoder: ImageEncoder) -> None:
     async def ask() -> None:
         with pytest.raises(ValueError, match="is none"):

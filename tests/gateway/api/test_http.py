@@ -120,10 +120,11 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
         (10, (408, "invalid_request_error", "body_timeout")),
     ],
 )
-def test_a_body_that_never_comes_is_given_up(served: Served, length: int, told: tuple[int, str, str]) -> None:
+def test_a_body_that_never_comes_is_given_up(tmp_path: Path, length: int, told: tuple[int, str, str]) -> None:
     head = ["POST /v1/completions HTTP/1.1", "host: localhost", f"content-length: {length}"]
-    head += [f"{name}: {value}" for name, value in served.metadata]
-    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+    with ExitStack() as opened:
+        served = opened.enter_context(run_api(tmp_path, ApiOptions(max_body_bytes=MAX_BODY, body_timeout_s=0.1)))
+        raw = opened.enter_context(socket.create_connection(served.host_port, timeout=WAIT_S))
         raw.sendall("\r\n".join([*head, "", "{"]).encode())
         response = HTTPResponse(raw)
         response.begin()

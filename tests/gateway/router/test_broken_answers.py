@@ -36,7 +36,10 @@ class Ring(Routed):
         self.prefill = FakePrefill("P1", signal)
 
     async def is_ready(self) -> None:
-        await self.signal.until(lambda: self.router.check_ready() is None)
+        """Both workers: without prefill's, the first request would be computed by decode."""
+        await self.signal.until(
+            lambda: self.router.check_ready() is None and all(view.is_alive for view in self.fleet.views())
+        )
 
     async def is_answered_soon(self, name: str) -> None:
         began = time.monotonic()
