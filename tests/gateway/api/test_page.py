@@ -389,7 +389,7 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 @needs_chromium
 def test_tool_calls_are_folded_and_their_results_go_back(served: Served) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-    parts = [
+    parts: list[dict[str, Any]] = [
         {**call, "function": {"name": "get_weather", "arguments": '{"city"'}},
         {"function": {"arguments": ': "Rome"}'}},
     ]
