@@ -63,6 +63,11 @@ class Terminal:
         size = ("-x", str(COLUMNS), "-y", str(lines))
         subprocess.run([*TMUX, "new-session", "-d", "-s", name, *size, "-c", str(CHECKOUT), shell], check=True)
 
+    def run(self, command: str) -> None:
+        """On an empty screen."""
+        self.type("clear", "Enter")
+        self.type(command, "Enter")
+
     def type(self, *keys: str) -> None:
         """Texts, or tmux's names of keys."""
         subprocess.run([*TMUX, "send-keys", "-t", self._name, *keys], check=True)
@@ -113,7 +118,7 @@ def shoot_status(browser: Browser, live: Live) -> None:
     for client in clients:
         client.start()
     terminal = Terminal("status", lines=8)
-    terminal.type(f"clear; baton status --watch --url {live.url}", "Enter")
+    terminal.run(f"baton status --watch --url {live.url}")
     terminal.wait("decode-1", "6 running")
     shoot_text(browser, "status", "baton status --watch", terminal.read())
     is_over.set()
@@ -124,9 +129,9 @@ def shoot_status(browser: Browser, live: Live) -> None:
 def shoot_terminal(browser: Browser) -> None:
     """A service, and a chat beside it."""
     service, chat = Terminal("service"), Terminal("chat", lines=12)
-    service.type("clear; baton serve", "Enter")
+    service.run("baton serve")
     service.wait("Ctrl-C stops the service.")
-    chat.type("clear; baton chat", "Enter")
+    chat.run("baton chat")
     chat.wait("/help lists commands")
     for question, answer in ((AGAIN, "42"), ("/stats", "TTFT")):
         chat.type(question, "Enter")
