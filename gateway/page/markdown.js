@@ -80,8 +80,8 @@ function begins(lines, place) {
 function endsList(lines, place) {
   const line = lines[place], isIndented = /^ {2}/.test(line);
   if (!line.trim()) {
-    const next = lines.slice(place).find((one) => one.trim());
-    return next === undefined || !(ITEM.test(next) || /^ {2}/.test(next));
+    const next = lines[place + 1] ?? "";
+    return !(next.trim() && (ITEM.test(next) || /^ {2}/.test(next)));
   }
   return !isIndented && (RULE.test(line) || (!ITEM.test(line) && (!lines[place - 1].trim() || begins(lines, place))));
 }
