@@ -235,15 +235,15 @@ def test_the_format_of_logs_is_what_was_asked_for(start: Start) -> None:
     asked = start(stdout=inner, log_format="json")
     os.close(inner)
     asked.read_until('"serving"')
-    assert asked.stop() == 0 and select.select([screen], [], [], 0)[0] in ([], [screen])
-    with suppress(OSError):  # the terminal's other end is closed
+    assert asked.stop() == 0
+    with suppress(OSError):  # a terminal's end is an error
         assert os.read(screen, 1) == b"", "nothing but JSON lines, which go to stderr"
     os.close(screen)
     text = start(log_format="text")
     text.read_until("Ctrl-C stops")
     assert text.stop() == 0
     assert "decode-0 is ready at 127.0.0.1:" in text.shown and "info log of [x] n=1" in text.shown
-    assert "{" not in text.shown.replace("-d '{", "").partition("Baton answers")[0]
+    assert not any(line.startswith("{") for line in text.shown.splitlines())
 
 
 def test_a_signal_while_loading_leaves_nothing(start: Start) -> None:
