@@ -2,9 +2,10 @@
 // Knows the public REST API only. All text from the service is put in as text, never as HTML.
 // Conversations and settings stay in this browser until they are deleted; the key stays in this tab.
 
-import { deleteChat, imagesOf, listChats, loadChat, saveChat, textOf } from "./chats.js";
-import { at, make } from "./elements.js";
-import { fillAnswer, showCalls, showFigures, showImage, showMessage } from "./messages.js";
+import { deleteChat, listChats, loadChat, saveChat } from "./chats.js";
+import { at, make, showError } from "./elements.js";
+import { fillAnswer, showCalls, showFigures, showMessage } from "./messages.js";
+import { fill, keepDraft, readContent, restoreDraft, wirePrompt } from "./prompt.js";
 import { call, events, get } from "./service.js";
 import { readStatus, watchWorkers } from "./workers.js";
 
@@ -14,9 +15,9 @@ let models = []; // as the service lists them
 let running = null; // AbortController of the answer that is being written
 let editing = null; // place of the message that the next one replaces
 let isLeaving = false; // the page is being left: what its end cuts off is not taken back
-let attached = []; // images of the next message, as data URIs
 
 wire();
+wirePrompt();
 restore();
 findModel();
 showExamples();
@@ -30,7 +31,6 @@ function wire() {
   at("new").addEventListener("click", () => open(newId()));
   at("cancel").addEventListener("click", () => edit(null));
   at("models").addEventListener("change", showModel);
-  at("prompt").addEventListener("input", fitPrompt);
   at("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("form").requestSubmit(); }
     if (event.key === "ArrowUp" && !at("prompt").value) edit(chat.messages.findLastIndex(({ role }) => role === "user"));
@@ -42,17 +42,6 @@ function wire() {
   addEventListener("pagehide", () => { isLeaving = true; keepDraft(); });
   addEventListener("pageshow", () => { isLeaving = false; });
   addEventListener("storage", listAll); // another tab has changed something
-  at("attach").addEventListener("click", () => at("images").click());
-  at("images").addEventListener("change", () => { attach([...at("images").files]); at("images").value = ""; });
-  at("prompt").addEventListener("paste", (event) => {
-    const { files, types } = event.clipboardData; // cells of a table come as text and as a picture
-    if (files.length && !types.includes("text/plain")) { event.preventDefault(); attach([...files]); }
-  });
-  for (const name of ["dragover", "drop"]) document.addEventListener(name, (event) => {
-    if (!event.dataTransfer.types.includes("Files")) return;
-    event.preventDefault(); // otherwise the browser leaves the page for the file
-    attach([...event.dataTransfer.files]); // none before the drop
-  });
   const kept = JSON.parse(localStorage.getItem("settings") ?? "{}");
   for (const id of KEPT) {
     at(id).value = kept[id] ?? at(id).value;
@@ -102,42 +91,13 @@ async function showExamples() {
   }
 }
 
-// -- images ----------------------------------------------------------------------------------------------------------
-
-async function attach(files) {
-  if (!files.length) return;
-  if (at("attach").hidden) { showError(`${model()?.id ?? "The model"} takes no images.`); return; }
-  showError("");
-  for (const file of files) {
-    if (!at("images").accept.split(",").includes(file.type)) showError(`${file.name} is no PNG, JPEG, WebP or GIF.`);
-    else await readFile(file).then((url) => attached.push(url), () => showError(`${file.name} cannot be read.`));
-  }
-  showAttached();
-}
-
-function showAttached() {
-  at("attached").replaceChildren(...attached.map((url, place) => {
-    const button = make("button", { type: "button", title: `Remove image ${place + 1}` }, showImage(url, `Remove image ${place + 1}`));
-    button.addEventListener("click", () => { attached.splice(place, 1); showAttached(); });
-    return button;
-  }));
-}
-
-function readFile(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result); // a data URI
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
-}
-
 // -- conversations ---------------------------------------------------------------------------------------------------
 
 function newId() { return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`; }
 
 // Another conversation, or a new one. An answer that is being written ends, and stays in its own.
 function open(id) {
+  if (id === chat.id && running) return;
   running?.abort();
   chat = { id, messages: [] };
   editing = null;
@@ -148,31 +108,13 @@ function open(id) {
   at("prompt").focus();
 }
 
-// A reload keeps what was being written. A question whose answer it cut off goes back to where it was entered.
-function keepDraft() {
-  try { sessionStorage.setItem("draft", JSON.stringify([at("prompt").value, attached])); }
-  catch { sessionStorage.removeItem("draft"); } // more images than a browser keeps
-}
-
+// A question whose answer was cut off by a reload goes back to where it was entered.
 function restore() {
   chat.messages = loadChat(chat.id);
   sessionStorage.setItem("open", chat.id);
-  fill(...JSON.parse(sessionStorage.getItem("draft") ?? '["", []]'));
-  sessionStorage.removeItem("draft");
-  if (chat.messages.at(-1)?.role === "user") fill(textOf(chat.messages.at(-1).content), imagesOf(chat.messages.pop().content));
+  restoreDraft();
+  if (chat.messages.at(-1)?.role === "user") fill(chat.messages.pop().content);
   showAll();
-}
-
-function fill(text, images) {
-  at("prompt").value = text;
-  attached = images;
-  showAttached();
-  fitPrompt();
-}
-
-function fitPrompt() {
-  at("prompt").style.height = "auto";
-  at("prompt").style.height = `${at("prompt").scrollHeight + 2}px`;
 }
 
 function save(mine) {
@@ -247,8 +189,7 @@ function edit(place) {
   if (running || (place !== null && place < 0)) return;
   editing = place;
   at("editing").hidden = place === null;
-  const content = place === null ? "" : chat.messages[place].content;
-  fill(textOf(content), imagesOf(content));
+  fill(place === null ? "" : chat.messages[place].content);
   at("prompt").focus();
 }
 
@@ -261,10 +202,8 @@ function retry(place) {
 }
 
 function send() {
-  const text = at("prompt").value.trim();
-  if (!text || running) return;
-  const images = attached.map((url) => ({ type: "image_url", image_url: { url } }));
-  const content = images.length ? [...images, { type: "text", text }] : text;
+  const content = readContent();
+  if (!content || running) return;
   at("settings").open = false;
   const before = chat.messages, place = editing ?? before.length;
   chat.messages = [...before.slice(0, place), { role: "user", content }];
@@ -320,7 +259,7 @@ function takeBack(mine, before) {
   const asked = mine.messages.at(-1), place = mine.messages.length - 1;
   mine.messages = before;
   if (mine !== chat || asked.role !== "user" || before.includes(asked)) return;
-  fill(at("prompt").value || textOf(asked.content), [...imagesOf(asked.content), ...attached]);
+  fill(asked.content, true);
   if (place < before.length) { editing = place; at("editing").hidden = false; }
 }
 
@@ -390,4 +329,3 @@ async function explainNoHandOff(shown) {
 
 function isAtEnd() { return at("chat").scrollHeight - at("chat").scrollTop - at("chat").clientHeight < 80; }
 function toEnd() { at("chat").scrollTop = at("chat").scrollHeight; }
-function showError(message) { at("error").textContent = message; at("error").hidden = !message; }

@@ -8,6 +8,8 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+export function showError(message) { at("error").textContent = message; at("error").hidden = !message; }
+
 // A button that puts `text()` on the clipboard and says so.
 export function copyButton(text) {
   const button = make("button", { type: "button", className: "small", textContent: "Copy" });

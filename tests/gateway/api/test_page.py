@@ -34,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-SCRIPTS = ("app", "chats", "elements", "markdown", "messages", "service", "workers")
+SCRIPTS = ("app", "chats", "elements", "markdown", "messages", "prompt", "service", "workers")
 FILES = {"": "text/html", "page/style.css": "text/css", **{f"page/{name}.js": "text/javascript" for name in SCRIPTS}}
 
 
