@@ -30,10 +30,10 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients lock audit wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots lock audit wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TRANSPORT DEVICE, and ARGS for any other option
 	@exec $(BIN)/baton serve --model "$(MODEL)" --port "$(PORT)" $(if $(PREFILL),--prefill-workers "$(PREFILL)") \
@@ -96,6 +96,9 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+screenshots: $(DEV_STAMP) ## Take the pictures of docs/images from a running service; needs Chromium and tmux
+	$(BIN)/python -m tests.screenshots
 
 lock: $(DEV_STAMP) ## Write the lock file of the gateway's image: needs PyPI
 	$(BIN)/python deploy/lock.py

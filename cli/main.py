@@ -16,6 +16,18 @@ from cli.sources import CONFIG_TYPES, split_variable, use_sources
 from runtime.hardware import OWN_VERSION
 from runtime.settings import ConfigError
 
+FIRST = f"""Baton {OWN_VERSION}, a service for large language models. To begin:
+
+  baton serve              start a service with a small model that is part of Baton
+  baton chat               talk to it, from another terminal, or at http://127.0.0.1:8000
+  baton status --watch     see its workers at work
+  baton doctor             what this machine can do, and what it lacks
+
+A model of your own is a folder, a GGUF file or a name on the Hugging Face hub:
+
+  baton serve --model Qwen/Qwen3-0.6B
+
+baton --help lists all commands, baton serve --help the options of one."""
 COMMANDS = {  # a command's file is imported when it is run, or its --help is asked for
     "serve": ("serve", "gateway", "prefill", "decode"),
     "doctor": ("doctor",),
@@ -89,7 +101,10 @@ def keep_delimiter(words: Sequence[str]) -> list[str]:
 def main() -> None:
     """Entry point of the `baton` script."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before its import: what we fork runs another program
-    if sys.argv[1:2] in ([], ["--help"], ["-h"]):
+    if not sys.argv[1:]:
+        print(FIRST)
+        sys.exit(0)
+    if sys.argv[1] in ("--help", "-h"):
         for names in COMMANDS.values():
             for name in names:
                 app[name]  # imports the command, whose help is shown

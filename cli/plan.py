@@ -20,7 +20,7 @@ HOST_SHARE = 0.5  # of free main memory, for the KV pools of all workers togethe
 # Threads that wait between two products of a step spin for some 0.02 ms before they sleep: longer saves nothing, and
 # where others want the same cores, as readers of images do, it costs more than it saves.
 SPIN = {"GOMP_SPINCOUNT": "2000"}
-PROGRAM = (sys.executable, "-P", "-m", "cli.main")  # -P: a folder `cli` in the working directory is not ours
+PROGRAM = (sys.executable, "-P", "-m", "baton")  # -P: a folder `baton` in the working directory is not ours
 ASKED = (0, -signal.SIGTERM, -signal.SIGINT)  # exit statuses after a drain, or a signal during one
 FIRST_DELAY_S, MOST_DELAY_S = 0.5, 30.0
 MOST_DOUBLINGS = 6  # 0.5 s * 2^6 = 32 s
@@ -167,9 +167,10 @@ def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
 def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> SettingsType:
     """Settings of one process: what it shares by name with the service's, and what is given.
 
-    Hosts and ports of the service are the gateway's; workers listen on any free port of the loopback interface.
+    Hosts and ports of the service are the gateway's; workers listen on any free port of the loopback interface. All log
+    JSON lines, which `Screen` shows as --log-format says.
     """
-    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {*PLACES, "fleet_secret"}
+    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {*PLACES, "fleet_secret", "log_format"}
     return target(**{name: getattr(config, name) for name in shared} | {"host": LOOPBACK} | given)
 
 

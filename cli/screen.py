@@ -12,18 +12,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from cli.service import URL
 from runtime.addresses import is_any
+from runtime.config_parts import LogFormat
 from runtime.events import NO_HAND_OFF, Loading, Ready
-from runtime.logs import unfailing
+from runtime.logs import is_text, unfailing
 
 log = structlog.get_logger()
 
-CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
-  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{prompt}"}}], "stream": true}}'"""
-PYTHON = """from openai import OpenAI
-client = OpenAI(base_url="{url}/v1", api_key="{key}")
-answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "{prompt}"}}])
-print(answer.choices[0].message.content)"""
+TO_TRY = """Baton answers at {url}. Three things to try:
+
+  in a browser           {url}
+  in another terminal    baton chat{flags}
+  by any program         curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{prompt}"}}], "stream": true}}'
+
+Ctrl-C stops the service."""
 PROMPT = "Hello! How are you?"
 READY_EVENTS = ("ready", "listening")  # of workers and gateways
 LOG_FIELDS_LEFT_OUT = ("event", "level", "timestamp", "role")
@@ -33,21 +37,25 @@ PIPE_WIDTH = 160  # characters of a table where no terminal has a width
 class Screen:
     """Where stdout is a terminal, or else stderr, people read there. JSON lines go to stderr unless it is a terminal.
 
+    --log-format text or json leaves one of the two, terminal or not.
+
     What cannot be written is lost, because the reader has left or the disk is full: the service goes on.
     """
 
-    def __init__(self, model: str, needs_key: bool, has_tls: bool = False) -> None:
+    def __init__(self, model: str, needs_key: bool, has_tls: bool = False, log_format: LogFormat = "auto") -> None:
         """`model` is the served name. Logging is set up already, so that writing to stderr never fails."""
         self._model = model
         self._needs_key = needs_key
         self._scheme = "https" if has_tls else "http"
-        self._is_for_machines = not sys.stderr.isatty()
-        terminals = [stream for stream in (unfailing(sys.stdout), sys.stderr) if stream.isatty()]
-        self._console = Console(file=terminals[0], highlight=False) if terminals else None
+        self._is_for_machines = not is_text(log_format, sys.stderr)
+        readable = [stream for stream in (unfailing(sys.stdout), sys.stderr) if stream.isatty()]
+        readable = {"auto": readable, "text": readable or [sys.stderr], "json": []}[log_format]
+        self._console = Console(file=readable[0], highlight=False) if readable else None
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(
-            *columns, console=self._console, disable=self._console is None, transient=True, redirect_stderr=False
-        )
+            *columns, console=self._console, disable=self._console is None or not self._console.is_terminal,
+            transient=True, redirect_stderr=False,
+        )  # fmt: skip
         self._bars: dict[str, TaskID] = {}  # process and what it loads |-> its bar
 
     def say(self, text: str, event: str = "", level: str = "info", **fields: object) -> None:
@@ -88,8 +96,7 @@ class Screen:
         self._progress.stop()
         url = f"{self._scheme}://{reachable(gateway.address)}"
         note = gateway.detail.get(NO_HAND_OFF, "")
-        snippets = build_snippets(url, self._model, self._needs_key)
-        lines = (*([f"\n{note}"] if note else []), "", *snippets, "", "Ctrl-C stops the service.")
+        lines = (*([f"\n{note}"] if note else []), "", list_things_to_try(url, self._model, self._needs_key))
         self.say("\n".join(lines), "serving", url=url, **({NO_HAND_OFF: note} if note else {}))
 
     def log(self, name: str, line: str) -> None:
@@ -113,12 +120,11 @@ def reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if is_any(host) else address
 
 
-def build_snippets(url: str, model: str, needs_key: bool) -> tuple[str, str, str]:
-    """A curl command and a Python program to copy, with an empty line between."""
+def list_things_to_try(url: str, model: str, needs_key: bool) -> str:
+    """The page, the chat, and a command to copy. `chat` and the command take the key from a variable."""
     header = ' -H "Authorization: Bearer $BATON_API_KEY"' if needs_key else ""
-    key = "YOUR KEY" if needs_key else "none"
-    curl = CURL.format(url=url, model=model, header=header, prompt=PROMPT)
-    return curl, "", PYTHON.format(url=url, model=model, key=key, prompt=PROMPT)
+    flags = "" if url == URL else f" --url {url}"
+    return TO_TRY.format(url=url, model=model, header=header, flags=flags, prompt=PROMPT)
 
 
 def render_log_line(line: str) -> str | None:

@@ -70,10 +70,10 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
 
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
-    setup_logging("serve", config.log_level)
+    setup_logging("serve", config.log_level, config.log_format)
     names = name_models(config.model, config.served_name)
     needs_key = bool(config.api_key or config.api_keys_file)
-    screen = Screen(next(iter(names)), needs_key, has_tls=bool(config.tls_cert))
+    screen = Screen(next(iter(names)), needs_key, has_tls=bool(config.tls_cert), log_format=config.log_format)
     if not config.tls_dir and not config.fleet_secret:
         config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:

@@ -1,10 +1,16 @@
 """`baton status`: the workers of a running service, as its gateway sees them."""
 
 import json
-from contextlib import closing
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -15,18 +21,28 @@ COLUMNS = (
     "model", "role", "address", "pid", "incarnation", "ranks", "transport", "free_pages", "used_pages", "cached_pages",
     "prefix_hits", "running", "adapters", "trouble",
 )  # fmt: skip
+WATCH_S = 1.0
+BAR_CELLS = 30
+FULL = 0.9  # share of KV pages in use from which preemption is near
 IN_WORDS = {("transport", "none"): "not used yet"}  # a cell of the table |-> what people read there
 
 
 def status(
-    *, url: Url = URL, api_key: ApiKey = "", as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
+    *,
+    url: Url = URL,
+    api_key: ApiKey = "",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    watch: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Show the workers of a running service.
 
     Args:
         as_json: Print JSON instead of a table.
+        watch: Show their load until Ctrl-C.
     """
     with closing(Service(url, api_key)) as service:
+        if watch:
+            return keep_watching(service, open_console())
         workers, trouble, note, models = read_status(service)
     if as_json:
         of_models = {"models": models} if models else {}
@@ -36,6 +52,38 @@ def status(
         remarks += [Text(trouble, "yellow")] * bool(trouble) + [Text(note)] * bool(note)
         open_console().print(build_table(workers), *remarks, sep="\n")
     return 0
+
+
+def keep_watching(service: Service, console: Console, pause: Callable[[float], None] = time.sleep) -> int:
+    """Redraw the load of each worker until Ctrl-C; at a terminal in place. A service that is away may come back."""
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                workers, trouble, note, _models = read_status(service)
+                shown = Group(build_load(workers), *filter(None, (Text(trouble, "yellow"), Text(note))))
+            except CommandError as error:
+                shown = Group(Text(str(error), "red"))
+            live.update(shown, refresh=console.is_terminal)
+            if not console.is_terminal:
+                console.print(shown)
+            pause(WATCH_S)
+    return 0
+
+
+def build_load(workers: list[dict[str, Any]]) -> Table:
+    """A line for each worker, with its share of KV pages in use as a bar."""
+    table = Table.grid(padding=(0, 2))
+    places = Counter[str]()
+    for worker in workers:
+        role, used = str(worker.get("role", "")), worker.get("used_pages", 0)
+        share = used / max(used + worker.get("free_pages", 0), 1)
+        trouble = str(worker.get("trouble", "")) or ("" if worker.get("alive") else "down")
+        name = f"{worker.get('model', '')} {role}-{places[role]}".strip()
+        places[role] += 1
+        bar = ProgressBar(total=1, completed=share, width=BAR_CELLS, complete_style="red" if share > FULL else "green")
+        state = Text(f"{worker.get('running', 0)} running, {worker.get('prefix_hits', 0):.0%} from the prefix cache")
+        table.add_row(Text(name, "bold"), bar, Text(f"KV {share:.0%}"), Text(trouble, "red") if trouble else state)
+    return table
 
 
 def read_status(service: Service) -> tuple[list[dict[str, Any]], str, str, dict[str, str]]:

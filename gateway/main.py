@@ -67,7 +67,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
 
     `folders`: a name of each model in requests |-> its tokenizer and configuration.
     """
-    setup_logging("gateway", config.log_level)
+    setup_logging("gateway", config.log_level, config.log_format)
     sys.setswitchinterval(SWITCH_S)
     take_open_files()
     try:

@@ -34,6 +34,7 @@ import structlog
 PR_SET_PDEATHSIG = 1
 LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28
+ROOT = Path(__file__).resolve().parents[1]  # of our packages
 END_S = 5.0  # that a child has to end when its stream has
 
 AnswerT = TypeVar("AnswerT")
@@ -62,8 +63,8 @@ class ChildProcess:
         and what it started is killed when it ends.
         """
         self._popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds, env=environment,
-            process_group=0 if has_group else None,
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=fds,
+            env=with_our_packages(environment), process_group=0 if has_group else None,
         )  # fmt: skip
         self.pid = self._popen.pid
         self._has_group = has_group
@@ -92,6 +93,12 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
         else:
             self._popen.kill()
+
+
+def with_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a Python process, which then imports `cli` or `runtime` from here, whoever else has one."""
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class ChildServer(ChildProcess, Generic[AnswerT]):

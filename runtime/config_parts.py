@@ -33,6 +33,7 @@ Transport = Literal["auto", names.Transport]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
 NoPrefill = Literal["fallback", "wait", "fail"]
 ANY_NAME = "*"  # among the served names: every name is served
@@ -71,6 +72,8 @@ class ProcessConfig(Settings):
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
     """Least severe log line shown."""
+    log_format: LogFormat = "auto"
+    """text: lines for people. json: an object a line. auto: text at a terminal, JSON elsewhere."""
     lease_s: Seconds = 30.0
     """Seconds after which anything held for a silent peer is freed."""
     drain_s: SecondsOrZero = 30.0

@@ -1,4 +1,4 @@
-"""Structured logs: one line an event, JSON unless stderr is a terminal.
+"""Structured logs: one line an event, JSON unless stderr is a terminal or --log-format says otherwise.
 
 Writing them never fails: readers leave, and disks get full.
 """
@@ -40,14 +40,21 @@ def unfailing(stream: TextIO | None) -> TextIO:
     return Path(os.devnull).open("w") if stream is None else Output(stream.fileno(), stream.encoding)
 
 
-def setup_logging(role: str, level: str) -> None:
+def is_text(log_format: str, stream: TextIO) -> bool:
+    """Whether people read what is written there. log_format: of `ProcessConfig`."""
+    return stream.isatty() if log_format == "auto" else log_format == "text"
+
+
+def setup_logging(role: str, level: str, log_format: str = "auto") -> None:
     """Send structlog's events to stderr, each with `role` and what is bound to the context (request_id).
 
     From now on writing to sys.stderr raises nothing: a request never fails because a log line cannot be written.
     """
     sys.stderr = unfailing(sys.stderr)
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        if is_text(log_format, sys.stderr)
+        else structlog.processors.JSONRenderer()
     )
 
     def add_role(_logger: object, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -90,7 +90,7 @@ class Role:
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
     """Build the engine, then serve until a signal. Returns the exit code: 1 if it could not start."""
-    setup_logging(role, config.log_level)
+    setup_logging(role, config.log_level, config.log_format)
     take_open_files()
     reporter, code = ReadyReporter(config.ready_fd, role), 0
     try:

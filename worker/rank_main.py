@@ -66,7 +66,7 @@ class Rank:
 
     async def _start(self, start: calls.Start) -> calls.Ready:
         config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
-        setup_logging(f"{start.role} rank {start.rank}", config.log_level)
+        setup_logging(f"{start.role} rank {start.rank}", config.log_level, config.log_format)
         try:
             device = choose_rank_device(config, start.rank)
             ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S)

@@ -8,6 +8,7 @@ Measuring runs in its own process, so that the load generator does not import to
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from bench.load.ceilings import Ceilings, ModelSize, read_size
 from engine.kernels import cpu_math
 from engine.kernels.build import BuildError
+from runtime.child import with_our_packages
 from runtime.settings import ConfigError
 
 ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
@@ -47,7 +49,8 @@ def read_model_size(folder: Path) -> ModelSize:
 def find_ceilings(peak_gbs: float, peak_tflops: float) -> Ceilings:
     """The given peaks; those that are 0 are measured here."""
     if not (peak_gbs and peak_tflops):
-        measured = json.loads(subprocess.check_output([sys.executable, "-m", "bench.load.machine"], text=True))
+        command, environment = [sys.executable, "-P", "-m", "bench.load.machine"], with_our_packages(os.environ)
+        measured = json.loads(subprocess.check_output(command, env=environment, text=True))
         peak_gbs, peak_tflops = peak_gbs or measured["gbs"], peak_tflops or measured["tflops"]
     return Ceilings(peak_gbs * 1e9, peak_tflops * 1e12)
 

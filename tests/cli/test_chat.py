@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from cli.chat import (
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
-from cli.status import COLUMNS, build_table, status
+from cli.status import COLUMNS, build_table, keep_watching, status
 from tests.support.command_line import call, run
 from wire.image_files import MAX_FILE_BYTES
 
@@ -302,6 +303,29 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     assert "not used yet" in shown.get() and "none" not in shown.get()
     assert "one: loaded" in shown.get()
     assert all(column.replace("_", " ") in shown.get() for column in COLUMNS)
+
+
+def test_status_watch_redraws_the_load_and_survives_a_service_that_is_away(service: FakeService) -> None:
+    frames: list[str] = []
+
+    def pause(_seconds: float) -> None:
+        frames.append(written.getvalue()[sum(map(len, frames)) :])
+        if len(frames) == 1:
+            busy = LAST | {"role": "decode", "used_pages": 95, "free_pages": 5, "running": 7, "prefix_hits": 0.5}
+            gone = busy | {"alive": False, "trouble": "[no] answer"}
+            service.odd_answers["/status"] = json.dumps({"workers": [busy, gone]})
+        elif len(frames) == 2:
+            service.odd_answers["/status"] = "[]"
+        else:
+            raise KeyboardInterrupt
+
+    written = StringIO()
+    console = Console(file=written, width=120, force_terminal=True, color_system=None)
+    assert keep_watching(Service(service.url, ""), console, pause) == 0
+    assert "prefill-0" in frames[0] and "share cores" in frames[0]
+    assert "KV 95%  7 running, 50% from the prefix cache" in frames[1] and "━" in frames[1]
+    assert "decode-1" in frames[1] and "[no] answer" in frames[1]
+    assert "is no Baton gateway" in frames[2]
 
 
 def test_the_last_decode_worker_is_not_drained_by_mistake(

@@ -13,7 +13,7 @@ import pytest
 from cyclopts.exceptions import CycloptsError
 
 from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
-from cli.screen import build_snippets, reachable, render_log_line
+from cli.screen import list_things_to_try, reachable, render_log_line
 from demo.paths import TARGET_DIR
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
@@ -121,6 +121,16 @@ def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
     assert call("--version").stdout.strip() == version("baton")
 
 
+def test_the_program_alone_says_what_to_do_first() -> None:
+    done = call()
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = [line.split("  ")[1] for line in done.stdout.splitlines() if line.startswith("  baton")]
+    for words in shown:
+        name, *options = words.split()[1:]
+        assert parse(name, *options) is not None or bind(name, *options) is not None, words
+    assert [words.split()[1] for words in shown] == ["serve", "chat", "status", "doctor", "serve"]
+
+
 def test_a_bad_setting_is_one_line_and_a_status(tmp_path: Path) -> None:
     said = "baton: port=-1 cannot be used: --port needs 0 to 65535; 0 takes any free port\n"
     done = call("decode", "--port=-1")
@@ -167,6 +177,13 @@ def test_workers_get_what_is_theirs() -> None:
     assert (prefill.ops_host, prefill.ops_port) == (decode.ops_host, decode.ops_port) == ("127.0.0.1", 0)
     assert (decode.transport, decode.require_transport, decode.max_running) == ("grpc", True, 6)
     assert prefill.kv_memory_share == decode.kv_memory_share == pytest.approx(0.5 / 3)
+
+
+def test_processes_of_a_service_log_json_whatever_the_service_shows() -> None:
+    config = replace(CONFIG, log_level="debug", log_format="text")
+    for spec in (*plan_workers(config, program=("baton",)), plan_gateway(config, (), ("c:1",), ("baton",))):
+        found: Any = parse(*spec.command[1:])
+        assert (found.log_level, found.log_format) == ("debug", "auto")
 
 
 def test_who_may_call_is_the_gateways() -> None:
@@ -341,11 +358,13 @@ def test_log_lines_become_readable() -> None:
         assert render_log_line(line) == line
 
 
-def test_snippets_can_be_copied() -> None:
-    curl, _, python = build_snippets("http://h:1", "m", needs_key=True)
+def test_three_things_to_try_can_be_copied() -> None:
+    text = list_things_to_try("http://h:1", "m", needs_key=True)
+    curl = text[text.index("curl") : text.index("Ctrl-C")]
     assert subprocess.run(["bash", "-n", "-c", curl], timeout=10).returncode == 0
-    assert "$BATON_API_KEY" in curl
-    compile(python, "snippet", "exec")
+    assert "$BATON_API_KEY" in curl and '"model": "m"' in curl
+    assert "baton chat --url http://h:1\n" in text
+    assert "baton chat\n" in list_things_to_try("http://127.0.0.1:8000", "m", needs_key=False)
 
 
 def test_a_service_on_all_interfaces_is_called_by_loopback() -> None:

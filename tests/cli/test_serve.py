@@ -76,7 +76,9 @@ import asyncio, sys
 from cli.serve import supervise
 from runtime.config import ServeConfig
 
-config = ServeConfig(prefill_workers=2, decode_workers=1, api_key=("secret",), start_timeout_s=float(sys.argv[2]))
+config = ServeConfig(
+    prefill_workers=2, decode_workers=1, api_key=("secret",), start_timeout_s=float(sys.argv[2]), log_format=sys.argv[4]
+)
 sys.exit(asyncio.run(supervise(config, (sys.executable, sys.argv[1]), stop_s=float(sys.argv[3]))))
 """
 
@@ -85,8 +87,9 @@ class Service:
     """A supervisor with stub processes, in its own process, whose stderr is not a terminal."""
 
     def __init__(
-        self, folder: Path, start_timeout_s: float = WAIT_S, stop_s: float = WAIT_S, stdout: int = DEVNULL, **modes: str
-    ) -> None:
+        self, folder: Path, start_timeout_s: float = WAIT_S, stop_s: float = WAIT_S, stdout: int = DEVNULL,
+        log_format: str = "auto", **modes: str,
+    ) -> None:  # fmt: skip
         """modes: each role's behaviour."""
         stand_in = folder / "stand_in.py"
         stand_in.write_text(STAND_IN)
@@ -94,7 +97,7 @@ class Service:
         environment = {**os.environ, "STAND_IN_NOTES": str(self.notes), "BATON_PORT": "1234"}
         environment |= {f"STAND_IN_{role.upper()}": mode for role, mode in modes.items()}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(stand_in), str(start_timeout_s), str(stop_s)],
+            [sys.executable, "-c", DRIVER, str(stand_in), str(start_timeout_s), str(stop_s), log_format],
             stdout=stdout, stderr=subprocess.PIPE, text=True, bufsize=1, env=environment,
         )  # fmt: skip
         self.shown = ""  # all of its stderr read so far
@@ -222,9 +225,25 @@ def test_people_at_a_terminal_read_lines(start: Start) -> None:
     os.close(screen)
     for name in ("prefill-0", "prefill-1", "decode-0", "gateway"):
         assert f"{name} is ready at 127.0.0.1:" in shown
-    assert f"curl http://{address}/v1/chat/completions" in shown and f'base_url="http://{address}/v1"' in shown
+    assert f"curl http://{address}/v1/chat/completions" in shown and f"baton chat --url http://{address}" in shown
     assert shown.count("cores are shared") == 1, "once for all"
     assert '"model": "baton-demo"' in shown and "$BATON_API_KEY" in shown
+
+
+def test_the_format_of_logs_is_what_was_asked_for(start: Start) -> None:
+    screen, inner = pty.openpty()
+    asked = start(stdout=inner, log_format="json")
+    os.close(inner)
+    asked.read_until('"serving"')
+    assert asked.stop() == 0
+    with suppress(OSError):  # a terminal's end is an error
+        assert os.read(screen, 1) == b"", "nothing but JSON lines, which go to stderr"
+    os.close(screen)
+    text = start(log_format="text")
+    text.read_until("Ctrl-C stops")
+    assert text.stop() == 0
+    assert "decode-0 is ready at 127.0.0.1:" in text.shown and "info log of [x] n=1" in text.shown
+    assert not any(line.startswith("{") for line in text.shown.splitlines())
 
 
 def test_a_signal_while_loading_leaves_nothing(start: Start) -> None:

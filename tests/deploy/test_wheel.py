@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, far from the checkout: it is whole, it answers, and it is not shadowed."""
+"""The wheel in an environment of its own, far from the checkout: it is whole, and nothing hides its packages."""
 
 import ast
 import json
@@ -15,15 +15,16 @@ from typing import Any
 import openai
 import pytest
 
-import baton
+from demo.paths import TARGET_DIR
 from engine.kernels.build import FOLDER as KERNELS
 from tests.support.instruction_sets import link_kernels
 from tests.support.live import CHECKOUT, HTTP, Live, serve
 
 WAIT_S = 120.0
-VERSION = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+VERSION = PROJECT["project"]["version"]
 BUILT = {"cpu_layers", "cpu_math"}  # kernels that the wheel must build itself
-ADVICE = f"{baton.ADVICE}\n"
+PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["sources"]  # in the checkout |-> in the wheel
 
 
 def call(*words: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,11 +61,9 @@ class Environment:
     def baton(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return call(self.script, *words, cwd=self.cache, XDG_CACHE_HOME=str(self.cache), **environment)
 
-    def refusal(self, **environment: str) -> str:
-        """What `baton --version` says instead; empty if it starts."""
-        done = self.baton("--version", **environment)
-        assert (done.returncode, bool(done.stdout)) in ((0, True), (1, False)), done
-        return done.stderr
+    def run(self, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Python that finds modules of its working directory."""
+        return call(self.python, "-c", code, cwd=cwd, XDG_CACHE_HOME=str(self.cache))
 
     def files(self) -> dict[Path, int]:
         """path |-> when it was written, without Python's bytecode."""
@@ -104,18 +103,29 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def live(installed: Environment) -> Iterator[Live]:
-    with serve("demo", installed=installed.script, env={"XDG_CACHE_HOME": str(installed.cache)}) as service:
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with others' modules of each name that our packages have."""
+    folder = tmp_path_factory.mktemp("foreign")
+    for name in PACKAGES:
+        (folder / f"{name}.py").write_text("raise SystemExit('not ours')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def live(installed: Environment, foreign: Path) -> Iterator[Live]:
+    """Others' modules come first on its path."""
+    environment = {"XDG_CACHE_HOME": str(installed.cache), "PYTHONPATH": str(foreign)}
+    with serve("demo", installed=installed.script, env=environment) as service:
         yield service
 
 
 def test_the_wheel_has_what_it_imports_and_reads_and_nothing_that_needs_a_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         texts = {Path(name): archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
-    assert {path.parts[0] for path in texts} == {*baton.PACKAGES, "baton.py"}
-    checkout = {
-        path.relative_to(CHECKOUT) for name in (*baton.PACKAGES, "tests") for path in (CHECKOUT / name).rglob("*.py")
-    }
+    assert {path.parts[0] for path in texts} == {"baton"}, "one name is installed"
+    texts = {path.relative_to("baton"): text for path, text in texts.items()}
+    assert {path.parts[0] for path in texts} == {*PACKAGES, "__init__.py", "__main__.py"}
+    checkout = {path.relative_to(CHECKOUT) for name in (*PACKAGES, "tests") for path in (CHECKOUT / name).rglob("*.py")}
     left_out = {name_module(path) for path in checkout - texts.keys()}
     assert {"tests", "bench.gpu_check", "demo.train"} <= left_out
     for path, text in texts.items():
@@ -125,12 +135,6 @@ def test_the_wheel_has_what_it_imports_and_reads_and_nothing_that_needs_a_checko
     for place in (KERNELS, *(CHECKOUT / name for name in ("gateway/page", "demo/target", "demo/draft"))):
         files = {path.relative_to(CHECKOUT) for path in place.iterdir() if path.is_file()}
         assert files and files <= texts.keys()
-
-
-def test_every_package_is_the_wheels(installed: Environment) -> None:
-    code = f"from importlib import import_module; print(*(import_module(name).__file__ for name in {baton.PACKAGES}))"
-    done = call(installed.python, "-c", code, cwd=installed.cache)
-    assert done.stdout.split() == [str(installed.packages / name / "__init__.py") for name in baton.PACKAGES], done
 
 
 def test_every_command_is_there(installed: Environment) -> None:
@@ -163,36 +167,30 @@ def test_kernels_are_built_in_the_users_cache(installed: Environment, live: Live
     assert not any(found[name].is_symlink() for name in BUILT)
 
 
-@pytest.mark.parametrize("found", ["cli/__init__.py", "runtime.py"])
-def test_a_package_hidden_by_another_is_a_refusal(installed: Environment, tmp_path: Path, found: str) -> None:
-    (tmp_path / "gateway").mkdir()  # without __init__.py: it hides nothing
-    assert installed.refusal(PYTHONPATH=str(tmp_path)) == ""
-    hiding = tmp_path / found
-    hiding.parent.mkdir(exist_ok=True)
-    hiding.write_text("raise SystemExit('not ours')")
-    name = found.partition("/")[0].removesuffix(".py")
-    place = f"the package {name} of {installed.packages} is hidden by {hiding}"
-    expected = f"baton: {place}: take that off PYTHONPATH, or {ADVICE}"
-    assert installed.refusal(PYTHONPATH=str(tmp_path)) == expected
+def test_commands_import_no_modules_of_others(installed: Environment, foreign: Path) -> None:
+    done = installed.baton("--help", PYTHONPATH=str(foreign))
+    assert done.returncode == 0 and "doctor" in done.stdout, done
 
 
-def test_a_file_that_another_distribution_has_overwritten_or_deleted_is_a_refusal(wheel: Path, tmp_path: Path) -> None:
-    environment = Environment(wheel, tmp_path / "environment")
-    other = tmp_path / "other-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(other, "w") as archive:
-        archive.writestr("cli/main.py", "raise SystemExit('not ours')")
-        archive.writestr("other-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-        archive.writestr("other-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr("other-1.0.dist-info/RECORD", "")
-    place = environment.packages
-    environment.install(other)
-    assert environment.refusal() == f"baton: cli/main.py in {place} is now that of other 1.0: {ADVICE}"
-    pip("--python", environment.python, "uninstall", "--yes", "other")
-    assert environment.refusal() == f"baton: cli/main.py is missing in {place}: {ADVICE}"
-    environment.install(wheel)
-    assert environment.refusal() == ""
-    with (place / "cli" / "main.py").open("a") as file:
-        file.write("# edited\n")
-    assert environment.refusal() == ""
-    (place / "cli" / "__init__.py").unlink()
-    assert environment.refusal() == f"baton: the package cli is missing in {place}: {ADVICE}"
+def test_a_program_computes_a_model_beside_modules_of_its_own(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "cli.py").write_text("own = True")
+    code = f"""
+import cli, sys
+from baton import LLM, SamplingParams
+llm = LLM({str(TARGET_DIR)!r})
+print(cli.own, llm.generate(["<|user|>What is 12 plus 30?<|end|><|assistant|>"], SamplingParams(temperature=0)))
+print(sys.modules[type(llm).__module__].__file__)
+"""
+    done = installed.run(code, tmp_path)
+    answer, file = done.stdout.splitlines()
+    assert answer.startswith("True") and "42" in answer, done
+    assert file == str(installed.packages / "baton" / "engine" / "llm.py")
+
+
+def test_a_package_that_another_has_taken_is_an_error_that_names_both(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "engine.py").touch()
+    done = installed.run("import sys, baton, engine\nprint('torch' in sys.modules)\nfrom baton import LLM", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "False\n"), done
+    ours = installed.packages / "baton" / "engine" / "__init__.py"
+    refusal = f"its own package engine, {ours}, but {tmp_path / 'engine.py'} is already imported by this name"
+    assert refusal in done.stderr.splitlines()[-1] and done.stderr.count("Traceback") == 1, "one error"

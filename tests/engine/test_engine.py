@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
+from baton import LLM
 from demo.paths import TARGET_DIR
 from engine.batch import ForwardRow, build_batch, lay_out
 from engine.engine import Engine, KvDType, build_engine
 from engine.input_batch import InputBatch
 from engine.layers.config import RopeConfig
 from engine.layers.rope import build_rope_table
-from engine.llm import LLM
 from engine.staging import Stager
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig

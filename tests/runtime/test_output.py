@@ -88,6 +88,17 @@ def test_work_goes_on_when_nothing_can_be_written(kind: str, script: str) -> Non
         assert (done.returncode, alive.read()) == (0, "alive")
 
 
+def test_a_library_finds_its_objects_gone_at_the_end() -> None:
+    """Bindings by nanobind, as Triton's, print a line for each that is left."""
+    code = (
+        "from runtime.lifecycle import spare_what_is_here\n"
+        "class Bound:\n    def __del__(self): print('gone')\n"
+        "one = Bound()\none.me = one\nspare_what_is_here()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.stdout, done.stderr) == ("gone\n", "")
+
+
 def test_a_log_that_can_be_written_is() -> None:
     command = [sys.executable, "-c", LOGS]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ALIVE_FD": "1"}, timeout=WAIT_S)

@@ -156,7 +156,7 @@ def serve(
     """`baton serve` on free ports, ready; stopped by SIGTERM at the end.
 
     hands_over: transfer KV unless flags say otherwise; if False, the ports are the only flags besides `flags`.
-    installed: the script to run, in a folder of its own and without PYTHONPATH, so that it finds no checkout.
+    installed: the script to run, in a folder of its own and without our PYTHONPATH, so that it finds no checkout.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
@@ -172,7 +172,7 @@ def serve(
         ]
         environment = build_environment(env or {})
         if installed:
-            del environment["PYTHONPATH"]
+            environment["PYTHONPATH"] = (env or {}).get("PYTHONPATH", "")
         process = subprocess.Popen(
             command,
             stdout=subprocess.DEVNULL,

@@ -18,7 +18,8 @@ from gateway.router.router import Router
 from gateway.router.worker_client import WorkerClient
 from runtime.hardware import OWN_VERSION
 
-_FILES = {"style.css": "text/css; charset=utf-8", "app.js": "text/javascript; charset=utf-8"}
+_SCRIPTS = ("app.js", "chats.js", "elements.js", "markdown.js", "messages.js", "prompt.js", "service.js", "workers.js")
+_FILES = {"style.css": "text/css; charset=utf-8", **dict.fromkeys(_SCRIPTS, "text/javascript; charset=utf-8")}
 _EXAMPLES = "/page/examples.json"
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; form-action 'none'",

@@ -1,6 +1,7 @@
 """The page at `/`: its files, and a chat in headless Chromium where installed."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-FILES = {"": "text/html", "page/style.css": "text/css", "page/app.js": "text/javascript"}
+SCRIPTS = ("app", "chats", "elements", "markdown", "messages", "prompt", "service", "workers")
+FILES = {"": "text/html", "page/style.css": "text/css", **{f"page/{name}.js": "text/javascript" for name in SCRIPTS}}
 
 
 def test_only_its_files_are_served_with_their_type_and_a_strict_policy(served: Served) -> None:
@@ -52,13 +54,13 @@ def opened(url: str, width: int = 1200) -> Iterator[Page]:
     errors: list[str] = []
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        page = browser.new_page(viewport={"width": width, "height": 600})
+        page = browser.new_context(viewport={"width": width, "height": 600}).new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(url)
         yield page
         browser.close()
-    assert [error for error in errors if "status of" not in error] == []  # Chromium itself reports a 401 or 503
+    assert [error for error in errors if not re.search("status of|ERR_FAILED", error)] == []  # Chromium's own reports
 
 
 def send(page: Page, text: str) -> None:
@@ -75,6 +77,19 @@ def send_and_read(page: Page, text: str) -> list[dict[str, str]]:
     assert body is not None
     messages: list[dict[str, str]] = body["messages"]
     return messages
+
+
+def answer_by(page: Page, *deltas: dict[str, Any]) -> None:
+    """From now on each request gets these deltas."""
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
+def roles_and_texts(page: Page) -> list[tuple[str, str]]:
+    """What is shown."""
+    articles = page.locator("article").all()
+    return [(str(one.get_attribute("class")), one.locator(".text").inner_text()) for one in articles]
 
 
 def is_in_view(page: Page, selector: str) -> bool:
@@ -94,7 +109,7 @@ def test_a_person_enters_the_key(tmp_path: Path) -> None:
             page.wait_for_selector("#model >> text=tiny")
             assert page.is_hidden("#error")
             send(page, "Hi")
-            page.wait_for_selector("article.assistant >> text=Hello.")
+            page.wait_for_selector("article.assistant .text >> text=Hello.")
 
 
 @needs_chromium
@@ -108,7 +123,7 @@ def test_an_example_is_asked_by_a_click_and_why_nothing_is_handed_off_is_said(tm
         served.engine.reset(replace(served.script("Hello."), timing=replace(TIMING, transport="", transfer_bytes=0)))
         buttons.nth(1).click()
         page.wait_for_selector(".timing >> text=No hand-off: both share cores.")
-        assert page.inner_text("article.user") == "Two?" and not page.is_visible("#examples")
+        assert page.inner_text("article.user .text") == "Two?" and not page.is_visible("#examples")
 
 
 def with_examples(folder: Path) -> Path:
@@ -121,14 +136,14 @@ def test_a_new_chat_during_an_answer_has_nothing_of_it(served: Served) -> None:
     with opened(served.url) as page:
         served.engine.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
         send(page, "Old question")
-        page.wait_for_selector("article.assistant >> text=one two")
+        page.wait_for_selector("article.assistant .text >> text=one two")
         page.click("#new")
         assert served.engine.wait_ending(10) == "closed"
         page.wait_for_selector("#send", state="visible")
         assert page.locator("#chat > :not(#hint)").count() == 0  # neither article nor bar
         served.engine.reset(served.script("three"))
         assert send_and_read(page, "New question") == [{"role": "user", "content": "New question"}]
-        page.wait_for_selector("article.assistant >> text=three")
+        page.wait_for_selector("article.assistant .text >> text=three")
 
 
 @needs_chromium
@@ -153,9 +168,8 @@ def test_a_person_chats(served: Served, width: int) -> None:
     with opened(served.url, width) as page:
         send(page, "Hi")
         page.wait_for_selector(".timing")
-        assert page.inner_text("article.user") == "Hi"
-        assert page.inner_text("article.assistant") == "Hello <b>there</b>, friend."  # text, not HTML
-        assert page.locator("article.assistant .piece").count() > 3  # one per token that arrived
+        assert page.inner_text("article.user .text") == "Hi"
+        assert page.inner_text("article.assistant .text") == "Hello <b>there</b>, friend."  # text, not HTML
         assert [part.get_attribute("class") for part in page.locator(".bar i").all()] == [
             "queue", "prefill", "transfer", "decode",
         ]  # fmt: skip
@@ -166,10 +180,12 @@ def test_a_person_chats(served: Served, width: int) -> None:
 
         served.engine.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
         send(page, "Stop me")
-        page.wait_for_selector("article.assistant >> text=one two")
+        page.wait_for_selector("article.assistant .text >> text=one two")
         page.click("#stop")
         assert served.engine.wait_ending(10) == "closed"
         page.wait_for_selector("#send", state="visible")
+        if page.is_visible("#menu"):
+            page.click("#menu")
         page.click("#new")
         assert page.locator("article").count() == 0
 
@@ -188,7 +204,7 @@ def test_an_error_is_in_view_and_the_prompt_can_be_sent_again(served: Served) ->
         served.engine.reset(served.script("Hello."))
         messages = send_and_read(page, page.input_value("#prompt"))
         assert [one["role"] for one in messages] == ["user", "assistant", "user"], "the whole conversation is sent"
-        page.wait_for_selector("article.assistant >> text=Hello.")
+        page.wait_for_selector("article.assistant .text >> text=Hello.")
         assert page.is_hidden("#error")
 
 
@@ -202,7 +218,7 @@ def test_a_chat_survives_a_reload(served: Served) -> None:
         send(page, "Cut off")
         assert served.engine.hanging.get(timeout=10)
         page.reload()
-        assert page.locator("article").all_inner_texts() == ["Hi", "Hello."]
+        assert page.locator("article .text").all_inner_texts() == ["Hi", "Hello."]
         assert page.input_value("#prompt") == "Cut off" and page.is_hidden("#hint")
         page.click("#new")
         page.reload()
@@ -210,15 +226,276 @@ def test_a_chat_survives_a_reload(served: Served) -> None:
 
 
 @needs_chromium
-def test_reasoning_folds_when_the_answer_begins(served: Served) -> None:
-    deltas = [{"reasoning_content": "Two and "}, {"reasoning_content": "two."}, {"content": "Four."}]
-    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+def test_conversations_stay_in_the_browser_until_they_are_deleted(served: Served) -> None:
     with opened(served.url) as page:
-        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        for question, answer in (("First question", "One."), ("Second question", "Two.")):
+            page.click("#new")
+            served.engine.reset(served.script(answer))
+            send(page, question)
+            page.wait_for_selector(".timing")
+        another = page.context.new_page()
+        another.goto(served.url)
+        assert another.locator("article").count() == 0, "a new tab begins anew"
+        assert another.locator("#chats .chat").all_inner_texts() == ["Second question", "First question"]
+        another.click("#chats .chat >> nth=1")
+        assert roles_and_texts(another) == [("user", "First question"), ("assistant", "One.")]
+        assert another.locator(".bar").count() == 1 and another.inner_text("[aria-current]") == "First question"
+        another.once("dialog", lambda dialog: dialog.dismiss())
+        another.click("[aria-label='Delete First question']")
+        assert another.locator("#chats .chat").count() == 2
+        another.once("dialog", lambda dialog: dialog.accept())
+        another.click("[aria-label='Delete First question']")
+        assert another.locator("#chats .chat").all_inner_texts() == ["Second question"]
+        assert another.locator("article").count() == 0 and another.is_visible("#hint")
+        page.wait_for_function("document.querySelectorAll('#chats .chat').length === 1")  # the other tab hears of it
+        page.evaluate(
+            "() => void (Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); })"
+        )
+        served.engine.reset(served.script("Three."))
+        send(page, "More")
+        page.wait_for_selector("#error >> text=This browser keeps no more")
+        page.wait_for_selector("article.assistant .text >> text=Three.")
+
+
+@needs_chromium
+def test_messages_are_edited_and_answers_tried_again(served: Served) -> None:
+    with opened(served.url) as page:
+        for question, answer in (("One", "First."), ("Two", "Second.")):
+            served.engine.reset(served.script(answer))
+            send(page, question)
+            page.wait_for_selector(f"article.assistant .text >> text={answer}")
+            page.wait_for_selector("#send", state="visible")
+        before = roles_and_texts(page)
+        page.press("#prompt", "ArrowUp")
+        assert page.input_value("#prompt") == "Two" and page.is_visible("#editing"), "the last one"
+        page.press("#prompt", "Escape")
+        assert page.input_value("#prompt") == "" and page.is_hidden("#editing") and roles_and_texts(page) == before
+
+        page.click("article.user >> nth=0 >> text=Edit")
+        served.engine.reset(Script(error=ApiError(503, "no decode worker is alive", None, "not_ready")))
+        send(page, "Three")
+        page.wait_for_selector("#error >> text=no decode worker is alive")
+        assert roles_and_texts(page) == before, "nothing is lost"
+        assert page.input_value("#prompt") == "Three" and page.is_visible("#editing")
+        served.engine.reset(served.script("Third."))
+        assert send_and_read(page, page.input_value("#prompt")) == [{"role": "user", "content": "Three"}]
+        page.wait_for_selector("article.assistant .text >> text=Third.")
+        page.wait_for_selector("#send", state="visible")
+        assert roles_and_texts(page) == [("user", "Three"), ("assistant", "Third.")]
+
+        served.engine.reset(served.script("Fourth."))
+        page.click("article.assistant >> text=Retry")
+        page.wait_for_selector("article.assistant .text >> text=Fourth.")
+        assert roles_and_texts(page) == [("user", "Three"), ("assistant", "Fourth.")]
+
+
+MARKDOWN = """\
+# Title with `code`
+A *word*, **two words**, ~~none~~, snake_case_name and 2 * 3 * 4.
+A [good](https://example.org/a_b_c) link, a [bad](javascript:alert(1)) one, https://example.org/x.
+
+1. one
+2. two
+   - nested **bold**
+
+   more of two
+3. three
+
+| a | b |
+|---|--:|
+| 1 | x \\| y |
+| 2 | 3 | 4 |
+
+> quoted
+> - item
+
+```html
+<script>alert("in code")</script>
+```
+<img src=x onerror="document.title='owned'"><script>document.title = "owned"</script>
+![picture](https://example.org/p.png)
+---
+```python
+unfinished = 1"""
+
+
+@needs_chromium
+def test_markdown_is_shown_and_html_stays_text(served: Served) -> None:
+    with opened(served.url) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        served.engine.reset(served.script(MARKDOWN))
+        send(page, "Hi")
+        page.wait_for_selector(".timing")
+        text = page.locator("article.assistant .text")
+        assert text.locator("img, script, iframe, style").count() == 0 and page.title() == "Baton"
+        assert [one.get_attribute("href") for one in text.locator("a").all()] == [
+            "https://example.org/a_b_c", "https://example.org/x", "https://example.org/p.png",
+        ]  # fmt: skip
+        assert text.locator("h3").inner_text() == "Title with code"
+        assert text.locator("em").all_inner_texts() == ["word"]
+        assert text.locator("strong").all_inner_texts() == ["two words", "bold"]
+        assert text.locator(":scope > ol > li").count() == 3 and text.locator("ol > li > ul > li").count() == 1
+        assert text.locator("td").all_inner_texts() == ["1", "x | y", "", "2", "3", "4"]
+        assert text.locator("blockquote li").inner_text() == "item" and text.locator("hr").count() == 1
+        shown = text.inner_text()
+        assert "[bad](javascript:alert(1))" in shown and "onerror=\"document.title='owned'\"" in shown
+        assert text.locator("pre").all_inner_texts() == ['<script>alert("in code")</script>', "unfinished = 1"]
+        page.click(".codebar >> nth=0 >> text=Copy")
+        page.wait_for_selector(".codebar >> nth=0 >> text=Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == '<script>alert("in code")</script>'
+        page.click("article.assistant .actions >> text=Copy")
+        page.wait_for_selector("article.assistant .actions >> text=Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+
+
+@needs_chromium
+def test_markdown_that_comes_in_parts_looks_as_at_once_and_loses_no_letter(served: Served) -> None:
+    texts = [
+        MARKDOWN,
+        "a\n" * 50,
+        "- " * 3000,
+        "**a" * 3000,
+        "`" * 3000,
+        "[" * 3000,
+        "> " * 3000,
+        "|" * 3000,
+        "*a_b" * 3000,
+    ]
+    with opened(served.url) as page:
+        lost = page.evaluate(
+            """async (texts) => {
+                const { render } = await import("/page/markdown.js");
+                const letters = (text) => text.replace(/[^a-zA-Z]/g, "");
+                return texts.filter((text) => {
+                    const grown = document.createElement("div"), whole = document.createElement("div");
+                    const step = Math.ceil(text.length / 400);
+                    for (let end = step; end < text.length + step; end += step) render(grown, text.slice(0, end));
+                    render(whole, text);
+                    whole.querySelectorAll("button, .codebar span").forEach((one) => one.remove());
+                    grown.querySelectorAll("button, .codebar span").forEach((one) => one.remove());
+                    const plain = text.replaceAll("```html", "").replaceAll("```python", "")
+                        .replace("https://example.org/a_b_c", "").replace("https://example.org/p.png", "");
+                    return grown.innerHTML !== whole.innerHTML || letters(whole.textContent) !== letters(plain);
+                });
+            }""",
+            texts,
+        )
+    assert lost == []
+
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+
+
+@needs_chromium
+def test_tool_calls_are_folded_and_their_results_go_back(served: Served) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    parts: list[dict[str, Any]] = [
+        {**call, "function": {"name": "get_weather", "arguments": '{"city"'}},
+        {"function": {"arguments": ': "Rome"}'}},
+    ]
+    with opened(served.url) as page:
+        page.click("#settings summary")
+        page.fill("#tools", "[")
+        page.press("#tools", "Tab")
+        send(page, "Weather in Rome?")
+        page.wait_for_selector("#error >> text=Tools in the settings are no JSON")
+        page.click("#settings summary")
+        page.fill("#tools", json.dumps([WEATHER]))
+        answer_by(page, *({"tool_calls": [{"index": 0, **part}]} for part in parts))
+        with page.expect_request("**/v1/chat/completions") as asked:
+            send(page, page.input_value("#prompt"))
+        assert (asked.value.post_data_json or {})["tools"] == [WEATHER]
+        page.wait_for_selector(".call[open] >> text=Tool call: get_weather")
+        assert page.inner_text(".call pre") == '{\n  "city": "Rome"\n}'
+        page.fill("[aria-label='Result of get_weather']", "18 degrees")
+        page.unroute("**/v1/chat/completions")
+        answer_by(page, {"content": "It is warm."})
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.click("text=Send result")
+        assert (asked.value.post_data_json or {})["messages"][1:] == [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "18 degrees"},
+        ]
+        page.wait_for_selector("article.assistant .text >> text=It is warm.")
+        assert page.get_attribute(".call", "open") is None, "it is folded"
+        page.click(".call summary")
+        assert "18 degrees" in page.inner_text(".call")
+
+
+def worker(role: str, used_pages: int, **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": role, "address": "127.0.0.1:9", "running": 2, "used_pages": used_pages}
+    return {**found, "free_pages": 100 - used_pages, "alive": True, "trouble": "", "transport": "shm", **fields}
+
+
+@needs_chromium
+def test_the_workers_state_is_live(served: Served) -> None:
+    states: list[dict[str, Any]] = [
+        {"workers": [worker("prefill", 0), worker("decode", 25)], "trouble": ""},
+        {
+            "workers": [worker("prefill", 0), worker("decode", 50, alive=False, trouble="it is gone")],
+            "trouble": "degraded",
+        },
+    ]
+    with opened("about:blank") as page:
+        page.route("**/status", lambda route: route.fulfill(json=states[0]))
+        page.clock.install()
+        page.goto(served.url)
+        page.wait_for_selector("#service.up >> text=2 workers")
+        assert page.locator("#workers-list li").all_inner_texts()[1].split("\n")[:2] == [
+            "decode-0",
+            "2 running, KV 25%",
+        ]
+        states.pop(0)
+        page.clock.run_for(2500)
+        page.wait_for_selector("#service.some >> text=1 of 2 workers")
+        assert "it is gone" in page.inner_text("#workers-list") and page.inner_text("#trouble") == "degraded"
+        page.unroute("**/status")
+        page.route("**/status", lambda route: route.fulfill(status=401, json={}))
+        page.clock.run_for(2500)
+        page.wait_for_selector("#workers", state="hidden")
+        assert page.get_attribute("#settings", "open") is None, "a key is asked for where something is sent"
+        page.unroute("**/status")
+        page.route("**/status", lambda route: route.abort())
+        page.clock.run_for(2500)
+        page.wait_for_selector("#service.down >> text=no answer")
+
+
+@needs_chromium
+def test_all_is_done_by_keys(served: Served) -> None:
+    with opened(served.url, 360) as page:
+        page.wait_for_selector("#model >> text=tiny")
+        served.engine.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
+        page.focus("#prompt")
+        page.keyboard.type("a")
+        page.keyboard.press("Shift+Enter")
+        page.keyboard.type("b")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("article.assistant .text >> text=one two")
+        page.keyboard.press("Escape")
+        assert served.engine.wait_ending(10) == "closed"
+        page.wait_for_selector("#send", state="visible")
+        assert roles_and_texts(page) == [("user", "a\nb"), ("assistant", "one two")]
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        assert page.is_hidden("#new"), "the side is closed and takes no focus"
+        page.focus("#menu")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#new", state="visible")
+        assert page.get_attribute("#menu", "aria-expanded") == "true"
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#new", state="hidden")
+        page.click("#menu")
+        page.click("#new")
+        assert page.locator("article").count() == 0
+        assert page.evaluate("document.activeElement.id") == "prompt"
+
+
+@needs_chromium
+def test_reasoning_folds_when_the_answer_begins(served: Served) -> None:
+    with opened(served.url) as page:
+        answer_by(page, {"reasoning_content": "Two and "}, {"reasoning_content": "two."}, {"content": "Four."})
         send(page, "2 + 2?")
         page.wait_for_selector(".timing")
-        reasoning = page.locator("article.assistant details")
+        reasoning = page.locator("article.assistant .reasoning")
         assert reasoning.get_attribute("open") is None
         page.click("article.assistant summary")
         assert reasoning.inner_text() == "Reasoning\nTwo and two."
@@ -257,7 +534,7 @@ def test_images_are_taken_by_button_paste_and_drop(tmp_path: Path) -> None:
         assert [image.data for image in seeing.engine.generations[0].images] == [red, blue]
         page.reload()
         page.wait_for_selector("article.user img >> nth=1")
-        assert page.inner_text("article.user") == "What are these?" and page.locator("#attached img").count() == 0
+        assert page.inner_text("article.user .text") == "What are these?" and page.locator("#attached img").count() == 0
 
 
 @needs_chromium

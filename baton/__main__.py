@@ -1,0 +1,5 @@
+"""`python -m baton`: the `baton` command."""
+
+from baton import main
+
+main()
