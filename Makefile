@@ -42,7 +42,7 @@ serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TR
 test: $(DEV_STAMP) ## Run the tests; takes JOBS, and ARGS for pytest
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
-check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages
+check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages, lengths and links of documents
 	@rm -rf $(FRESH) && mkdir -p $(FRESH)
 	$(call PROTOC,$(FRESH))
 	@for file in $(FRESH)/protos/*; do cmp "$$file" "protos/$${file##*/}" \
@@ -51,6 +51,7 @@ check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packa
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/documents
 
 protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 	$(call PROTOC,.)
@@ -71,8 +72,8 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
-prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of it: 15 minutes; takes PARTS, MINUTES of kills
-	$(BIN)/python -m tests.prove $(PARTS) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table goes into docs/RELIABILITY.md; takes PARTS, MINUTES of kills
+	$(BIN)/python -m tests.prove $(or $(PARTS),--document docs/RELIABILITY.md) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
