@@ -27,10 +27,12 @@ DEV_STAMP := .venv/.installed-dev
 PROTOS := $(wildcard protos/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 FRESH := build/fresh
+PAGES := README.md LICENSE docs deploy/README.md deploy/kubernetes/README.md deploy/monitoring examples/README.md demo/*.md \
+    tests/*/README.md protos/inference.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients lock audit wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients lock audit docs wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +108,12 @@ audit: $(DEV_STAMP) ## Look for known vulnerabilities, and write build/sbom.json
 	build/audit/bin/pip-audit --disable-pip --requirement deploy/gateway-requirements.lock
 	build/audit/bin/pip-audit --local --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	    --skip-editable --format cyclonedx-json --output build/sbom.json
+
+docs: $(RUN_STAMP) ## Build these documents as a site, build/site; installs zensical
+	@$(BIN)/python -c 'import zensical' 2>/dev/null || $(BIN)/python -m pip install $(PIP_ARGS) --editable '.[docs]'
+	rm -rf build/pages && mkdir -p build/pages
+	cp --recursive --parents $(PAGES) build/pages
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
 
 wheel: | .venv/bin/python ## Build dist/baton-VERSION-py3-none-any.whl, which needs no checkout
 	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .

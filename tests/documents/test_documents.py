@@ -18,9 +18,8 @@ from tests.documents import figures
 from tests.documents.figures import ROOT, fill, fill_today, read_cell
 
 RULES = tomllib.loads((ROOT / "tests/documents/rules.toml").read_text())
-PAGES = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"), *ROOT.glob("*/README.md")]
-)
+FOLDERS = ("docs/**", "deploy/**", "demo", "examples", "tests/*")
+PAGES = [ROOT / "README.md", *sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))]
 DECISIONS = ROOT / "docs" / "decisions"  # of their day
 PACKAGES = (
     "baton.py", "cli", "decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "runtime", "wire", "worker"
@@ -95,6 +94,11 @@ def test_lengths(pages: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     assert not list(find_broken(page))
+
+
+def test_each_decision_is_listed() -> None:
+    listed = re.findall(r"\((\d+-[^)]+)\)", (DECISIONS / "README.md").read_text())
+    assert listed == sorted(page.name for page in DECISIONS.glob("0*.md"))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent != DECISIONS], ids=lambda page: page.name)
