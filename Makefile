@@ -88,7 +88,7 @@ nightly: $(DEV_STAMP) ## What takes half an hour: attacks, more examples of fuzz
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 
-faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
+faults: $(DEV_STAMP) ## Test faults between real processes; tests/faults/README.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES DECODE_TP
