@@ -22,7 +22,7 @@ FOLDERS = ("docs/**", "deploy/**", "demo", "examples", "tests/*")
 PAGES = [ROOT / "README.md", *sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md"))]
 DECISIONS = ROOT / "docs" / "decisions"  # of their day
 PACKAGES = (
-    "baton.py", "cli", "decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "runtime", "wire", "worker"
+    "baton*", "cli", "decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "runtime", "wire", "worker"
 )  # fmt: skip
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^()\s]+)(?: \"[^\"]*\")?\)|(?:srcset|src)=\"([^\"]+)\"")
 SHOTS = ROOT / "docs" / "images"  # make screenshots writes its PNGs
@@ -108,8 +108,7 @@ def test_words(page: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_words_of_messages(package: str) -> None:
-    root = ROOT / package
-    files = [root] if root.suffix else root.rglob("*.py")
+    files = [*ROOT.glob(f"{package}.py"), *ROOT.glob(f"{package}/**/*.py")]
     texts = [(file.name, text) for file in files for text in read_messages(file.read_text())]
     assert texts and not [(name, bad) for name, text in texts for bad in find_bad_words(text)]
 

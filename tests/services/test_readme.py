@@ -46,7 +46,7 @@ def test_commands_work_as_they_are_written(tmp_path: Path) -> None:
     [answer] = re.findall(r"The answer is `([^`]+)`", README)
     assert answer in asked.partition("$ curl")[2]
     assert "decode" in rest
-    joke, _, alone = rest.partition("base_url")[2].partition("from engine.llm import LLM")
+    joke, _, alone = rest.partition("base_url")[2].partition("import LLM")
     assert len(joke.partition("\nEND\n")[2].strip()) > 10
     assert answer in alone.partition("\nEND\n")[2]
 
