@@ -27,10 +27,12 @@ DEV_STAMP := .venv/.installed-dev
 PROTOS := $(wildcard protos/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
 FRESH := build/fresh
+PAGES := README.md LICENSE docs deploy/README.md deploy/kubernetes/README.md deploy/monitoring examples/README.md demo/*.md \
+    tests/*/README.md protos/inference.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots lock audit wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots lock audit docs wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +44,7 @@ serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TR
 test: $(DEV_STAMP) ## Run the tests; takes JOBS, and ARGS for pytest
 	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
-check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages
+check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages, lengths and links of documents
 	@rm -rf $(FRESH) && mkdir -p $(FRESH)
 	$(call PROTOC,$(FRESH))
 	@for file in $(FRESH)/protos/*; do cmp "$$file" "protos/$${file##*/}" \
@@ -51,6 +53,7 @@ check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packa
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/documents
 
 protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 	$(call PROTOC,.)
@@ -71,8 +74,8 @@ families: $(DEV_STAMP) ## Compare families and formats with transformers through
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
-prove: $(DEV_STAMP) ## Attack a service of real processes, and print what became of it: 15 minutes; takes PARTS, MINUTES of kills
-	$(BIN)/python -m tests.prove $(PARTS) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table goes into docs/RELIABILITY.md; takes PARTS, MINUTES of kills
+	$(BIN)/python -m tests.prove $(or $(PARTS),--document docs/RELIABILITY.md) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
@@ -85,7 +88,7 @@ nightly: $(DEV_STAMP) ## What takes half an hour: attacks, more examples of fuzz
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 
-faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
+faults: $(DEV_STAMP) ## Test faults between real processes; tests/faults/README.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES DECODE_TP
@@ -108,6 +111,12 @@ audit: $(DEV_STAMP) ## Look for known vulnerabilities, and write build/sbom.json
 	build/audit/bin/pip-audit --disable-pip --requirement deploy/gateway-requirements.lock
 	build/audit/bin/pip-audit --local --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	    --skip-editable --format cyclonedx-json --output build/sbom.json
+
+docs: $(RUN_STAMP) ## Build these documents as a site, build/site; installs zensical
+	@$(BIN)/python -c 'import zensical' 2>/dev/null || $(BIN)/python -m pip install $(PIP_ARGS) --editable '.[docs]'
+	rm -rf build/pages && mkdir -p build/pages
+	cp --recursive --parents $(PAGES) build/pages
+	$(BIN)/zensical build --strict --config-file mkdocs.yml
 
 wheel: | .venv/bin/python ## Build dist/baton-VERSION-py3-none-any.whl, which needs no checkout
 	$(BIN)/python -m pip wheel $(PIP_ARGS) --no-deps --wheel-dir dist .

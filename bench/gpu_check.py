@@ -81,7 +81,7 @@ PARTS = (
         "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear", "coded:time_coded",
     )),
 )  # fmt: skip
-"""In the order of what a first run on a card should tell."""
+"""In the order of what a first run on a GPU should tell."""
 
 
 @dataclass(frozen=True, slots=True)

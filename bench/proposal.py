@@ -13,7 +13,7 @@ def describe_assumptions(model: ModelShape, name: str, gpu: Card) -> list[str]:
     peaks = f"{gpu.memory_bytes / 1e9:g} GB, {gpu.bytes_per_s / 1e12:g} TB/s, {gpu.flops / 1e12:g} TFLOP/s bfloat16"
     sizes = f"{model.num_weights / 1e9:.3g} G weights in bfloat16, {model.kv_token_bytes / 1024:g} KiB of KV a token"
     if model.slot_bytes:
-        sizes += f", {model.slot_bytes / 1e6:.3g} MB of states a sequence"
+        sizes += f", {model.slot_bytes / 1e6:.3g} MB of recurrent state a sequence"
     shares = f"{BANDWIDTH_SHARE:.0%} of the bandwidth and {FLOPS_SHARE:.0%} of the FLOP/s are reached"
     return [
         f"model     {sizes}",

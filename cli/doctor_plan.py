@@ -81,7 +81,7 @@ def judge_worker(worker: WorkerPlan, machine: Machine, model: Model) -> Row:
         f"{explain_pool(plan)}"
     )
     if plan.num_slots:
-        found += f"; {plan.num_slots} slots of states in {slots_bytes / GIB:.2f} GiB"
+        found += f"; {plan.num_slots} slots of recurrent state in {slots_bytes / GIB:.2f} GiB"
     return Row(worker.name, "warning" if model.is_fallback else "ok", found)
 
 

@@ -411,7 +411,7 @@ def _load_draft(
     decoder = loaded.decoder
     if decoder.config.state_parts:
         raise ValueError(
-            f"draft model {draft_model}: its layers keep states, which cannot be taken back after a draft; "
+            f"draft model {draft_model}: its layers keep recurrent state, which cannot be taken back after a draft; "
             "choose another --draft-model, or none"
         )
     here, there = target.config.vocab_size, decoder.config.vocab_size

@@ -53,12 +53,12 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
 def find_bad_states(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
     """Why the slots of `theirs` do not fit ours; None if they do, or if both have none."""
     if ours.HasField("states") != theirs.HasField("states"):
-        return f"states differ: {ours.HasField('states')} here, {theirs.HasField('states')} there"
+        return f"recurrent state differs: {ours.HasField('states')} here, {theirs.HasField('states')} there"
     if not ours.HasField("states"):
         return None
     states, expected = theirs.states, (theirs.pid, theirs.address, theirs.host, len(theirs.ranks))
     if (states.pid, states.address, states.host, len(states.ranks)) != expected:
-        return "its states are of another process"
+        return "its recurrent state is of another process"
     return find_mismatch(ours.states.layout, states.layout)
 
 

@@ -195,7 +195,7 @@ class DecodingConfig(GoalConfig, EngineConfig):
     """How a decode worker drafts and compiles grammars."""
 
     speculate: Speculate = "auto"
-    """What drafts tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
+    """What drafts tokens ahead: draft (the draft model), ngram (no model), off, or auto for the best there is."""
     max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8
     """Most tokens drafted in one step of a sequence; fewer are when that is faster."""
     grammar_cpu_s: Annotated[int, count(1, MAX_GRAMMAR_CPU_S)] = 5

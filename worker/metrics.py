@@ -51,7 +51,7 @@ class WorkerMetrics:
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
         if (slots := scheduler.kv.states.cache).num_pages:
-            self.gauge("state_slots_used", "Slots of states that sequences hold", lambda: slots.num_held)
+            self.gauge("state_slots_used", "Slots of recurrent state that sequences hold", lambda: slots.num_held)
             self.gauge("state_slots_cached", "Slots with checkpoints that prompts may find", lambda: slots.num_cached)
         if (adapters := scheduler.adapters).num_slots:
             self.gauge("adapters_loaded", "Adapters that requests may name", lambda: len(adapters.names))

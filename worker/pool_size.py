@@ -105,8 +105,8 @@ def _resolve_slots(max_running: int, slot_bytes: int, num_ranks: int, memory_byt
     if num_slots < LEAST_SLOTS:
         needed_mib = -(-int(LEAST_SLOTS * slot_bytes * num_ranks / SLOTS_SHARE) // MIB)
         raise ConfigError(
-            f"the model's states take {slot_bytes * num_ranks // MIB} MiB a sequence, {LEAST_SLOTS} times for one, and "
-            f"{most_bytes * num_ranks // MIB} MiB are left: set --kv-memory-mib {needed_mib} or more"
+            f"the model's recurrent state takes {slot_bytes * num_ranks // MIB} MiB a sequence, {LEAST_SLOTS} times "
+            f"for one, and {most_bytes * num_ranks // MIB} MiB are left: set --kv-memory-mib {needed_mib} or more"
         )
     return num_slots
 

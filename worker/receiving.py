@@ -48,7 +48,7 @@ def begin_read(
     slots = sequence.state.targets
     least = 1 if slots and end == limit else 0
     if not least <= num_slots <= (len(slots) - 1) * least:
-        raise OfferRefusedError("bounds", f"{num_slots} states offered with [{begin}, {end}) of [0, {limit})")
+        raise OfferRefusedError("bounds", f"{num_slots} recurrent states offered with [{begin}, {end}) of [0, {limit})")
     sequence.is_read = True
     return targets, slots[:num_slots]
 

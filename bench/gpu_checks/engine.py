@@ -126,7 +126,7 @@ def check_logits(device: torch.device) -> str:
         ("fp8 weights", "bfloat16", "fp8", "auto"), ("fp8 KV", "bfloat16", "none", "fp8"),
     ):  # fmt: skip
         if "fp8" in name and not has_fp8(device):
-            found.append(f"no {name} on this card")
+            found.append(f"no {name} on this GPU")
             continue
         engine = build_demo_engine(dtype, device, 1, 0, quantization, kv_dtype)  # type: ignore[arg-type]
         open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))

@@ -103,7 +103,7 @@ def plot(*, document: Path = Path("docs/BENCHMARKS.md"), out: Path = Path("docs/
     text = document.read_text()
     groups = {
         title: [read_row(text, name, f"interference: {label}") for label in INTERFERENCE]
-        for title, name in (("each as it comes", "bf16"), ("vLLM with 256 tokens a step as well", "chunks"))
+        for title, name in (("defaults", "bf16"), ("another run, also with vLLM tuned to 256 tokens a step", "chunks"))
     }
     draw_interference(groups, out)
 

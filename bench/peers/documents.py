@@ -8,14 +8,13 @@ from bench.peers.systems import Group
 
 
 def describe_group(group: Group, found: Mapping[str, Any]) -> str:
-    """Title, machine, servers with their start commands, and the table."""
+    """Title, machine, the table, and the servers' facts. bench/peers/systems.py has how they are started."""
     memory = found["memory_bytes"] / 2**30
     systems = [name for name in group.systems if name in found["systems"]]
     parts = [
         f"### {group.title}",
         f"{found['cpu']}, {found['num_cores']} cores, {memory:.0f} GiB; {found['date'][:10]}; "
-        f"rounds: {found['rounds']}, threads of each server: {found['threads']}. The first column: medians. "
-        "The others: median, least and largest ratio to it of the same round, and in brackets the median.",
+        f"rounds: {found['rounds']}, threads of each server: {found['threads']}.",
     ]
     if systems:
         parts += [build_table(found["rows"], systems), build_facts(found["systems"], systems)]
@@ -24,19 +23,13 @@ def describe_group(group: Group, found: Mapping[str, Any]) -> str:
 
 
 def build_facts(systems: Mapping[str, Mapping[str, Any]], names: list[str]) -> str:
-    """One line per system: its version, command, start time and memory."""
-    lines = [
-        "| | version | seconds to the first token | memory (PSS) | idle CPU | agrees | started as |",
-        "|---" * 7 + "|",
-    ]
+    """One line per system: its version, start time and memory."""
+    lines = ["| | version | start, s | memory (PSS) | idle CPU | agrees |", "|---" * 6 + "|"]
     for name in names:
         facts = systems[name]
         memory = f"{facts['pss_bytes'] / 2**30:.1f} GiB" if "pss_bytes" in facts else "-"
         agrees = f"{facts['agreement']:.0%}" if "agreement" in facts else "-"
-        variables = " ".join(f"{key}={value}" for key, value in facts["variables"].items())
-        command = f"{variables} {facts['command']}".strip().replace("{{", "{").replace("}}", "}")
         lines.append(
-            f"| {name} | {facts['version']} | {facts['ready_s']:.0f} | {memory} | {facts['idle_cpu']:.0%} | {agrees} "
-            f"| `{command}` |"
+            f"| {name} | {facts['version']} | {facts['ready_s']:.0f} | {memory} | {facts['idle_cpu']:.0%} | {agrees} |"
         )
     return "\n".join(lines)

@@ -34,17 +34,23 @@ def format_figure(figure: str, value: float) -> str:
 
 
 def build_cell(rounds: Rounds, system: str, base: str, figure: str) -> str:
-    """The base: its median. Others: median ratio, smallest and largest, and in brackets their own median."""
+    """A system's median. If it is not the base, also its ratio to that: median, least, most, and better or worse."""
     values = [one[figure] for one in rounds.get(system, ()) if figure in one]
     if not values:
         return "-"
-    if system == base:
-        return format_figure(figure, median(values))
+    own = format_figure(figure, median(values))
     ratios = find_ratios(rounds, system, base, figure)
-    if not ratios:
-        return f"({format_figure(figure, median(values))})"
-    spread = f", {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else ""
-    return f"{median(ratios):.2f}x{spread} ({format_figure(figure, median(values))})"
+    if system == base or not ratios:
+        return own
+    spread = f", {min(ratios):.2f}-{max(ratios):.2f}" if len(ratios) > 1 else ""
+    return f"{own} ({median(ratios):.2f}x{spread}{judge(figure, median(ratios))})"
+
+
+def judge(figure: str, ratio: float) -> str:
+    """Whether a system with this ratio to the base is better or worse than it: rates should be high, all else low."""
+    if f"{ratio:.2f}" == "1.00":
+        return ""
+    return ": better" if (ratio > 1) == figure.endswith("_per_s") else ": worse"
 
 
 def build_table(rows: Mapping[str, Rounds], systems: Sequence[str]) -> str:
@@ -53,6 +59,8 @@ def build_table(rows: Mapping[str, Rounds], systems: Sequence[str]) -> str:
     lines = [f"| | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
     for row, rounds in rows.items():
         for figure in list_figures(rounds):
+            if figure.endswith("_ratio"):  # of two figures that are shown
+                continue
             cells = [build_cell(rounds, system, base, figure) for system in systems]
             label = figure.removesuffix("_ms").removesuffix("_per_s").replace("_", " ")
             lines.append(f"| {row}: {label} | {' | '.join(cells)} |")
@@ -73,10 +81,7 @@ def read_row(document: str, name: str, label: str) -> dict[str, float]:
     if row is None:
         raise ValueError(f"there is no {label!r} between the markers of {name}")
     systems = lines[0]  # without the empty first cell
-    return {
-        system: float(cell.rstrip(")").removesuffix(" ms").split("(")[-1])
-        for system, cell in zip(systems, row, strict=True)
-    }
+    return {system: float(cell.partition(" ms")[0]) for system, cell in zip(systems, row, strict=True)}
 
 
 def put_between(document: str, name: str, text: str) -> str:

@@ -154,7 +154,7 @@ GROUPS: Mapping[str, Group] = {
         ("tpot", "ttft512", "throughput-8", "throughput-16"),
     ),
     "ngram": Group(
-        "Speculation by repeats, on the same repetitive text",
+        "N-gram speculation, on the same repetitive text",
         ("baton-ngram", "baton", "vllm-ngram", "vllm"),
         ("repeats",),
     ),

@@ -31,8 +31,20 @@ class TestFigures:
 
     def test_cells(self) -> None:
         assert build_cell(ROUNDS, "a", "a", "ttft_ms") == "200 ms"
-        assert build_cell(ROUNDS, "b", "a", "ttft_ms") == "1.00x, 0.50 to 1.50 (175 ms)"
+        assert build_cell(ROUNDS, "b", "a", "ttft_ms") == "175 ms (1.00x, 0.50-1.50)"
         assert build_cell(ROUNDS, "c", "a", "ttft_ms") == "-"
+
+    @pytest.mark.parametrize(
+        ("figure", "theirs", "cell"),
+        [
+            ("tpot_ms", 150, "150 ms (1.50x: worse)"),
+            ("tpot_ms", 50, "50.0 ms (0.50x: better)"),
+            ("tokens_per_s", 150, "150/s (1.50x: better)"),
+            ("tokens_per_s", 50, "50.0/s (0.50x: worse)"),
+        ],
+    )
+    def test_a_cell_says_which_side_is_better(self, figure: str, theirs: float, cell: str) -> None:
+        assert build_cell({"a": [{figure: 100}], "b": [{figure: theirs}]}, "b", "a", figure) == cell
 
     def test_markers(self) -> None:
         once = put_between("# Head\n", "x", "one")

@@ -165,7 +165,7 @@ def run(minutes: float, num_clients: int, every_s: float = KILL_EVERY_S, seed: i
             tally.outcomes["leaked"] += 1
         workers = fleet.workers() if model else []
         if used_slots := sum(int(worker.metric("state_slots_used")) for worker in workers):
-            unused += f"; {used_slots} slots of states"
+            unused += f"; {used_slots} slots of recurrent state"
             tally.outcomes["leaked"] += 1
         failed_attempts = fleet.gateway.metric("attempts_failed_total")
     return Chaos(tally, kills, unused, failed_attempts)

@@ -109,7 +109,7 @@ def main(
     out
         All tables, as Markdown.
     document
-        Put the short ones between this file's markers, such as README.md.
+        Put the short ones between this file's markers, such as docs/RELIABILITY.md.
     """
     truth, report, console, started = Truth(Oracle(TARGET_DIR)), Report(), Console(), time.monotonic()
     for part in parts or get_args(Part):

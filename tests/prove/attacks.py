@@ -64,12 +64,12 @@ class Way:
     missing: str = ""  # why it cannot be used on this machine
 
 
-NO_NIXL, NO_CARD = "" if is_installed() else "NIXL is not installed", "" if torch.cuda.is_available() else "no card"
+NO_NIXL, NO_GPU = "" if is_installed() else "NIXL is not installed", "" if torch.cuda.is_available() else "no GPU"
 WAYS = {
     "shm": Way("shm"),
     "grpc": Way("grpc"),
     "nixl": Way("nixl:tcp", (), ("--nixl-allow-tcp",), {"UCX_TLS": "tcp,self"}, NO_NIXL),
-    "cuda_ipc": Way("cuda_ipc", ("--device=cuda",), missing=NO_CARD),
+    "cuda_ipc": Way("cuda_ipc", ("--device=cuda",), missing=NO_GPU),
 }
 
 

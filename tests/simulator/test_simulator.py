@@ -19,7 +19,7 @@ from tests.simulator.schedule import run_schedule
 NUM_SCHEDULES = int(os.environ.get("TEST_SCHEDULES", "1000"))
 NUM_MODEL_SCHEDULES = NUM_SCHEDULES // 5
 NUM_PROCESSES = 2
-TABLE = Path(__file__).parents[2] / "docs" / "RELIABILITY.md"
+TABLE = Path(__file__).with_name("README.md")
 SEEDS = {name: int(seed) for name, seed in re.findall(r"^\| ([^|]+) \| (\d+) \|$", TABLE.read_text(), re.MULTILINE)}
 
 
@@ -44,7 +44,7 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
 
 @pytest.mark.parametrize("name", sorted({**MUTATIONS, **MODEL_MUTATIONS}))
 def test_a_broken_rule_is_noticed(name: str) -> None:
-    """The seed is the one in RELIABILITY.md's table, or another where schedules have changed since."""
+    """The seed is the one in README.md's table, or another where schedules have changed since."""
     run = run_models if name in MODEL_MUTATIONS else run_schedule
     with {**MUTATIONS, **MODEL_MUTATIONS}[name]():
         assert any(run(seed).error for seed in chain([SEEDS[name]], range(2500)))

@@ -166,7 +166,8 @@ def test_an_offer_without_its_state_is_refused() -> None:
     scheduler, _ = build()
     sequence = scheduler.admit(awaited(1, 11, 2), 0.0)
     for end, num_slots in ((8, 1), (10, 0), (10, 3)):
-        with pytest.raises(OfferRefusedError, match=rf"{num_slots} states offered with \[0, {end}\) of \[0, 10\)"):
+        reason = rf"{num_slots} recurrent states offered with \[0, {end}\) of \[0, 10\)"
+        with pytest.raises(OfferRefusedError, match=reason):
             begin_read(scheduler, sequence.id, sequence.params.attempt, 0, end, num_pages_for(end, PAGE), num_slots)
     assert begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 8, 2, 0)[1] == []
 

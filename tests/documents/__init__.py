@@ -1,0 +1,1 @@
+"""What people read: its length, its links, its figures, its words."""

@@ -1,0 +1,65 @@
+"""The README's commands, as they are written, in a copy of the checkout and a network where port 8000 is free."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents.commands import read_commands
+from tests.support.live import CHECKOUT
+
+NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+README = (CHECKOUT / "README.md").read_text()
+RUN_S = 1500
+
+
+def copy_checkout(folder: Path) -> None:
+    """What a clone of this state has, and the environment that runs the tests as its .venv."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (CHECKOUT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, folder / name)
+    (folder / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if not path.name.startswith(".installed"):
+            (folder / ".venv" / path.name).symlink_to(path)
+    for stamp in (".installed", ".installed-dev"):
+        (folder / ".venv" / stamp).touch()
+
+
+@pytest.mark.timeout(RUN_S)
+def test_commands_work_as_they_are_written(tmp_path: Path) -> None:
+    if subprocess.run([*NETWORK, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here")
+    copy_checkout(tmp_path)
+    done = subprocess.run(
+        [*NETWORK, sys.executable, "-m", "tests.documents.commands"],
+        cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=RUN_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    asked, _, rest = done.stdout.partition("$ .venv/bin/baton status")
+    [answer] = re.findall(r"The answer is `([^`]+)`", README)
+    assert answer in asked.partition("$ curl")[2]
+    assert "decode" in rest
+    joke, _, alone = rest.partition("base_url")[2].partition("import LLM")
+    assert len(joke.partition("\nEND\n")[2].strip()) > 10
+    assert answer in alone.partition("\nEND\n")[2]
+
+
+def test_only_what_needs_more_than_a_clone_is_marked() -> None:
+    commands = list(read_commands(README))
+    marked = [command.text for command in commands if command.is_marked]
+    assert 2 * len(marked) < len(commands), marked
+    for text in marked:
+        assert text.startswith(("make serve MODEL=", "make test", ".venv/bin/baton launch", "grpcurl")), text
+
+
+@pytest.mark.parametrize("command", [one.text for one in read_commands(README) if one.text.startswith("make")])
+def test_targets_exist(command: str) -> None:
+    done = subprocess.run(["make", "--dry-run", *command.split()[1:2]], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
