@@ -88,9 +88,9 @@ class PlainSchema:
     def _text_node(self, mark: str) -> str:
         """Of a mark in text as it is."""
         assert self._writing is not None
-        expression = self._expressions[int(mark.removeprefix("@@"))]
+        expression, char = self._expressions[int(mark.removeprefix("@@"))], self._writing.closer[0]
         try:
-            return regex_node(text_without(expression, self._writing.closer[0]))
+            return _with_long(regex_node(text_without(expression, char)), expression, f"[^{char}]")
         except NotEnforcedError as error:
             raise GrammarRefusedError(f"the expression {expression[:64]!r} needs {error}") from error
 
@@ -158,11 +158,17 @@ class PlainSchema:
             return self._mark_text({key: schema[key] for key in ("minLength", "maxLength") if key in schema})
         except PatternError as error:
             raise ValueError(f"{expression[:64]!r} is no regular expression: {error}") from error
-        if (bounds := _LENGTHS.fullmatch(expression)) and max(int(bounds[1]), int(bounds[2] or 0)) > _FAST:
-            node = f"({node} | {_PLAIN_TEXT}{{{max(int(bounds[1]), _FAST)},{bounds[2]}}})"
-        self._nodes.append(node)
+        self._nodes.append(_with_long(node, expression, _PLAIN_TEXT))
         self._expressions.append(expression)
         return f"@@{len(self._nodes) - 1}"
+
+
+def _with_long(node: str, expression: str, character: str) -> str:
+    """The node of an expression; if that is only of lengths, long texts are of such characters."""
+    bounds = _LENGTHS.fullmatch(expression)
+    if bounds is None or max(int(bounds[1]), int(bounds[2] or 0)) <= _FAST:
+        return node
+    return f"({node} | {character}{{{max(int(bounds[1]), _FAST)},{bounds[2]}}})"
 
 
 def _close(part: dict[str, Any], is_sorted: bool) -> None:

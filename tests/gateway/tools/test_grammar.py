@@ -142,8 +142,17 @@ def grammar_of(use: ToolUse, answer: Grammar | None = None) -> Grammar:
     return grammar
 
 
-ENFORCED = [format for format in FORMATS.values() if format.name in CALL_ROWS]
-formats = pytest.mark.parametrize("format", ENFORCED, ids=lambda format: format.name)
+def behind(
+    grammar: Grammar | None, format: ReasoningFormat, start: ReasoningStart, dialect: str = "", **more: Any
+) -> Grammar:
+    found = after_reasoning(grammar, format, start, dialect, **more)
+    assert found is not None
+    return found
+
+
+OTHERS = [name for name, row in CALL_ROWS.items() if row.writing or row.is_single or row.answer_begin]  # see below
+JSON_FORMATS = [format for name, format in FORMATS.items() if name in CALL_ROWS and name not in OTHERS]
+formats = pytest.mark.parametrize("format", JSON_FORMATS, ids=lambda format: format.name)
 
 
 @formats
@@ -158,7 +167,7 @@ def test_required_calls(format: Format, named: str | None, is_parallel: bool) ->
         assert named is None or {name for name, _ in calls} == {named}
         check_calls(calls)
         counts.add(len(calls))
-    assert (counts == {1}) != is_parallel
+    assert is_parallel or counts == {1}
 
 
 @formats
@@ -240,14 +249,14 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @grammars
 def test_a_grammar_begins_behind_reasoning(worker: Worker, grammar: Grammar, good: str, bad: str) -> None:
     assert after_reasoning(grammar, THINK, "off") is grammar
-    after_open, after_possible = (after_reasoning(grammar, THINK, start) for start in ("inside", "possible"))
+    after_open, after_possible = (behind(grammar, THINK, start) for start in ("inside", "possible"))
     assert after_open.param == after_possible.param == grammar.param
-    for behind, before in (
+    for whole, before in (
         *((after_open, text) for text in ("Hm {[\n</\n</think>", "\n</think>\n\n", "</think>")),
         *((after_possible, text) for text in ("", "<think>\nSo:\n</think>\n\n")),
     ):
-        assert worker.may_end(worker.takes(behind, before + good))
-        assert worker.takes(behind, before + bad) is None
+        assert worker.may_end(worker.takes(whole, before + good))
+        assert worker.takes(whole, before + bad) is None
     assert worker.takes(after_possible, "<think>\nSo: yes") is not None
     reasoning = worker.takes(after_open, "So: yes")
     assert reasoning is not None
@@ -256,9 +265,10 @@ def test_a_grammar_begins_behind_reasoning(worker: Worker, grammar: Grammar, goo
     assert control.isdisjoint(set(allowed_in(reasoning.fill(())[0])) - {END})
 
 
-@pytest.mark.parametrize("format", REASONING_FORMATS.values(), ids=lambda format: format.name)
-def test_what_the_grammar_lets_through_is_what_the_reader_takes_out(worker: Worker, format: ReasoningFormat) -> None:
-    grammar = after_reasoning(ANSWERS[0][0], format, "possible")
+@pytest.mark.parametrize("name", sorted(REASONING_FORMATS.keys() - {"harmony"}))  # whose end is a stop token here
+def test_what_the_grammar_lets_through_is_what_the_reader_takes_out(worker: Worker, name: str) -> None:
+    format = REASONING_FORMATS[name]
+    grammar = behind(ANSWERS[0][0], format, "possible")
     text = f'{format.begin}\nOne, perhaps.\n{format.end}\n\n{{"n": 1}}'
     assert worker.may_end(worker.takes(grammar, text))
     assert ReasoningReader(format, "possible").push(text) == ("One, perhaps.", '{"n": 1}')
@@ -270,7 +280,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_behind_reasoning_too(
 ) -> None:
     hopeless = Grammar("json_schema", '{"$ref": "#"}', "p")
     for grammar, expected in ((hopeless, Refused), (ANSWERS[0][0], Compiled)):
-        wrapped = after_reasoning(grammar, THINK, start)
+        wrapped = behind(grammar, THINK, start)
         assert isinstance(answer_call(worker.words, Compile(wrapped.kind, wrapped.text), 10), expected)
 
 
@@ -280,8 +290,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_behind_reasoning_too(
 def test_reasoning_ends_with_its_budget(
     worker: Worker, answer: Grammar | None, start: ReasoningStart, budget: int
 ) -> None:
-    grammar = after_reasoning(answer, THINK, start, budget=budget)
-    assert grammar is not None
+    grammar = behind(answer, THINK, start, budget=budget)
     compiled = answer_call(worker.words, Compile(grammar.kind, grammar.text), 10)
     assert isinstance(compiled, Compiled)
     loaded = load_grammar(worker.words, compiled.grammar.decode(), grammar.kind, grammar.text)
@@ -458,23 +467,20 @@ def test_a_form_and_a_call_behind_a_thought_in_every_dialect(dialect: str) -> No
         (call_grammar(use, None, thought), [call, f"{row.answer_begin}Hi"]),
         (None, [f"{row.answer_begin}Hi"]),
     ):
-        behind = after_reasoning(grammar, thought, "possible", dialect, 9)
-        assert behind is not None
+        whole = behind(grammar, thought, "possible", dialect, budget=9)
         for text in (shown, call, f"{row.answer_begin}Hi", "<|END_ACTION|>{"):
-            for whole in (before + text, text):
-                is_taken = worker.may_end(worker.takes(behind, whole))
-                assert is_taken or text not in taken, whole
-                assert not is_taken or text in taken or grammar is None or grammar.param != "p", whole
+            for said in (before + text, text):
+                is_taken = worker.may_end(worker.takes(whole, said))
+                assert is_taken or text not in taken, said
+                assert not is_taken or text in taken or grammar is None or grammar.param != "p", said
     preamble = f"{row.preamble_begin}I look.<|end|>{row.after_thought}{call}"
-    auto = after_reasoning(call_grammar(use, None, thought), thought, "possible", dialect, 9)
-    assert auto is not None
+    auto = behind(call_grammar(use, None, thought), thought, "possible", dialect, budget=9)
     assert not row.preamble_begin or worker.may_end(worker.takes(auto, before + preamble))
     assert not row.controls or worker.takes(auto, f"{row.answer_begin}Hi <|channel|>") is None
 
 
 def test_control_tokens_within_a_budget_are_those_that_answers_may_show(worker: Worker) -> None:
-    grammar = after_reasoning(None, THINK, "inside", budget=4, controls=["<|tool|>"])
-    assert grammar is not None
+    grammar = behind(None, THINK, "inside", budget=4, controls=["<|tool|>"])
     text = worker.takes(grammar, "So</think>\n")
     assert text is not None
     shown = {worker.words.control[token] for token in allowed_in(text.fill(())[0]) if token in worker.words.control}
