@@ -332,11 +332,13 @@ TRIP = {
         "note": {"type": ["string", "null"], "maxLength": 3},
         "code": {"type": "string", "pattern": "^[A-Z<]{2}$"},
         "back": {"$ref": "#/$defs/day"},
+        "meal": {"anyOf": [{"enum": ["rice", "corn"]}, {"type": "null"}]},
     },
-    "required": ["code"],
+    "required": ["code", "meal"],
     "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 30}},
 }
-CALLED = (*TOOLS[:3], Tool("trip", None, TRIP), *TOOLS[3:])
+TREE = {"type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}}, "required": ["n"]}
+CALLED = (*TOOLS[:3], Tool("trip", None, TRIP), Tool("tree", None, TREE), *TOOLS[3:])
 dialects = pytest.mark.parametrize("dialect", CALL_ROWS)
 
 
@@ -397,7 +399,7 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
     """What a text in XML says by its schema's type."""
     if schema.get("type") == "string" or "enum" in schema:
         return text
-    if schema.get("type") == ["string", "null"]:
+    if schema.get("type") == ["string", "null"] or "anyOf" in schema:
         return None if text == "null" else text
     return json.loads(text)
 
