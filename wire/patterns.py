@@ -67,12 +67,17 @@ class _Item:
 
 def whole_pattern(pattern: str) -> str:
     """For a text that must match from its beginning to its end. Raises PatternError or NotEnforcedError."""
-    return _translated(pattern, is_json=False, is_whole=True)
+    return _translated(pattern, _TEXT, is_whole=True)
 
 
 def json_pattern(pattern: str) -> str:
     """For what stands between a JSON string's quotes if its value matches anywhere. Raises as `whole_pattern`."""
-    return _translated(pattern, is_json=True, is_whole=False)
+    return _translated(pattern, _RAW, is_whole=False)
+
+
+def text_without(pattern: str, char: str) -> str:
+    """For a text that matches anywhere, of those in which the character never occurs. Raises as `whole_pattern`."""
+    return _translated(pattern, _complement(_one(ord(char))), is_whole=False)
 
 
 def literal_begin(pattern: str) -> str:
@@ -81,15 +86,16 @@ def literal_begin(pattern: str) -> str:
     return found[1] if found and "|" not in pattern else ""
 
 
-def _translated(pattern: str, is_json: bool, is_whole: bool) -> str:
-    alternatives = _parsed(pattern, is_json)
-    around = None if is_whole else f"{_character('[^]', is_json)}*"
+def _translated(pattern: str, plain: _Set, is_whole: bool) -> str:
+    """`plain`: the characters that stand as they are. In JSON's strings, for which it is _RAW, others are escaped."""
+    alternatives = _parsed(pattern, plain)
+    around = None if is_whole else f"{_character('[^]', plain)}*"
     for side, anchor in ((0, "^"), (-1, "$")):
         _anchor(alternatives, side, anchor, around)
     return _joined(alternatives)
 
 
-def _parsed(pattern: str, is_json: bool) -> list[list[_Item]]:
+def _parsed(pattern: str, plain: _Set) -> list[list[_Item]]:
     levels: list[list[list[_Item]]] = [[[]]]  # the alternatives of each open group
     for token in _TOKEN.finditer(pattern):
         text, items = token[0], levels[-1][-1]
@@ -115,7 +121,7 @@ def _parsed(pattern: str, is_json: bool) -> list[list[_Item]]:
             case _ if text in "^$":
                 items.append(_Item(text, is_anchor=True))
             case _:
-                items.append(_Item(_character(text, is_json)))
+                items.append(_Item(_character(text, plain)))
     if len(levels) > 1:
         raise PatternError("it has a '(' without a ')'")
     return levels[0]
@@ -165,7 +171,7 @@ def _item_text(item: _Item) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _character(token: str, is_json: bool) -> str:
+def _character(token: str, plain: _Set) -> str:
     """Of a token that stands for one character: a class, an escape, a dot or the character."""
     if token[0] == "[":
         found = _set(token)
@@ -173,7 +179,7 @@ def _character(token: str, is_json: bool) -> str:
         found = _escaped(token, is_in_set=False)
     else:
         found = _complement(_LINE_ENDS) if token == "." else _one(ord(token))
-    return _written(found, is_json)
+    return _written(found, plain)
 
 
 def _escaped(text: str, is_in_set: bool) -> _Set:
@@ -251,14 +257,15 @@ def _both(one: _Set, other: _Set) -> _Set:
     return _complement(_merged([*_complement(one), *_complement(other)]))
 
 
-def _written(found: _Set, is_json: bool) -> str:
+def _written(found: _Set, plain: _Set) -> str:
     """An expression for one of these characters, as it may stand in a text or in a JSON string."""
-    raw = _both(found, _RAW if is_json else _TEXT)
+    raw = _both(_both(found, _TEXT), plain)
     ways = [_class(raw)] if raw else []
-    if is_json:
+    if plain is _RAW:
         ways += [rf"\\{way}" for way in _json_escapes(found)]
     if not ways:
-        raise NotEnforcedError("half of a surrogate pair")
+        is_half = not _both(found, _TEXT)
+        raise NotEnforcedError("half of a surrogate pair" if is_half else "a character that cannot be written there")
     return ways[0] if len(ways) == 1 and raw else f"(?:{'|'.join(ways)})"
 
 

@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from decode_worker.grammar.plain import PlainSchema, ebnf_grammar, plain_tag, regex_grammar
+from decode_worker.grammar.writings import JSON_SEPARATORS, Writing
 from runtime.peer_input import MAX_JSON_WHITESPACE
 
 _MAX_RECURSION = 1000  # of its parser, in rules
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
-_ANY_WHITESPACE, _STRICT, _ANY_ORDER = True, True, False
+_STRICT, _ANY_ORDER = True, False
 
 
 def _load() -> tuple[Any, Any]:
@@ -65,10 +66,11 @@ def compile_text(kind: str, text: str, info: TokenizerInfo) -> CompiledGrammar:
     return compiled
 
 
-def _schema_ebnf(text: str) -> str:
-    """The grammar of a schema."""
-    schema = PlainSchema(json.loads(text))
+def _schema_ebnf(text: str, writing: Writing | None = None) -> str:
+    """The grammar of a schema. `writing`: how its objects are written, if not as JSON."""
+    schema = PlainSchema(json.loads(text), writing)
+    layout = (True, None, None) if writing is None else (False, None, JSON_SEPARATORS)  # any whitespace, indent
     grammar = core.Grammar.from_json_schema(
-        schema.text, _ANY_WHITESPACE, None, None, _STRICT, MAX_JSON_WHITESPACE, _ANY_ORDER, False
+        schema.text, *layout, _STRICT, MAX_JSON_WHITESPACE if writing is None else None, _ANY_ORDER, False
     )
     return schema.finished(str(grammar.to_string()))

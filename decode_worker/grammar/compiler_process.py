@@ -105,6 +105,8 @@ def answer_call(vocabulary: Vocabulary, call: Compile, cpu_s: int) -> Compiled |
     try:
         return Compiled(_compile(vocabulary, call.kind, call.text))
     except GrammarRefusedError as error:
+        if error.param:
+            return Refused(str(error), error.param)
         until = cpu_s / 2  # a limit that is hit would take the reason along
         param, problem = find_culprit(call.kind, call.text, str(error), partial(_find_problem, vocabulary, until))
         return Refused(problem, param)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from decode_worker.grammar.errors import GrammarRefusedError
+from decode_worker.grammar.writings import EBNF_TOKEN, WRITINGS, Writing, rewritten
 from wire.json_schema import (
     TEXT_KEYS,
     WHOLE,
@@ -23,7 +25,7 @@ from wire.json_schema import (
     own_types,
     text_pattern,
 )
-from wire.patterns import NotEnforcedError, PatternError, json_pattern, whole_pattern
+from wire.patterns import NotEnforcedError, PatternError, json_pattern, text_without, whole_pattern
 
 _MAX_INTEGER = 2**63 - 1  # in xgrammar's bounds
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
@@ -43,30 +45,34 @@ _LENGTHS = re.compile(r"\^\[\^\]\{(\d+),(\d*)\}\$")
 _MARKED = re.compile(r'Regex\("@@(\d+)", json_string=true\)')
 _ESCAPED_KEY = ' | ("\\\\" basic_escape basic_string_sub)'  # in the rules of names that are not in `properties`
 _SAFE_KEY = ' | ("\\\\" [\\"\\\\bfnrt] basic_string_sub)'  # \\u0061 would spell a name that is'
-_EBNF_TOKEN = re.compile(
-    r'(?P<space>(?:\s|#[^\n]*)+)|"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|(?P<rule>[\w.-]+\s*::=)|[\w.-]+|.',
-    re.DOTALL,
-)
 
 
 class PlainSchema:
     """A schema as xgrammar should get it, and the expressions that its grammar gets afterwards."""
 
-    def __init__(self, schema: dict[str, Any]) -> None:
-        """`schema` is the caller's own: it is changed. Raises ValueError for what is no expression."""
+    def __init__(self, schema: dict[str, Any], writing: Writing | None = None) -> None:
+        """`schema` is the caller's own: it is changed. Raises ValueError for what is no expression.
+
+        `writing`: how its objects are written, if not as JSON.
+        """
         self._root = schema
+        self._writing = writing
         self._nodes: list[str] = []  # in EBNF
+        self._expressions: list[str] = []  # of which they are
         self._moved: dict[str, Any] = {}  # definitions that get a name
         self._keys: dict[str, str] = {}  # reference |-> that name
-        left: list[Any] = [schema]
+        left: list[tuple[Any, bool]] = [(schema, writing is not None)]  # whether the part is written in its own way
         seen = set[int]()
         while left:
-            part = left.pop()
+            part, is_own = left.pop()
             if id(part) not in seen:
                 seen.add(id(part))
-                left += self._refer(part)
+                if is_own:
+                    _close(part, is_sorted=writing is not None and writing.is_sorted)
+                is_deep = writing is not None and writing.is_deep
+                left += [(target, is_own) for target in self._refer(part)]
                 self._simplify(part)
-                left += [inner for _, inner in inner_schemas(part)]
+                left += [(inner, is_deep or (is_own and keys[0] in WHOLE)) for keys, inner in inner_schemas(part)]
         if self._moved:
             schema["$defs"] = {**schema.get("$defs", {}), **self._moved}
         self.text = json.dumps(schema)
@@ -74,7 +80,19 @@ class PlainSchema:
     def finished(self, ebnf: str) -> str:
         """xgrammar's grammar of the schema, with the expressions in it."""
         lines = [line.replace(_ESCAPED_KEY, _SAFE_KEY) if "_addl_key" in line else line for line in ebnf.split("\n")]
-        return _MARKED.sub(lambda mark: self._nodes[int(mark[1])], "\n".join(lines))
+        text = "\n".join(lines)
+        if self._writing is not None:
+            text = rewritten(text, self._writing, self._text_node)
+        return _MARKED.sub(lambda mark: self._nodes[int(mark[1])], text)
+
+    def _text_node(self, mark: str) -> str:
+        """Of a mark in text as it is."""
+        assert self._writing is not None
+        expression, char = self._expressions[int(mark.removeprefix("@@"))], self._writing.closer[0]
+        try:
+            return _with_long(regex_node(text_without(expression, char)), expression, f"[^{char}]")
+        except NotEnforcedError as error:
+            raise GrammarRefusedError(f"the expression {expression[:64]!r} needs {error}") from error
 
     def _refer(self, part: dict[str, Any]) -> list[Any]:
         """What a part refers to, under a name that xgrammar finds."""
@@ -140,10 +158,27 @@ class PlainSchema:
             return self._mark_text({key: schema[key] for key in ("minLength", "maxLength") if key in schema})
         except PatternError as error:
             raise ValueError(f"{expression[:64]!r} is no regular expression: {error}") from error
-        if (bounds := _LENGTHS.fullmatch(expression)) and max(int(bounds[1]), int(bounds[2] or 0)) > _FAST:
-            node = f"({node} | {_PLAIN_TEXT}{{{max(int(bounds[1]), _FAST)},{bounds[2]}}})"
-        self._nodes.append(node)
+        self._nodes.append(_with_long(node, expression, _PLAIN_TEXT))
+        self._expressions.append(expression)
         return f"@@{len(self._nodes) - 1}"
+
+
+def _with_long(node: str, expression: str, character: str) -> str:
+    """The node of an expression; if that is only of lengths, long texts are of such characters."""
+    bounds = _LENGTHS.fullmatch(expression)
+    if bounds is None or max(int(bounds[1]), int(bounds[2] or 0)) <= _FAST:
+        return node
+    return f"({node} | {character}{{{max(int(bounds[1]), _FAST)},{bounds[2]}}})"
+
+
+def _close(part: dict[str, Any], is_sorted: bool) -> None:
+    """An object that names its properties gets no others: models' own words have no place for any name."""
+    named = part.get("properties")
+    if isinstance(named, dict) and named:
+        for key in ("patternProperties", "propertyNames", "unevaluatedProperties"):
+            part.pop(key, None)
+        part["additionalProperties"] = False
+        part["properties"] = dict(sorted(named.items())) if is_sorted else named
 
 
 def _round(part: dict[str, Any]) -> None:
@@ -175,7 +210,7 @@ def ebnf_grammar(text: str) -> str:
     """A client's EBNF with "" where an alternative is empty, as in `ws ::= | " "`, which xgrammar does not read."""
     written: list[str] = []
     spaces = last = ""  # what stood before the token
-    for token in _EBNF_TOKEN.finditer(text + "\0"):
+    for token in EBNF_TOKEN.finditer(text + "\0"):
         kind = token.lastgroup or token[0]
         if kind == "space":
             spaces = token[0]
@@ -187,7 +222,7 @@ def ebnf_grammar(text: str) -> str:
     return "".join(written[:-1])
 
 
-def plain_tag(text: str, schema_ebnf: Callable[[str], str]) -> str:
+def plain_tag(text: str, schema_ebnf: Callable[[str, Writing | None], str]) -> str:
     """A structural tag in which each schema, expression and grammar is a grammar as it is meant."""
 
     def plain(node: Any) -> Any:
@@ -195,7 +230,10 @@ def plain_tag(text: str, schema_ebnf: Callable[[str], str]) -> str:
             case list():
                 return [plain(inner) for inner in node]
             case {"type": "json_schema", "json_schema": schema}:
-                grammar = schema_ebnf(json.dumps(schema))
+                try:
+                    grammar = schema_ebnf(json.dumps(schema), WRITINGS[node["writing"]] if "writing" in node else None)
+                except GrammarRefusedError as error:
+                    raise GrammarRefusedError(str(error), str(node.get("param", ""))) from error
             case {"type": "regex", "pattern": str(pattern)}:
                 grammar = regex_grammar(pattern)
             case {"type": "grammar", "grammar": str(ebnf)}:

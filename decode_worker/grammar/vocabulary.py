@@ -47,6 +47,7 @@ class Vocabulary:
 
     def text_mask(self, kind: str, text: str) -> NDArray[np.int32]:
         """[ceil(size / 32)]: the tokens that an answer may hold, of a grammar that reads `text`; stop tokens aside."""
+        text = text.replace('\\"', '"')  # in JSON and EBNF: <|"|> is a control token
         bits = np.zeros(-(-self.size // 32) * 32, np.bool_)
         bits[: self.size] = True
         bits[self.never[kind]] = False

@@ -22,7 +22,7 @@ from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.shares import Shared, is_fair
-from gateway.tools.grammar import after_reasoning, call_grammar
+from gateway.tools.grammar import after_reasoning, call_grammar, hidden_tokens, in_dialect
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
@@ -102,7 +102,13 @@ class ServedModel(Prompts):
         if tools and tools.is_required and form is not None:
             message = f"{form.param} and a tool_choice that requires a call are both given; drop one"
             raise bad_request(message, form.param)
-        grammar = call_grammar(tools, form) if tools else form
+        reasoning = self.reasoning if raw.is_chat else None
+        dialect = self.tool_format.name if self.tool_format and raw.begins_message else ""
+        budget = rules.check_budget(raw)
+        if tools:
+            grammar = call_grammar(tools, form, reasoning if budget is not None else None)
+        else:
+            grammar = in_dialect(form, dialect) if form else None
         rules.check_ends(raw, grammar)
         model = self.tokenizer
         sampling = rules.check_sampling(raw, model.sampling_defaults, model.vocab_size)
@@ -124,7 +130,11 @@ class ServedModel(Prompts):
                 prompts = await self.encode(raw.prompts, tools, salt=cache_salt, owner=key.name)
         except TimeoutError:
             raise missed_deadline() from None
-        reasoning = self.reasoning if raw.is_chat else None
+        # control tokens that calls, reasoning or the grammar use
+        visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
+        visible -= hidden_tokens(dialect)
+        visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
+        visible |= tools.format.markers if tools else set[str]()
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         age_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []
@@ -145,16 +155,14 @@ class ServedModel(Prompts):
                     sampling,
                     seed=(sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63),
                 ),
-                grammar=after_reasoning(grammar, reasoning, prompt.reasoning) if grammar and reasoning else grammar,
+                grammar=after_reasoning(grammar, reasoning, prompt.reasoning, dialect, budget, visible)
+                if reasoning
+                else grammar,
             )
             generations.append(one)
         num_prompt_places = sum(len(one.prompt_ids) for one in generations if one.num_prompt_logprobs is not None)
         rules.check_num_logprobs(raw, len(generations), sum(one.max_tokens for one in generations) + num_prompt_places)
         key.allowance.begin(time.perf_counter(), key.name, sum(len(prompt.ids) for prompt in prompts))
-        # control tokens that calls, reasoning or the grammar use
-        visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
-        visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
-        visible |= tools.format.markers if tools else set[str]()
         if raw.is_echoed:
             prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, key.name)
         return PreparedRequest(
@@ -182,6 +190,8 @@ class ServedModel(Prompts):
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
+        if raw.max_reasoning_tokens is not None and not self.reasoning:
+            yield f"{raw.max_reasoning_param} has no effect on this model"
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
             known = self.tokenizer.chat_templates
             for name, variable in chat.wishes.items():

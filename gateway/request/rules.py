@@ -160,6 +160,14 @@ def check_lengths(raw: GenerateRequest) -> None:
         raise bad_request(f"min_tokens is {shown(raw.min_tokens)}; it must be at least 0", "min_tokens")
 
 
+def check_budget(raw: GenerateRequest) -> int | None:
+    """How many tokens an answer may reason; None: as many as it may have."""
+    budget, param = raw.max_reasoning_tokens, raw.max_reasoning_param
+    if budget is not None and budget < 0:
+        raise bad_request(f"{param} is {shown(budget)}; it must be at least 0", param)
+    return None if budget is None or (raw.max_tokens is not None and budget >= raw.max_tokens) else budget
+
+
 def check_ends(raw: GenerateRequest, grammar: Grammar | None) -> None:
     """A grammar decides where the answer ends: min_tokens and ignore_eos cannot."""
     if grammar is not None and (raw.min_tokens or raw.ignore_eos):

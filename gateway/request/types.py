@@ -70,6 +70,8 @@ class GenerateRequest:
     max_tokens_param: str = "max_tokens"
     is_max_tokens_clamped: bool = False  # to the rest of the context, where the API's clients send a constant
     min_tokens: int | None = None
+    max_reasoning_tokens: int | None = None  # then the answer follows
+    max_reasoning_param: str = "max_reasoning_tokens"
     sampling: Mapping[str, float] = field(default_factory=dict)  # the given ones of wire.sampling.SCALARS
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
@@ -97,6 +99,11 @@ class GenerateRequest:
     def is_chat(self) -> bool:
         """Whether it has a conversation, and not prompts."""
         return any(isinstance(prompt.content, Chat) for prompt in self.prompts)
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether answers are messages of a conversation, and not the rest of one."""
+        return any(isinstance(prompt.content, Chat) and not prompt.content.is_open for prompt in self.prompts)
 
     @property
     def has_images(self) -> bool:

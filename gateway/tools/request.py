@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
+from gateway.tools.call_rows import CALL_ROWS
 from gateway.tools.formats import Format
 from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
 from gateway.tools.json_text import check_depth
@@ -48,11 +49,20 @@ class NamedChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedChoice:
+    """These tools may be called, or one of them must be."""
+
+    names: Sequence[str]
+    mode: Literal["auto", "required"]
+    param: str  # field of the names, for errors
+
+
+@dataclass(frozen=True, slots=True)
 class RawTools:
     """A client's tools: types are right, values unchecked. None: not given."""
 
     tools: Sequence[Tool] = ()
-    choice: Choice | NamedChoice | None = None
+    choice: Choice | NamedChoice | AllowedChoice | None = None
     is_parallel: bool | None = None
 
 
@@ -66,10 +76,12 @@ class ToolUse:
     named: str | None  # the only tool that may be called, if one was named; then is_required
     is_parallel: bool  # the answer may have several calls
     warnings: tuple[str, ...] = ()  # parts of schemas that are not enforced, for the client
+    allowed: frozenset[str] | None = None  # the tools that may be called; None: all, or the one that was named
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+        allowed = frozenset((self.named,)) if self.named is not None else self.allowed
+        return tuple(tool for tool in self.tools if allowed is None or tool.name in allowed)
 
 
 def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
@@ -83,13 +95,17 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     except ValueError as error:
         raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
     check_count("tools", num_bytes, MAX_TOOLS_BYTES, "bytes as JSON")
-    named = raw.choice if isinstance(raw.choice, NamedChoice) else None
-    is_required = named is not None or raw.choice == "required"
+    choice = raw.choice
+    named = choice if isinstance(choice, NamedChoice) else None
+    allowed = choice if isinstance(choice, AllowedChoice) else None
+    mode = "required" if named else allowed.mode if allowed else choice
+    is_required = mode == "required"
+    names = (named.name,) if named else allowed.names if allowed else [tool.name for tool in raw.tools]
     warnings: list[str] = []
     comparisons = Comparisons()
     for tool in raw.tools:
         path = tool.schema_param
-        if tool.is_strict or (is_required and (named is None or named.name == tool.name)):
+        if tool.is_strict or (is_required and tool.name in names):
             warnings += check_enforced(tool.schema, path, comparisons, is_strict=tool.is_strict)
         if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
             why = "where it names another keyword than 'type' and 'properties', that one decides what it takes"
@@ -97,19 +113,46 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
                 f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'",
                 path,
             )
-    if not raw.tools and (is_required or raw.choice == "auto"):
+    if not raw.tools and mode in ("required", "auto"):
         verb = "asks for" if is_required else "allows"
         raise bad_request(f"tool_choice {verb} a call, but there are no tools; send some", "tool_choice")
-    if named and all(tool.name != named.name for tool in raw.tools):
-        raise bad_request(f"tool_choice names {named.name[:64]!r}, which is not among the tools", named.param)
-    if not raw.tools or raw.choice == "none":
+    given = named or allowed
+    if given and (unknown := set(names) - seen):
+        raise bad_request(f"tool_choice names {min(unknown)[:64]!r}, which is not among the tools", given.param)
+    if allowed and not names:
+        raise bad_request(f"{allowed.param} names no tool; name one, or use the tool_choice 'none'", allowed.param)
+    if not raw.tools or choice == "none":
         return None
     if format is None:
         raise bad_request(
             "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
         )
-    is_parallel = raw.is_parallel is not False
-    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, tuple(warnings))
+    if format.name not in CALL_ROWS:
+        warnings += _check_free(raw, is_required, format)
+    return ToolUse(
+        format,
+        tuple(raw.tools),
+        is_required,
+        named.name if named else None,
+        raw.is_parallel is not False,
+        tuple(warnings),
+        frozenset(allowed.names) if allowed else None,
+    )
+
+
+def _check_free(raw: RawTools, is_required: bool, format: Format) -> list[str]:
+    """Refuses what must be enforced in a format in which nothing can be. Returns warnings."""
+    strict = next((tool for tool in raw.tools if tool.is_strict), None)
+    if is_required or strict is not None:
+        path = "tool_choice" if is_required or strict is None else strict.param
+        why = "in a way not known here" if format.name == "plain" else f"as {format.name}, which cannot be enforced"
+        raise bad_request(
+            f"{path} asks for a call to be enforced, but the model writes calls {why}; leave it to the model, or have "
+            "the service started with another --tool-format",
+            path,
+        )
+    has_effect = raw.is_parallel is not False
+    return [] if has_effect else [f"parallel_tool_calls has no effect: the model writes calls as {format.name}"]
 
 
 def _check_tool(tool: Tool, seen: set[str]) -> None:

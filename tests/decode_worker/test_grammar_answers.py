@@ -43,7 +43,15 @@ PLACE = {
     "additionalProperties": False,
 }
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"
-TEXTS = [("json_schema", json.dumps(PLACE)), ("regex", DATE), ("ebnf", 'root ::= [a-z]+ ("," [a-z]+)* "."')]
+BUDGET = 12  # tokens
+THOUGHT = {"type": "tag", "begin": "", "content": {"type": "any_text", "max_tokens": BUDGET}, "end": "</think>"}
+BEHIND = {"type": "sequence", "elements": [THOUGHT, {"type": "regex", "pattern": DATE}]}
+TEXTS = [
+    ("json_schema", json.dumps(PLACE)),
+    ("regex", DATE),
+    ("ebnf", 'root ::= [a-z]+ ("," [a-z]+)* "."'),
+    ("structural_tag", json.dumps({"type": "structural_tag", "format": BEHIND})),
+]
 SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(temperature=1.8, seed=2)]
 
 
@@ -94,6 +102,11 @@ def test_answers_fit_their_grammars_and_end_with_them(answers: Answers, requests
         text = Tokenizer(TARGET_DIR).decode(tokens)
         if kind == "json_schema":
             jsonschema.validate(json.loads(text), PLACE)
+        elif kind == "structural_tag":
+            thought, _, answer = text.partition("</think>")
+            assert re.fullmatch(DATE, answer)
+            begun = [Tokenizer(TARGET_DIR).decode(tokens[:count]) for count in range(len(tokens))]
+            assert next(count for count, text in enumerate(begun) if text.startswith(thought)) <= BUDGET
         else:
             assert re.fullmatch(DATE if kind == "regex" else r"[a-z]+(,[a-z]+)*\.", text)
         assert not set(tokens) & STOPS  # only the end could follow: no token is spent on it

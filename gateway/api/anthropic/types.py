@@ -60,7 +60,7 @@ class Thinking(Body):
     ignored = {"display": ("summarized",)}
 
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive: as the model does by itself.")
-    budget_tokens: int | None = Field(None, description="Not enforced; max_tokens bounds reasoning and answer.")
+    budget_tokens: int | None = Field(None, description="Most tokens to reason; then the answer follows.")
 
 
 class ThinkingTurns(Body):
@@ -163,6 +163,8 @@ class CountTokensRequest(Body):
             self.model,
             [Prompt(chat, "messages")],
             "messages",
+            max_reasoning_tokens=self.thinking.budget_tokens if self.thinking else None,
+            max_reasoning_param="thinking.budget_tokens",
             tools=RawTools(tools, choice, False if is_single else None),
             warnings=tuple(self.warnings()),
         )

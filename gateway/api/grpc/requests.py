@@ -13,7 +13,7 @@ from gateway.request.rules import MAX_MESSAGES
 from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import join_parts, read_arguments, template_call
 from gateway.tools.json_text import JsonTexts
-from gateway.tools.request import MAX_TOOLS, MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS, MAX_TOOLS_BYTES, AllowedChoice, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options
 from protos import inference_pb2 as pb
 from wire.sampling import SCALARS
@@ -77,10 +77,11 @@ def chat_request(request: pb.ChatRequest) -> GenerateRequest:
     chat = replace(chat, options=options, is_open=request.continue_final_message)
     tools = RawTools(
         _tools(request.tools, texts),
-        _CHOICES.get(request.tool_choice, NamedChoice(request.tool_choice, "tool_choice")),
+        _choice(request.tool_choice, request.allowed_tools),
         request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None,
     )
-    return replace(_raw_request(request, Prompt(chat, "messages")), tools=tools)
+    budget = request.max_reasoning_tokens if request.HasField("max_reasoning_tokens") else None
+    return replace(_raw_request(request, Prompt(chat, "messages")), tools=tools, max_reasoning_tokens=budget)
 
 
 def tokenize_request(request: pb.TokenizeRequest) -> GenerateRequest:
@@ -158,6 +159,14 @@ def _chat(messages: Sequence[pb.ChatMessage], texts: JsonTexts) -> Chat:
     return Chat(plain)
 
 
+def _choice(given: str, allowed: Sequence[str]) -> Choice | NamedChoice | AllowedChoice | None:
+    if not allowed:
+        return _CHOICES.get(given, NamedChoice(given, "tool_choice"))
+    if given not in ("", "auto", "required"):
+        raise bad_request(f"tool_choice is {given[:64]!r}; with allowed_tools it is auto or required", "tool_choice")
+    return AllowedChoice(allowed, "required" if given == "required" else "auto", "allowed_tools")
+
+
 def _call(given: pb.ToolCall, path: str, texts: JsonTexts) -> dict[str, Any]:
     for field in ("id", "name"):
         if not getattr(given, field):
@@ -175,5 +184,5 @@ def _tools(given: Sequence[pb.Tool], texts: JsonTexts) -> list[Tool]:
         if len(tool.parameters) > MAX_TOOLS_BYTES:
             raise bad_request(f"{param} has more than the {MAX_TOOLS_BYTES} bytes that all tools may have", param)
         parameters = read_arguments(tool.parameters, param, texts) if tool.parameters else None
-        tools.append(Tool(tool.name, tool.description or None, parameters, False, path, param))
+        tools.append(Tool(tool.name, tool.description or None, parameters, tool.strict, path, param))
     return tools

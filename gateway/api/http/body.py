@@ -189,6 +189,9 @@ def joined(content: str | Sequence[Any], path: str) -> Content:
     return found
 
 
+MAX_REASONING_FIELD: Any = Field(
+    None, description="Most tokens to reason; then the answer follows.", json_schema_extra={"minimum": 0}
+)
 CACHE_SALT_FIELD: Any = Field(
     None,
     description="KV of prompts is shared only between requests with the same salt.",

@@ -23,7 +23,7 @@ from gateway.images.parts import ImagePart
 from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.json_text import JsonTexts
-from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS, AllowedChoice, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options, effort_options
 
 STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
@@ -58,13 +58,35 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Functions of which answers may or must call some; the prompt still shows all."""
+
+    mode: Literal["auto", "required"]
+    tools: Many[NamedToolChoice] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_TOOLS})
+
+
+class AllowedToolChoice(Body):
+    """The only functions that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 Tools = Many[ToolDefinition]
-ToolChoice = WordOr[Choice, NamedToolChoice]
+ToolChoice = WordOr[
+    Choice,
+    Annotated[
+        Annotated[NamedToolChoice, Tag("~function")] | Annotated[AllowedToolChoice, Tag("~allowed_tools")],
+        by_type("function", "allowed_tools"),
+    ],
+]
 TOOLS_FIELD = Field(None, description="Functions that the answer may call.", json_schema_extra={"maxItems": MAX_TOOLS})
 
 
 def raw_tools(
-    tools: list[ToolDefinition] | None, choice: Choice | NamedToolChoice | None, is_parallel: bool | None
+    tools: list[ToolDefinition] | None,
+    choice: Choice | NamedToolChoice | AllowedToolChoice | None,
+    is_parallel: bool | None,
 ) -> RawTools:
     """A request's tools without their wire format."""
     raw = []
@@ -73,6 +95,10 @@ def raw_tools(
         raw.append(Tool(one.name, one.description, one.parameters, bool(one.strict), path, f"{path}.parameters"))
     if isinstance(choice, NamedToolChoice):
         return RawTools(raw, NamedChoice(choice.function.name, "tool_choice.function.name"), is_parallel)
+    if isinstance(choice, AllowedToolChoice):
+        given = choice.allowed_tools
+        names = [tool.function.name for tool in given.tools]
+        return RawTools(raw, AllowedChoice(names, given.mode, "tool_choice.allowed_tools.tools"), is_parallel)
     return RawTools(raw, choice, is_parallel)
 
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
+    MAX_REASONING_FIELD,
     SEED_FIELD,
     USER_FIELD,
     Body,
@@ -160,6 +161,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
     tools: Tools | None = TOOLS_FIELD
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
+    max_reasoning_tokens: int | None = MAX_REASONING_FIELD
 
     def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
@@ -173,6 +175,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
         return GenerateRequest(
             prompts=[self.chat_prompt(self.messages)],
             prompts_param="messages",
+            max_reasoning_tokens=self.max_reasoning_tokens,
             max_tokens=max_tokens,
             max_tokens_param=param,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,

@@ -25,7 +25,7 @@ from gateway.api.http.body import (
 )
 from gateway.images.parts import ImagePart
 from gateway.request.rules import MAX_MESSAGES
-from gateway.tools.request import Tool
+from gateway.tools.request import MAX_TOOLS, AllowedChoice, Choice, NamedChoice, Tool
 
 _ITEM: Ignored = {
     **any_value("id", "phase", "status"),
@@ -279,3 +279,31 @@ class FunctionChoice(Body):
 
     type: Literal["function", "custom"]
     name: str
+
+
+class AllowedToolsChoice(Body):
+    """The only tools that may be called, or of which one must be; the prompt still shows all."""
+
+    ignored = {}
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[FunctionChoice] = Field(json_schema_extra={"minItems": 1, "maxItems": MAX_TOOLS})
+
+
+AnyChoice = Annotated[
+    Annotated[FunctionChoice, Tag("~function")] | Annotated[AllowedToolsChoice, Tag("~allowed_tools")],
+    by_type("function", "allowed_tools"),
+]
+
+
+def raw_choice(
+    given: Choice | FunctionChoice | AllowedToolsChoice | None,
+) -> Choice | NamedChoice | AllowedChoice | None:
+    """A choice without its wire format; None for auto, which clients send without tools, too."""
+    match given:
+        case FunctionChoice():
+            return NamedChoice(given.name, "tool_choice.name")
+        case AllowedToolsChoice():
+            return AllowedChoice([tool.name for tool in given.tools], given.mode, "tool_choice.tools")
+    return None if given == "auto" else given

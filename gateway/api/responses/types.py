@@ -7,6 +7,7 @@ from pydantic import Field
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
+    MAX_REASONING_FIELD,
     SEED_FIELD,
     USER_FIELD,
     Body,
@@ -25,22 +26,23 @@ from gateway.api.http.body import (
 )
 from gateway.api.openai.chat_types import STRICT
 from gateway.api.responses.item_types import (
+    AnyChoice,
     CalledByName,
     CallOutput,
     CustomCallItem,
-    FunctionChoice,
     InputMessage,
     Items,
     ReasoningItem,
     ResponsesTool,
     flat_name,
     flat_tools,
+    raw_choice,
 )
 from gateway.errors import bad_request
 from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.json_text import JsonTexts
-from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools
+from gateway.tools.request import MAX_TOOLS, Choice, RawTools
 from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
 
@@ -100,7 +102,7 @@ class CountInputRequest(Body):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Many[ResponsesTool] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
-    tool_choice: WordOr[Choice, FunctionChoice] | None = None
+    tool_choice: WordOr[Choice, AnyChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
     def raw(self) -> GenerateRequest:
@@ -110,10 +112,9 @@ class CountInputRequest(Body):
         effort = self.reasoning.effort if self.reasoning else None
         options = {} if effort is None else effort_options(effort, "reasoning.effort")
         wishes = {} if effort in (None, "none") else {"reasoning.effort": ""}
-        choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
         tools = RawTools(
             [tool for tool, _ in flat_tools(self.tools or (), "tools")],
-            choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
+            choice=raw_choice(self.tool_choice),
             is_parallel=self.parallel_tool_calls,
         )
         prompt = Prompt(Chat(self._messages(), results, "input", options, wishes=wishes), "input")
@@ -158,6 +159,7 @@ class CountInputRequest(Body):
 @with_sampling
 class _SampledInput(CountInputRequest):
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
+    max_reasoning_tokens: int | None = MAX_REASONING_FIELD
 
 
 class ResponsesRequest(_SampledInput, OrderFields):
@@ -190,6 +192,7 @@ class ResponsesRequest(_SampledInput, OrderFields):
             super().raw(),
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
+            max_reasoning_tokens=self.max_reasoning_tokens,
             num_logprobs=(self.top_logprobs or 0) if has_logprobs else None,
             logprobs_param="top_logprobs",
             sampling=given_sampling(self),

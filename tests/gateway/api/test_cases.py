@@ -414,6 +414,25 @@ def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CHATS)
+def test_a_budget_of_reasoning_is_in_the_grammar_of_any_answer(thinking: Served, served: Served, name: str) -> None:
+    budget: dict[str, Any] = {"max_reasoning_tokens": 3}
+    if name == "messages":
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    api = APIS[name]
+    for more in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}):
+        thinking.engine.reset(thinking.script("<think>\nGreet.\n</think>\n\n" + (CALL if more else "hello")))
+        outcome = api.send(thinking, {**api.body({**more, "max_tokens": 150}), **budget})
+        assert outcome.choices[0].reasoning == "Greet."
+        assert outcome.choices[0].called == ([WEATHER] if more else [])
+        assert '"max_tokens":3}' in thinking.engine.sent[0]["grammar"]["text"]
+    api.send(thinking, {**api.body({"max_tokens": 3}), **budget})  # the answer is over before
+    assert thinking.engine.sent[-1]["grammar"] is None
+    if name != "messages":  # which refuses thinking that is enabled
+        outcome = api.send(served, {**api.body({}), **budget})
+        assert "max_reasoning_tokens has no effect on this model" in outcome.headers["x-baton-warning"]
+
+
+@pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
     """Optional, it becomes content; forced, it has the arguments so far, or none in Messages, which needs JSON."""

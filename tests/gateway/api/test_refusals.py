@@ -188,7 +188,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
                   ([{"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "peg"}}],
                    "[0].format.syntax"),
                   ([{"type": "function"}], "[0].name", MISSING)],
-        "tool_choice": ["always", ({"type": "allowed_tools", "name": "now"}, ".type")], "n": [(2, "", UNKNOWN)],
+        "tool_choice": ["always", ({"type": "mcp", "name": "now"}, ".type"),
+                        ({"type": "allowed_tools", "mode": "none", "tools": []}, ".mode")], "n": [(2, "", UNKNOWN)],
     },
     "messages": {
         "model": [None], "max_tokens": [None, GONE, "3"],

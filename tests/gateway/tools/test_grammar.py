@@ -1,24 +1,28 @@
 """Grammars of calls and behind reasoning: what a decode worker's masks allow, the readers take apart again."""
 
+import ast
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import jsonschema
 import pytest
 
 from decode_worker.grammar.compiler_process import Compile, Compiled, answer_call
-from decode_worker.grammar.matcher import Matcher
+from decode_worker.grammar.matcher import LoadedGrammar, Matcher, load_grammar
 from decode_worker.grammar.vocabulary import read_vocabulary
 from demo.paths import TARGET_DIR
 from gateway.router.engine_client import Grammar
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.call_rows import CALL_ROWS, NAME, NUMBER, SPACE, CallRow
 from gateway.tools.formats import FORMATS, Format
-from gateway.tools.grammar import after_reasoning, call_grammar
+from gateway.tools.grammar import after_reasoning, call_grammar, in_dialect
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
 from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader, ReasoningStart
@@ -61,12 +65,15 @@ class Worker:
         self.tokenizer = Tokenizer(folder)
         self.words = read_vocabulary(folder, self.tokenizer.vocab_size)
         self.end = end
-        closing = (b'"', b"}", b"]", b'"}')
+        closing = (b'"', b"}", b"]", b'"}', b"\n", b"<", b")")
         self._closing = {id for id in range(self.words.size) if self.tokenizer.token_bytes(id) in closing} | {end}
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def load(self, grammar: Grammar) -> LoadedGrammar:
         assert grammar.kind == "structural_tag"
-        return compile_here(grammar.kind, grammar.text, self.words).new_matcher((self.end,))
+        return compile_here(grammar.kind, grammar.text, self.words)
+
+    def matcher(self, grammar: Grammar | LoadedGrammar) -> Matcher:
+        return (self.load(grammar) if isinstance(grammar, Grammar) else grammar).new_matcher((self.end,))
 
     def takes(self, grammar: Grammar, text: str) -> Matcher | None:
         """The state after the text if each token is allowed by the mask before it, else None."""
@@ -77,12 +84,19 @@ class Worker:
             state.accept([token])
         return state
 
-    def walk(self, grammar: Grammar, rng: Random, starts: Sequence[str] = ("",)) -> str:
-        """A text that the grammar allows, with one of `starts` first; prefers closing tokens."""
+    def walk(
+        self, grammar: Grammar | LoadedGrammar, rng: Random, starts: Sequence[str] = ("",), closer: str = ""
+    ) -> str:
+        """A text that the grammar allows, with one of `starts` first; prefers closing tokens, and `closer`."""
+        closing = self.tokenizer.encode(closer, add_special_tokens=False)
         state, ids = self.matcher(grammar), self.tokenizer.encode(rng.choice(starts), add_special_tokens=False)
         state.accept(ids)
         while not state.is_over:
             assert len(ids) < 2000
+            if closing and rng.random() < 0.2 and len(state.fill(closing)) > len(closing):
+                ids += closing
+                state.accept(closing)
+                continue
             allowed = set(allowed_in(state.fill(())[0]))
             is_closing = bool(allowed & self._closing) and rng.random() < 0.35 + len(ids) / 400
             token = rng.choice(sorted(allowed & self._closing if is_closing else allowed))
@@ -99,6 +113,13 @@ class Worker:
 @cache
 def demo() -> Worker:
     return Worker(TARGET_DIR, 2)
+
+
+@cache
+def ended_by_tool() -> Worker:
+    """The same with another stop token: harmony's messages end with <|end|>, after which others follow."""
+    words = demo().words
+    return Worker(TARGET_DIR, next(token for token, text in words.control.items() if text == "<|tool|>"))
 
 
 def read(format: Format, text: str, is_trusted: bool = True) -> tuple[str, list[tuple[str, str]]]:
@@ -121,7 +142,17 @@ def grammar_of(use: ToolUse, answer: Grammar | None = None) -> Grammar:
     return grammar
 
 
-formats = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def behind(
+    grammar: Grammar | None, format: ReasoningFormat, start: ReasoningStart, dialect: str = "", **more: Any
+) -> Grammar:
+    found = after_reasoning(grammar, format, start, dialect, **more)
+    assert found is not None
+    return found
+
+
+OTHERS = [name for name, row in CALL_ROWS.items() if row.writing or row.is_single or row.answer_begin]  # see below
+JSON_FORMATS = [format for name, format in FORMATS.items() if name in CALL_ROWS and name not in OTHERS]
+formats = pytest.mark.parametrize("format", JSON_FORMATS, ids=lambda format: format.name)
 
 
 @formats
@@ -136,7 +167,7 @@ def test_required_calls(format: Format, named: str | None, is_parallel: bool) ->
         assert named is None or {name for name, _ in calls} == {named}
         check_calls(calls)
         counts.add(len(calls))
-    assert (counts == {1}) != is_parallel
+    assert is_parallel or counts == {1}
 
 
 @formats
@@ -218,14 +249,14 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @grammars
 def test_a_grammar_begins_behind_reasoning(worker: Worker, grammar: Grammar, good: str, bad: str) -> None:
     assert after_reasoning(grammar, THINK, "off") is grammar
-    after_open, after_possible = (after_reasoning(grammar, THINK, start) for start in ("inside", "possible"))
+    after_open, after_possible = (behind(grammar, THINK, start) for start in ("inside", "possible"))
     assert after_open.param == after_possible.param == grammar.param
-    for behind, before in (
+    for whole, before in (
         *((after_open, text) for text in ("Hm {[\n</\n</think>", "\n</think>\n\n", "</think>")),
         *((after_possible, text) for text in ("", "<think>\nSo:\n</think>\n\n")),
     ):
-        assert worker.may_end(worker.takes(behind, before + good))
-        assert worker.takes(behind, before + bad) is None
+        assert worker.may_end(worker.takes(whole, before + good))
+        assert worker.takes(whole, before + bad) is None
     assert worker.takes(after_possible, "<think>\nSo: yes") is not None
     reasoning = worker.takes(after_open, "So: yes")
     assert reasoning is not None
@@ -234,9 +265,10 @@ def test_a_grammar_begins_behind_reasoning(worker: Worker, grammar: Grammar, goo
     assert control.isdisjoint(set(allowed_in(reasoning.fill(())[0])) - {END})
 
 
-@pytest.mark.parametrize("format", REASONING_FORMATS.values(), ids=lambda format: format.name)
-def test_what_the_grammar_lets_through_is_what_the_reader_takes_out(worker: Worker, format: ReasoningFormat) -> None:
-    grammar = after_reasoning(ANSWERS[0][0], format, "possible")
+@pytest.mark.parametrize("name", sorted(REASONING_FORMATS.keys() - {"harmony"}))  # whose end is a stop token here
+def test_what_the_grammar_lets_through_is_what_the_reader_takes_out(worker: Worker, name: str) -> None:
+    format = REASONING_FORMATS[name]
+    grammar = behind(ANSWERS[0][0], format, "possible")
     text = f'{format.begin}\nOne, perhaps.\n{format.end}\n\n{{"n": 1}}'
     assert worker.may_end(worker.takes(grammar, text))
     assert ReasoningReader(format, "possible").push(text) == ("One, perhaps.", '{"n": 1}')
@@ -248,5 +280,226 @@ def test_a_grammar_that_cannot_be_followed_is_refused_behind_reasoning_too(
 ) -> None:
     hopeless = Grammar("json_schema", '{"$ref": "#"}', "p")
     for grammar, expected in ((hopeless, Refused), (ANSWERS[0][0], Compiled)):
-        wrapped = after_reasoning(grammar, THINK, start)
+        wrapped = behind(grammar, THINK, start)
         assert isinstance(answer_call(worker.words, Compile(wrapped.kind, wrapped.text), 10), expected)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("start", ["inside", "possible"])
+@pytest.mark.parametrize("answer", [None, ANSWERS[2][0]], ids=["any text", "expression"])
+def test_reasoning_ends_with_its_budget(
+    worker: Worker, answer: Grammar | None, start: ReasoningStart, budget: int
+) -> None:
+    grammar = behind(answer, THINK, start, budget=budget)
+    compiled = answer_call(worker.words, Compile(grammar.kind, grammar.text), 10)
+    assert isinstance(compiled, Compiled)
+    loaded = load_grammar(worker.words, compiled.grammar.decode(), grammar.kind, grammar.text)
+    begin, end, long, yes = (
+        worker.tokenizer.encode(text, add_special_tokens=False)
+        for text in ("<think>", "</think>", "So many words to think about", "yes")
+    )
+    for thought in (long[:budget], long[: budget // 2]):
+        state = loaded.new_matcher((END,))
+        state.accept(begin if start == "possible" else [])
+        assert len(state.fill(long)) == budget + 1  # of drafts, only so many are good
+        state.accept(thought)
+        texts = {worker.tokenizer.decode([token], with_control_tokens=True) for token in allowed_in(state.fill(())[0])}
+        assert "</think>" in texts
+        assert all("</think>".startswith(text) for text in texts) == (len(thought) == budget)
+        state.accept([*end, *yes])
+        assert worker.may_end(state)
+    assert worker.takes(grammar, "<think>So</think>yes, <think>") is None  # no second thought has no bound
+    assert after_reasoning(answer, THINK, "off", budget=budget) is answer
+
+
+# -- in every dialect ------------------------------------------------------------------------------------------------
+
+TRIP = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string"},
+        "seat": {"enum": ["first", 'a "b"']},
+        "pets": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 4}, "is_cat": {"type": "boolean"}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+            "maxItems": 2,
+        },
+        "note": {"type": ["string", "null"], "maxLength": 3},
+        "code": {"type": "string", "pattern": "^[A-Z<]{2}$"},
+        "back": {"$ref": "#/$defs/day"},
+        "meal": {"anyOf": [{"enum": ["rice", "corn"]}, {"type": "null"}]},
+    },
+    "required": ["code", "meal"],
+    "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 30}},
+}
+TREE = {"type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}}, "required": ["n"]}
+CALLED = (*TOOLS[:3], Tool("trip", None, TRIP), Tool("tree", None, TREE), *TOOLS[3:])
+dialects = pytest.mark.parametrize("dialect", CALL_ROWS)
+
+
+def format_of(dialect: str) -> Format:
+    return FORMATS.get(dialect) or Format(dialect, "object", CALL_ROWS[dialect].trigger)
+
+
+def between(row: CallRow, text: str) -> list[tuple[str, str]]:
+    """The calls' names, and what stands between the beginning and the end of each."""
+    before = re.escape(row.before).replace(SPACE, " ?")
+    listed = re.fullmatch(f"{before}(.*){re.escape(row.after)}", text, re.DOTALL)
+    assert listed, text
+    begin = re.escape(row.begin).replace(NAME, r"([\w-]+)").replace(re.escape(NUMBER), r"\d{1,3}")
+    marks = list(re.finditer(begin, listed[1]))
+    ends = [mark.start() - len(row.separator) for mark in marks[1:]] + [len(listed[1])]
+    found = [(mark[1], listed[1][mark.end() : end]) for mark, end in zip(marks, ends, strict=True)]
+    assert marks[0].start() == 0
+    assert all(inner.endswith(row.end) for _, inner in found), text
+    return [(name, inner[: len(inner) - len(row.end)]) for name, inner in found]
+
+
+class Constants(ast.NodeTransformer):
+    """JSON's words in Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"f": node, "true": ast.Constant(True), "false": ast.Constant(False), "null": ast.Constant(None)}
+        return words[node.id]
+
+
+def arguments_of(row: CallRow, written: str, schema: Mapping[str, Any]) -> Any:
+    """Read by other means than the service's, so that both may err alone."""
+    match row.writing:
+        case "call" | "python":
+            call = Constants().visit(ast.parse(f"f({written})", mode="eval").body)
+            return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        case "gemma":
+            plain = re.sub(
+                r'<\|"\|>(.*?)<\|"\|>|(\w+):',
+                lambda found: f'"{found[2]}":' if found[2] else json.dumps(found[1]),
+                written,
+                flags=re.DOTALL,
+            )
+            return json.loads(plain)
+        case "":
+            return json.loads(JsonText().push(written, is_last=True))
+    member = {
+        "qwen-xml": r"<parameter=(\w+)>\n(.*?)\n</parameter>\n",
+        "minimax": r'<parameter name="(\w+)">(.*?)</parameter>\n',
+        "glm": r"\n?<arg_key>(\w+)</arg_key>\n?<arg_value>(.*?)</arg_value>\n?",
+    }[row.writing]
+    assert re.fullmatch(f"\n?({member})*", written, re.DOTALL), written
+    texts = dict(re.findall(member, written, re.DOTALL))
+    given = schema.get("properties", {})
+    return {name: value_of(text, given[name]) for name, text in texts.items()}
+
+
+def value_of(text: str, schema: Mapping[str, Any]) -> Any:
+    """What a text in XML says by its schema's type."""
+    if schema.get("type") == "string" or "enum" in schema:
+        return text
+    if schema.get("type") == ["string", "null"] or "anyOf" in schema:
+        return None if text == "null" else text
+    return json.loads(text)
+
+
+CLOSERS = {"qwen-xml": "\n</parameter>\n", "minimax": "</parameter>\n", "glm": "</arg_value>", "gemma": '<|"|>'}
+
+
+@dialects
+def test_required_calls_of_every_dialect_fit_their_schemas(dialect: str) -> None:
+    row, rng = CALL_ROWS[dialect], Random(5)
+    grammar = demo().load(grammar_of(ToolUse(format_of(dialect), CALLED, True, None, True)))
+    schemas = {tool.name: tool.schema for tool in CALLED}
+    for _ in range(12):  # of all dialects together, some 220 answers
+        for name, written in between(row, demo().walk(grammar, rng, closer=CLOSERS.get(row.writing, ""))):
+            jsonschema.validate(arguments_of(row, written, schemas[name]), schemas[name])
+
+
+def call_of(row: CallRow, name: str) -> str:
+    """A call without arguments."""
+    given = "" if row.writing not in ("", "gemma") else "{}"
+    return row.begin.replace(NAME, name).replace(NUMBER, "0") + given + row.end
+
+
+@dialects
+@pytest.mark.parametrize("is_required", [True, False])
+def test_which_calls_every_dialect_allows(dialect: str, is_required: bool) -> None:
+    row, no_argument = CALL_ROWS[dialect], {"type": "object", "additionalProperties": False}
+    tools = tuple(Tool(name, None, no_argument, is_strict=True) for name in ("one", "two", "three"))
+    one, two, three = (call_of(row, tool.name) for tool in tools)
+    begin, end = row.before.replace(SPACE, ""), row.after
+
+    def takes(text: str, is_parallel: bool = True, named: str | None = None, allowed: Any = None) -> bool:
+        use = ToolUse(format_of(dialect), tools, is_required, named, is_parallel, allowed=allowed)
+        return demo().may_end(demo().takes(grammar_of(use), f"{begin}{text}{end}"))
+
+    both = f"{one}{row.separator}{two}"
+    assert takes(one)
+    assert takes(one, is_parallel=False)
+    assert takes(both) == (not row.is_single)
+    assert not takes(both, is_parallel=False)
+    assert takes(two, allowed=frozenset(("one", "two")))
+    assert not takes(three, allowed=frozenset(("one", "two")))
+    assert not is_required or (takes(two, named="two") and not takes(one, named="two"))
+
+
+THOUGHTS = {
+    "gemma4": REASONING_FORMATS["gemma4"],
+    "mistral-args": REASONING_FORMATS["mistral"],
+    "cohere": ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    "harmony": ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>"),
+}
+
+
+@dialects
+def test_a_form_and_a_call_behind_a_thought_in_every_dialect(dialect: str) -> None:
+    worker, row, thought = ended_by_tool(), CALL_ROWS[dialect], THOUGHTS.get(dialect, THINK)
+    before = f"{thought.begin}Hm{thought.end}{row.after_thought}"
+    shown = f'{row.answer_begin}{{"n": 1}}'
+    tools = (Tool("now", None, {"type": "object", "additionalProperties": False}),)
+    call = f"{row.before.replace(SPACE, '')}{call_of(row, 'now')}{row.after}"
+    use = ToolUse(format_of(dialect), tools, False, None, True)
+    form = ANSWERS[0][0]
+    for grammar, taken in (
+        (in_dialect(form, dialect), [shown]),
+        (grammar_of(use, form), [shown, call]),
+        (grammar_of(replace(use, is_required=True)), [call]),
+        (call_grammar(use, None, thought), [call, f"{row.answer_begin}Hi"]),
+        (None, [f"{row.answer_begin}Hi"]),
+    ):
+        whole = behind(grammar, thought, "possible", dialect, budget=9)
+        for text in (shown, call, f"{row.answer_begin}Hi", "<|END_ACTION|>{"):
+            for said in (before + text, text):
+                is_taken = worker.may_end(worker.takes(whole, said))
+                assert is_taken or text not in taken, said
+                assert not is_taken or text in taken or grammar is None or grammar.param != "p", said
+    preamble = f"{row.preamble_begin}I look.<|end|>{row.after_thought}{call}"
+    auto = behind(call_grammar(use, None, thought), thought, "possible", dialect, budget=9)
+    assert not row.preamble_begin or worker.may_end(worker.takes(auto, before + preamble))
+    assert not row.controls or worker.takes(auto, f"{row.answer_begin}Hi <|channel|>") is None
+
+
+def test_control_tokens_within_a_budget_are_those_that_answers_may_show(worker: Worker) -> None:
+    grammar = behind(None, THINK, "inside", budget=4, controls=["<|tool|>"])
+    text = worker.takes(grammar, "So</think>\n")
+    assert text is not None
+    shown = {worker.words.control[token] for token in allowed_in(text.fill(())[0]) if token in worker.words.control}
+    assert shown - {"<think>", "</think>"} == {"<|tool|>", "<|end|>"}
+
+
+def test_arguments_that_a_dialect_cannot_write_are_refused_by_name() -> None:
+    for name, schema, why in (
+        ("gemma4", {"properties": {"a": {"properties": {"b c": {}}}}}, "the argument's name 'b c'"),
+        ("lfm2", {"properties": {"a-b": {}}}, "the argument's name 'a-b'"),
+        ("qwen-xml", {"properties": {"a": {"const": "<p>"}}}, "the value '<p>'"),
+        ("glm", {"properties": {"a": {"type": "string", "pattern": "a<b"}}}, "the expression 'a<b' needs"),
+        ("minimax", {"patternProperties": {"^a": {}}}, "not in 'properties'"),
+    ):
+        tools = (Tool("f", None, {"type": "object", **schema}, param="p", schema_param="p.parameters"),)
+        grammar = grammar_of(ToolUse(format_of(name), tools, True, None, True))
+        refused = answer_call(demo().words, Compile(grammar.kind, grammar.text), 10)
+        assert isinstance(refused, Refused)
+        assert why in refused.message
+        assert refused.param == "p.parameters"

@@ -1,0 +1,238 @@
+"""Arguments in models' own words: xgrammar's grammar of a schema, in which objects and strings are not written as JSON.
+
+Pure. The gateway names the writing in a tag's nodes (gateway/tools/grammar.py).
+"""
+
+import json
+import re
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from decode_worker.grammar.errors import GrammarRefusedError
+
+EBNF_TOKEN = re.compile(
+    r'(?P<space>(?:\s|#[^\n]*)+)|"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|(?P<rule>[\w.-]+\s*::=)|[\w.-]+|.',
+    re.DOTALL,
+)
+JSON_SEPARATORS = (", ", ": ")  # as chat templates write JSON
+_COMMA, _COLON = (f'"{text}"' for text in JSON_SEPARATORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How an object is written, in EBNF: `begin`, then `key NAME key_end VALUE value_end` of each member, and `end`."""
+
+    key: str = ""
+    key_end: str = ""
+    value_end: str = ""
+    separator: str = ""  # between members
+    begin: str = ""
+    end: str = ""
+    # Strings are text as it is, in which this never occurs; else they are JSON, as all other values are.
+    closer: str = ""
+    quotes: str = ""  # around such text
+    is_deep: bool = False  # objects and strings within values are written so, too
+    is_sorted: bool = False  # members stand in the order of their names
+    names: str = r"[\w.$-]+"  # expression: those that it can write
+    words: tuple[tuple[str, str], ...] = ()  # for JSON's
+
+
+_CALL = Writing(key_end='"="', separator='", "', names=r"[A-Za-z_]\w*")
+_GEMMA = '"<|\\"|>"'
+WRITINGS: Mapping[str, Writing] = {
+    "qwen-xml": Writing('"<parameter="', '">\\n"', '"\\n</parameter>\\n"', closer="</parameter>"),
+    "minimax": Writing('"<parameter name=\\""', '"\\">"', '"</parameter>\\n"', closer="</parameter>"),
+    "glm": Writing(
+        '"<arg_key>"', '"</arg_key>" "\\n"{0,1} "<arg_value>"', '"</arg_value>" "\\n"{0,1}',
+        begin='"\\n"{0,1}', closer="</arg_value>",
+    ),
+    "call": _CALL,  # f(a=1, b="c")
+    "python": Writing(
+        key_end='"="', separator='", "', names=_CALL.names,
+        words=(('"true"', '"True"'), ('"false"', '"False"'), ('"null"', '"None"')),
+    ),
+    "gemma": Writing(
+        key_end='":"', separator='","', begin='"{"', end='"}"', closer='<|"|>', quotes=_GEMMA,
+        is_deep=True, is_sorted=True,
+    ),
+}  # fmt: skip
+
+
+def rewritten(ebnf: str, writing: Writing, expression: Callable[[str], str]) -> str:
+    """The grammar of an object, by xgrammar and with JSON_SEPARATORS, in this writing.
+
+    `expression`: the node of a mark's expression for text as it is. Raises GrammarRefusedError.
+    """
+    return _Writer(ebnf, writing, expression).written()
+
+
+class _Writer:
+    """Rules stay as they are, for values that are JSON; those that are not get others of a name with a prefix:
+
+    object_: of the arguments themselves, and of all that is in them where the writing is deep.
+    text_: of strings as they are.
+    """
+
+    def __init__(self, ebnf: str, writing: Writing, expression: Callable[[str], str]) -> None:
+        lines = (line.split(" ::= ", 1) for line in ebnf.split("\n") if " ::= " in line)
+        self._rules = {name: [one[0] for one in EBNF_TOKEN.finditer(body) if not one["space"]] for name, body in lines}
+        self._ebnf = ebnf
+        self._writing = writing
+        self._expression = expression
+        self._bodies: dict[str, str] = {}  # new rules
+        self._left = [("object", "root")]  # rules that are to be written anew
+
+    def written(self) -> str:
+        while self._left:
+            kind, name = self._left.pop()
+            if (new := f"{kind}_{name}") in self._bodies:
+                continue
+            is_free = name == "basic_string" or (name == "basic_any" and kind == "text")
+            if is_free and self._writing.closer:
+                text = f"TagDispatch(loop_after_dispatch=false, excludes=({_literal(self._writing.closer)}))"
+                self._bodies[f"{new}_0"] = text
+                self._bodies[new] = _joined((self._writing.quotes, f"{new}_0", self._writing.quotes))
+            elif kind == "text" and not self._writing.is_deep and self._rules[name][0] != "Regex":
+                self._bodies[new] = " | ".join(self._choices(name))
+            else:
+                self._bodies[new] = _joined(self._tokens(kind, self._rules[name]))
+        old = re.sub(r"^root ::=", "json_root ::=", self._ebnf, flags=re.MULTILINE).split("\n")
+        words = dict(self._writing.words)
+        lines = ["".join([words.get(one[0], _renamed(one[0])) for one in EBNF_TOKEN.finditer(line)]) for line in old]
+        return "\n".join(
+            [*lines, *(f"{name} ::= {body}" for name, body in self._bodies.items()), "root ::= object_root"]
+        )
+
+    def _new(self, kind: str, name: str) -> str:
+        """The name of a rule in another writing."""
+        self._left.append((kind, name))
+        return f"{kind}_{name}"
+
+    def _tokens(self, kind: str, tokens: list[str]) -> Iterator[str]:
+        writing, is_text = self._writing, kind == "text" or self._writing.is_deep
+        if tokens[0] == "Regex" and is_text:
+            yield self._expression(literal_eval(tokens[2]))
+            return
+        own = {'"{"': writing.begin, '"}"': writing.end, _COMMA: writing.separator, **dict(writing.words)}
+        if is_text:
+            own['"\\""'] = writing.quotes
+        left = iter(range(len(tokens)))
+        for index in left:
+            token = tokens[index]
+            if tokens[index + 1 : index + 2] == [_COLON]:
+                yield from (writing.key, self._key(token), writing.key_end, self._value(tokens[index + 2]))
+                yield writing.value_end
+                next(left), next(left)
+            elif token in own:
+                yield own[token]
+            elif token in self._rules:
+                yield self._new(kind, token)
+            else:
+                constant = _constant(token)
+                yield token if constant is None else self._constant(constant)
+
+    def _choices(self, name: str) -> Iterator[str]:
+        """A value that may be a text as it is: those of its alternatives that are none are JSON."""
+        for one in _alternatives(self._rules[name]):
+            match one:
+                case ['"\\""', text, '"\\""']:
+                    yield self._new("text", text)
+                case [token] if token in self._rules:
+                    yield self._new("text", token) if self._has_text(token) else _renamed(token)
+                case [token] if isinstance(constant := _constant(token), str):
+                    yield self._constant(constant)
+                case _:
+                    yield " ".join(map(_renamed, one))
+
+    def _key(self, token: str) -> str:
+        if token == "basic_string":
+            return "[a-zA-Z_] [a-zA-Z0-9_]{0,63}"
+        if (name := _constant(token)) is None:
+            raise GrammarRefusedError("the model cannot write names of arguments that are not in 'properties'")
+        return self._name(name)
+
+    def _name(self, name: str) -> str:
+        if not re.fullmatch(self._writing.names, name):
+            raise GrammarRefusedError(
+                f"the model cannot write the argument's name {name[:64]!r}; use letters, digits, '_'"
+            )
+        return _literal(name)
+
+    def _value(self, token: str) -> str:
+        if self._writing.is_deep:
+            return self._new("object", token)
+        if self._writing.closer and (token == "basic_any" or self._has_text(token)):
+            return self._new("text", token)
+        return _renamed(token)
+
+    def _has_text(self, name: str, seen: set[str] | None = None) -> bool:
+        """Whether a rule's texts may be strings. `seen`: rules that are looked at already."""
+        seen = set() if seen is None else seen
+        if name == "basic_string" or name in seen or name not in self._rules:
+            return name == "basic_string"
+        seen.add(name)
+        return any(
+            one[0] == '"\\""'
+            or (len(one) == 1 and (isinstance(_constant(one[0]), str) or self._has_text(one[0], seen)))
+            for one in _alternatives(self._rules[name])
+        )
+
+    def _constant(self, value: Any) -> str:
+        """What xgrammar writes as one text, from `const` or `enum`."""
+        writing = self._writing
+        match value:
+            case dict():
+                inner = [
+                    f"{writing.key} {self._name(name)} {writing.key_end} {self._member(one)} {writing.value_end}"
+                    for name, one in value.items()
+                ]
+                return _joined((writing.begin, f" {writing.separator} ".join(inner), writing.end))
+            case list() if writing.is_deep:
+                return _joined(('"["', f" {writing.separator} ".join(map(self._constant, value)), '"]"'))
+            case str() if writing.closer:
+                if writing.closer[0] in value:
+                    raise GrammarRefusedError(f"the model cannot write the value {value[:64]!r}")
+                return _joined((writing.quotes, _literal(value), writing.quotes))
+        return _literal(json.dumps(value, ensure_ascii=False))
+
+    def _member(self, value: Any) -> str:
+        is_json = not self._writing.is_deep and not isinstance(value, str)
+        return _literal(json.dumps(value, ensure_ascii=False)) if is_json else self._constant(value)
+
+
+def _renamed(token: str) -> str:
+    """Of a rule that stays as it is."""
+    return "json_root" if token == "root" else token
+
+
+def _alternatives(tokens: list[str]) -> Iterator[list[str]]:
+    """Of a rule as xgrammar writes it: `((A) | (B))`. None of one with more around it."""
+    depth, one = 0, list[str]()
+    for index, token in enumerate(tokens):
+        depth += (token == "(") - (token == ")")
+        if depth == 1 and token == ")":
+            yield one
+            one = []
+        elif depth > 2 or (depth == 2 and token != "("):
+            one.append(token)
+        elif depth == 0 and index < len(tokens) - 1:
+            return
+
+
+def _constant(token: str) -> Any:
+    """The string, object or list that a literal is in JSON; None if it is none."""
+    try:
+        value = json.loads(literal_eval(token)) if token[0] == '"' else None
+    except (ValueError, SyntaxError):
+        return None
+    return value if isinstance(value, (str, dict, list)) else None
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _joined(parts: Any) -> str:
+    return " ".join([part for part in parts if part])
