@@ -22,11 +22,13 @@ from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.shares import Shared, is_fair
+from gateway.tools.formats import ENFORCED, PLAIN
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
+_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
@@ -102,7 +104,7 @@ class ServedModel(Prompts):
         if tools and tools.is_required and form is not None:
             message = f"{form.param} and a tool_choice that requires a call are both given; drop one"
             raise bad_request(message, form.param)
-        grammar = call_grammar(tools, form) if tools else form
+        grammar = call_grammar(tools, form) if tools and tools.format.name in ENFORCED else form
         rules.check_ends(raw, grammar)
         model = self.tokenizer
         sampling = rules.check_sampling(raw, model.sampling_defaults, model.vocab_size)
@@ -153,8 +155,8 @@ class ServedModel(Prompts):
         key.allowance.begin(time.perf_counter(), key.name, sum(len(prompt.ids) for prompt in prompts))
         # control tokens that calls, reasoning or the grammar use
         visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
-        visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
-        visible |= tools.format.markers if tools else set[str]()
+        markers = {*(reasoning.markers if reasoning else ()), *(tools.format.markers if tools else ())}
+        visible |= self.tokenizer.control_tokens_in("\n".join(markers))
         if raw.is_echoed:
             prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, key.name)
         return PreparedRequest(
@@ -169,7 +171,12 @@ class ServedModel(Prompts):
             reasoning=reasoning,
             tools=tools,
             is_json=form is not None and form.kind in ("json_schema", "json_object"),
-            warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
+            warnings=(
+                *warnings,
+                *([_PLAIN_WARNING] if tools and tools.format == PLAIN else ()),
+                *(form.warnings if form else ()),
+                *(tools.warnings if tools else ()),
+            ),
             visible_controls=visible,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
-from gateway.tools.formats import Format
+from gateway.tools.formats import ENFORCED, Format
 from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
 from gateway.tools.json_text import check_depth
 
@@ -105,11 +105,25 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     if not raw.tools or raw.choice == "none":
         return None
     if format is None:
-        raise bad_request(
-            "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
-        )
+        raise bad_request("the model's chat template knows no tools; send none", "tools")
+    if format.name not in ENFORCED:
+        _check_free(raw, is_required, format)
     is_parallel = raw.is_parallel is not False
     return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, tuple(warnings))
+
+
+def _check_free(raw: RawTools, is_required: bool, format: Format) -> None:
+    """Raises ApiError if calls must be enforced, which they cannot be in this format."""
+    strict = next((tool for tool in raw.tools if tool.is_strict), None)
+    if not is_required and strict is None:
+        return
+    path = "tool_choice" if is_required or strict is None else strict.param
+    why = "in a way not known here" if format.form == "plain" else f"as {format.name}, which cannot be enforced"
+    raise bad_request(
+        f"{path} asks for a call to be enforced, but the model writes calls {why}; leave it to the model, or have the "
+        "service started with another --tool-format",
+        path,
+    )
 
 
 def _check_tool(tool: Tool, seen: set[str]) -> None:
