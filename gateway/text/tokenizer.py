@@ -41,7 +41,7 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 _MOST_REASON_CHARS = 300
 RENDERED_BYTES_PER_TOKEN = 32  # of a rendered chat: twice what its texts may have (request/rules.py)
 LEAST_RENDERED_BYTES = 1 << 16
-MOST_PROBE_CHARS = 1 << 16  # of a rendered probe, from its end: instructions and a call have a few thousand
+MOST_PROBE_CHARS = 1 << 14  # of a rendered probe, from its end: instructions and a call have a few thousand
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 

@@ -42,6 +42,7 @@ PROBES = (
     _probe("probe0001", None)[:1],
 )
 _TEXT_PROBE = 2
+_MOST_TAIL = 2048  # characters behind the question that are read: a call and its result have a few hundred
 
 
 class Dialect(NamedTuple):
@@ -78,7 +79,7 @@ def _fit(format: Format, rendered: Sequence[str]) -> Format:
 
 def _reads(format: Format, text: str) -> bool:
     """Whether this is how the template wrote the probe's call."""
-    tail = text.rpartition(_QUESTION)[2]
+    tail = text.rpartition(_QUESTION)[2][:_MOST_TAIL]
     if format.has_channels:
         reader = ChannelReader("possible")
         tail = reader.push(tail).content + reader.flush().content

@@ -361,7 +361,7 @@ class CallParser:
         separator = ""
         mark = yield from self._one_of(form.begin, form.after)
         while mark == form.begin:
-            key = yield from self._key_before(form.between[0][0])
+            key = yield from self._short_without((form.between[0][0], "\n"))
             if len(form.between) == 1:
                 between = yield from self._words(form.between[0])
             else:
@@ -556,31 +556,30 @@ class CallParser:
         if not (self._format.style == "gemma" or colon == "="):
             return ""
         copies = self._copy(False)
-        key = yield from self._take_while(lambda part: part[-1] not in _NO_KEY_CHARS and len(part) <= MOST_KEY_CHARS)
+        key = yield from self._short_without(_NO_KEY_CHARS)
         if key:
             self._write(f'"{escaped(key)}"')
             self._copy(copies)
         return key
 
-    def _key_before(self, char: str) -> _Reading[str]:
-        return self._take_while(lambda part: part[-1] not in (char, "\n") and len(part) <= MOST_KEY_CHARS)
+    def _short_without(self, chars: Collection[str]) -> _Reading[str]:
+        return self._take_while(lambda part: part[-1] not in chars and len(part) <= MOST_KEY_CHARS)
 
     def _string(self) -> _Reading[str]:
         """Returns it as written, with its quotes; of other styles than JSON only whether it is whole."""
         if self._quotes != ('"',):
             return (yield from self._quoted())
-        written = yield from self._one_of('"')
-        while written and self._char not in (_END, '"'):
+        written = [(yield from self._one_of('"'))]
+        while written[0] and self._char not in (_END, '"'):
             if self._char == "\\":
-                part = yield from self._take_while(_ESCAPE_PART.fullmatch)
-                if not _ESCAPE.fullmatch(part):
+                written.append((yield from self._take_while(_ESCAPE_PART.fullmatch)))
+                if not _ESCAPE.fullmatch(written[-1]):
                     return ""
             else:
-                part = self._char
+                written.append(self._char)
                 self._keep()
                 self._char = yield
-            written += part
-        return written + '"' if written and (yield from self._one_of('"')) else ""
+        return "".join(written) + '"' if written[0] and (yield from self._one_of('"')) else ""
 
     def _quoted(self) -> _Reading[str]:
         """A string of another style, written as JSON's."""
@@ -591,7 +590,7 @@ class CallParser:
         self._write('"')
         while self._char != _END:
             if self._char == quote[0]:
-                part = yield from self._one_of_or_part(quote)
+                part = yield from self._take_while(quote.startswith)
                 if part == quote:
                     self._write('"')
                     self._copy(copies)
@@ -609,7 +608,3 @@ class CallParser:
                 self._write(escaped(char))
                 self._char = yield
         return ""
-
-    def _one_of_or_part(self, text: str) -> _Reading[str]:
-        """Takes and returns as much of the text as follows."""
-        return self._take_while(text.startswith)

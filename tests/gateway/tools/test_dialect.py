@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
+from gateway.tools import dialect
 from gateway.tools.dialect import PROBES, find_dialect
 from gateway.tools.formats import FORMATS, PLAIN, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallParser, Content, Event
@@ -155,6 +156,22 @@ def test_what_is_said_of_other_templates(setting: str, texts: Sequence[str], nam
 @pytest.mark.parametrize("name", ["lfm2", "muse_glimmer"])
 def test_a_template_that_shows_tools_in_no_known_way_gets_the_default(name: str) -> None:
     assert find_dialect("auto", probes_of(downloaded(name))).format == PLAIN
+
+
+def test_little_of_a_long_template_is_read() -> None:
+    texts = ["Look up the weather. " + "".join(format.opener + format.closer for format in FORMATS.values())] * 4
+    read_chars = 0
+
+    class Counted(CallParser):
+        def push(self, text: str) -> list[Event]:
+            nonlocal read_chars
+            read_chars += len(text)
+            return super().push(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dialect, "CallParser", Counted)
+        assert find_dialect("auto", [text + "<tool_call>" * 10**5 for text in texts]).format is not None
+    assert 0 < read_chars <= 2 * 2048 * len(texts) * len(FORMATS)
 
 
 def test_each_format_has_a_template_and_can_be_named() -> None:
