@@ -9,6 +9,8 @@ from gateway.tools.values import JSON_TYPES, as_value, value_types
 
 ROOT: dict[str, Any] = {"$defs": {"a": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
 
+UNTYPED: list[Any] = [{}, {"$ref": "#/x"}, {"$ref": "#/$defs/loop"}, {"anyOf": []}, True, 7]
+
 
 @pytest.mark.parametrize(
     ("schema", "types"),
@@ -22,7 +24,7 @@ ROOT: dict[str, Any] = {"$defs": {"a": {"type": "integer"}, "loop": {"$ref": "#/
         ({"const": None}, {"null"}),
         ({"properties": {}}, {"object"}),
         ({"minLength": 1}, {"string"}),
-        *((schema, JSON_TYPES) for schema in ({}, {"$ref": "#/x"}, {"$ref": "#/$defs/loop"}, {"anyOf": []}, True, 7)),
+        *((schema, JSON_TYPES) for schema in UNTYPED),
         ({"type": "other"}, JSON_TYPES),
         ({"enum": []}, JSON_TYPES),
     ],
