@@ -45,6 +45,7 @@ def judge_service(
     weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
     code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
     yield Row("model", "ok", f"{source} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
+    yield Row("tools", "ok", model.tools)
     gpus = machine.visible_gpus[: len(machine.gpus)]
     try:
         workers = [worker for worker in plan_workers(config, gpus) if worker.settings.model_name == name]

@@ -27,6 +27,8 @@ from engine.models.load import load_any_config
 from engine.models.read_head import is_draft_head, read_head
 from engine.models.table import shard_config
 from engine.weights.table import Shard
+from gateway.text.trial import load_tokenizer
+from gateway.tools.dialect import find_dialect
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
@@ -134,7 +136,17 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
         shape=headers.shape,
+        tools=_examine_tools(config.tool_format, folders[0]),
     )
+
+
+def _examine_tools(setting: str, folder: Path) -> str:
+    """How the chat template in a folder has calls written."""
+    try:
+        found = find_dialect(setting, load_tokenizer(folder).tried.probes)
+    except (ValueError, OSError) as error:
+        return f"no calls are read: {error}"
+    return f"{'calls as ' + found.format.name if found.format else 'none'}: {found.why}"
 
 
 def _read_draft(

@@ -92,6 +92,7 @@ class Model:
     attention_reason: str
     is_fallback: bool  # a faster attention exists but cannot be used
     shape: ModelShape
+    tools: str  # how it writes calls, and why that is believed
 
 
 @dataclass(frozen=True, slots=True)

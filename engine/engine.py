@@ -187,11 +187,11 @@ class Place:
 
     ranks: Ranks = ONE_RANK
     pool_fds: tuple[int, int] = (-1, -1)  # empty memory files shared by all ranks, for pages and for slots; -1 with one
-    lends: bool = True  # peers read its pages and slots
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
     build_head_runner: Callable[..., HeadRunner] = HeadRunner
+    lends: bool = True  # peers read its pages and slots
 
 
 ALONE = Place()

@@ -30,7 +30,7 @@ from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.formats import resolve_format
+from gateway.tools.dialect import find_dialect
 from gateway.tools.reasoning import resolve_reasoning
 from gateway.tracing import Tracing
 
@@ -51,6 +51,8 @@ def build_served_model(
 
     `adapters`: by the names that requests may have now. `others`: models of the same service that were built before.
     """
+    dialect = find_dialect(options.tool_format, tokenizer.tried.probes)
+    tokenizer.add_ends(dialect.format.ends if dialect.format else ())
     offload, templates = (others[0].offload, others[0].templates) if others else (Offload(), Templates())
     return ServedModel(
         tokenizer=tokenizer,
@@ -59,7 +61,7 @@ def build_served_model(
         templates=templates,
         template=templates.add(tokenizer.template),
         images=_build_images(tokenizer, options, offload),
-        tool_format=resolve_format(options.tool_format, tokenizer.template.with_tools),
+        dialect=dialect,
         reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
         keeps_header=options.keep_billing_header,
         ring=ring,

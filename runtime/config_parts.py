@@ -30,8 +30,12 @@ from wire.sampling import MAX_DRAFT_TOKENS
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", names.Transport]
-ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
-ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4"]
+ToolFormat = Literal[
+    "auto", "none", "plain", "hermes", "inline", "qwen-xml", "glm", "minimax", "deepseek-v32", "deepseek-v3",
+    "deepseek-v31", "kimi", "harmony", "gemma4", "olmo", "lfm2", "phi4", "granite", "nemotron", "cohere", "mistral",
+    "mistral-args", "llama3", "llama4",
+]  # fmt: skip
+ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4", "cohere", "harmony"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 Speculate = Literal["auto", "off", "ngram", "draft"]

@@ -8,7 +8,7 @@ from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import IncrementalDetokenizer
 from gateway.tools.parse import CallEvent
-from gateway.tools.reasoning import Parts, ReasoningReader
+from gateway.tools.reasoning import Parts, Reader
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
@@ -62,7 +62,7 @@ class OutputReader:
         stop_token_ids: frozenset[int],
         *,
         with_logprobs: bool,
-        reasoning: ReasoningReader | None = None,
+        reasoning: Reader | None = None,
         text_offset: int = 0,
     ) -> None:
         """`text_offset`: number of characters before the answer."""
@@ -134,11 +134,11 @@ class OutputReader:
 
     def _take_shown(self, *, is_last: bool = False) -> tuple[ShownToken, ...]:
         """Removes and returns the tokens that begin in the text shown so far; all of them if it `is_last`."""
-        num_taken, num_before = (self._reasoning.num_taken, self._reasoning.num_before) if self._reasoning else (0, 0)
-        reasoned = range(self._text_offset + num_before, self._text_offset + num_before + num_taken)
-        end = self._text_offset + num_taken + self._num_content
+        reader, begin = self._reasoning, self._text_offset
+        end = begin + (reader.num_taken if reader else 0) + self._num_content
         shown: list[ShownToken] = []
         while self._unshown and (is_last or self._unshown[0].offset < end):
             token = self._unshown.popleft()
-            shown.append(replace(token, is_reasoning=True) if token.offset in reasoned else token)
+            is_reasoning = reader is not None and reader.has_taken(token.offset - begin)
+            shown.append(replace(token, is_reasoning=True) if is_reasoning else token)
         return tuple(shown)

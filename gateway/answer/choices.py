@@ -24,7 +24,7 @@ from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
-from gateway.tools.reasoning import ReasoningReader
+from gateway.tools.reasoning import new_reader
 from gateway.tools.request import ToolUse
 from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
@@ -240,14 +240,17 @@ class _Choice:
         self._echo = prompt.echo
         self._is_begun = False
         self._reader = OutputReader(
-            tokenizer.detokenizer(job.visible_controls, prompt.before),
+            tokenizer.detokenizer(job.visible_controls, prompt.before, reasoning.hidden if reasoning else ()),
             StopStrings(job.stop_strings),
             generation.stop_token_ids,
             with_logprobs=generation.num_logprobs is not None,
-            reasoning=ReasoningReader(reasoning, prompt.reasoning, waits=waits) if reasoning else None,
+            reasoning=new_reader(reasoning, prompt.reasoning, waits=waits) if reasoning else None,
             text_offset=len(self._echo.text) if self._echo else 0,
         )
-        self._calls = CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools else None
+        has_calls = job.tools is not None and job.tools.format.form != "plain"
+        self._calls = (
+            CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools and has_calls else None
+        )
         # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
         self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
 
@@ -298,13 +301,13 @@ class CallReader:
     """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
 
     def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
-        names, num_chars = [tool.name for tool in use.callable_tools], use.format.num_id_chars
+        schemas, num_chars = {tool.name: tool.schema for tool in use.callable_tools}, use.format.num_id_chars
 
         def new_id() -> str:
             text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
             return text if num_chars else f"call_{text}"
 
-        self._parser = CallParser(use.format, names, new_id, is_trusted=is_trusted)
+        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, schemas=schemas)
         self._is_named = use.named is not None
         self._is_required = use.is_required
 

@@ -148,6 +148,9 @@ def _card(served: ServedModel, name: str) -> ModelCard:
     card = ModelCard(name, served.created_s, served.tokenizer.context_tokens, adapter.path if adapter else base)
     if adapter:
         card.parent = base
+    card.tool_format = served.tool_format.name if served.tool_format else None
+    card.tool_format_reason = served.dialect.why
+    card.reasoning_format = served.reasoning.name if served.reasoning else None
     if served.images:
         card.input_modalities = ("text", "image")
     return card

@@ -22,11 +22,13 @@ from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.shares import Shared, is_fair
+from gateway.tools.formats import PLAIN
 from gateway.tools.grammar import after_reasoning, call_grammar, hidden_tokens, in_dialect
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
+_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
@@ -133,8 +135,8 @@ class ServedModel(Prompts):
         # control tokens that calls, reasoning or the grammar use
         visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         visible -= hidden_tokens(dialect)
-        visible |= {reasoning.begin, reasoning.end} if reasoning else set[str]()
-        visible |= tools.format.markers if tools else set[str]()
+        markers = {*(reasoning.markers if reasoning else ()), *(tools.format.markers if tools else ())}
+        visible |= self.tokenizer.control_tokens_in("\n".join(markers))
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         age_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []
@@ -177,7 +179,12 @@ class ServedModel(Prompts):
             reasoning=reasoning,
             tools=tools,
             is_json=form is not None and form.kind in ("json_schema", "json_object"),
-            warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
+            warnings=(
+                *warnings,
+                *([_PLAIN_WARNING] if tools and tools.format == PLAIN else ()),
+                *(form.warnings if form else ()),
+                *(tools.warnings if tools else ()),
+            ),
             visible_controls=visible,
         )
 

@@ -17,6 +17,7 @@ from gateway.text.template_process import pack_conversation
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools import history
+from gateway.tools.dialect import Dialect
 from gateway.tools.formats import Format
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
 from gateway.tools.request import ToolUse
@@ -40,9 +41,14 @@ class Prompts:
     templates: Templates  # renders chats
     template: int  # the model's number there
     images: Images | None  # None: the model takes none
-    tool_format: Format | None  # how the model writes calls; None: it knows no tools
+    dialect: Dialect  # how the model writes calls
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
     keeps_header: bool  # headers before the system's text are part of prompts
+
+    @property
+    def tool_format(self) -> Format | None:
+        """None: the model knows no tools."""
+        return self.dialect.format
 
     async def encode(
         self,
@@ -130,7 +136,8 @@ class Prompts:
         with_calls = [index for index, message in enumerate(chat.messages) if "tool_calls" in message]
         if with_calls and self.tool_format is None:
             path = chat.calls_param or f"{param}[{with_calls[0]}].tool_calls"
-            raise bad_request(f"{path}: the model's chat template knows no calls of functions; leave them out", path)
+            why = f"{path}: the model knows no calls of functions, as {self.dialect.why}; leave them out"
+            raise bad_request(why, path)
         texts = [message[name] for message in chat.messages for name in _TEXTS if name in message]
         for role, part in [(one["role"], part) for one in chat.messages for part in history.parts_of(one["content"])]:
             if isinstance(part, str):
@@ -185,7 +192,7 @@ class Prompts:
         given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
         messages = [history.fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
         if self.tool_format is not None:
-            messages = [history.fit_ids(message, self.tool_format) for message in messages]
+            messages = history.fit_calls(messages, self.tool_format)
         later = [said.strip() for said in history.later_system_texts(messages)]
         packed = [
             self.tokenizer.conversation(

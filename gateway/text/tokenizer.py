@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gateway.errors import bad_request
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
+from gateway.tools.dialect import PROBE_TOOL, PROBES
 from wire.files import TOKENIZER, blamed_tokenizer, named, read_json, read_json_object
 from wire.names import MOST_CONTEXT_TOKENS
 from wire.sampling import SamplingParams
@@ -40,6 +41,7 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.js
 _MOST_REASON_CHARS = 300
 RENDERED_BYTES_PER_TOKEN = 32  # of a rendered chat: twice what its texts may have (request/rules.py)
 LEAST_RENDERED_BYTES = 1 << 16
+MOST_PROBE_CHARS = 1 << 14  # of a rendered probe, from its end: instructions and a call have a few thousand
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
@@ -48,6 +50,7 @@ class Tried(msgspec.Struct):
 
     prints_texts: bool  # see `Tokenizer.conversation`
     sample: str  # two turns
+    probes: list[str] = []  # PROBES of tools/dialect.py with a tool, as far as they are looked at
 
 
 class Tokenizer:
@@ -128,6 +131,10 @@ class Tokenizer:
         """Whether the vocabulary has a token with this name."""
         return self._backend.token_to_id(text) is not None
 
+    def add_ends(self, texts: Iterable[str]) -> None:
+        """Tokens that end answers, besides those that the checkpoint names; before the first answer."""
+        self.eos_token_ids |= {self._backend.token_to_id(text) for text in texts if self.has_token(text)}
+
     def _find_template(self, tools: Sequence[Any] = ()) -> str:
         """Its source; empty if there is none."""
         try:
@@ -141,12 +148,13 @@ class Tokenizer:
         prints_texts = _PROBE in self._render_if_taken([{"role": "user", "content": _PROBE}])
         self._wants_parts = "vision_config" in self.config and not prints_texts
         turns = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
-        return Tried(prints_texts, self._render_if_taken(turns))
+        probes = [self._render_if_taken(probe, [PROBE_TOOL])[-MOST_PROBE_CHARS:] for probe in PROBES]
+        return Tried(prints_texts, self._render_if_taken(turns), probes)
 
-    def _render_if_taken(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Empty if the template refuses them, or there is none."""
         try:
-            return self.render_chat(messages) if self.chat_templates else ""
+            return self.render_chat(messages, tools=tools) if self.chat_templates else ""
         except TemplateRefusalError:
             return ""
 
@@ -186,10 +194,15 @@ class Tokenizer:
         """
         return self.template.render(self.conversation(messages, **options))
 
-    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> "IncrementalDetokenizer":
-        """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
+    def detokenizer(
+        self, shown: Collection[str] = (), before: Sequence[int] = (), hidden: Collection[str] = ()
+    ) -> "IncrementalDetokenizer":
+        """A detokenizer for one answer. `shown`: names of control tokens to show, `hidden`: of tokens without text;
+        `before`: as in its constructor."""
         ids = {self._backend.token_to_id(text): text.encode() for text in shown}
-        return IncrementalDetokenizer(self, before, {id: text for id, text in ids.items() if id in self._silent_ids})
+        texts = {id: text for id, text in ids.items() if id in self._silent_ids}
+        texts |= {self._backend.token_to_id(text): b"" for text in hidden if self.has_token(text)}
+        return IncrementalDetokenizer(self, before, texts)
 
     def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The last two tokens with text, the context of the next token. Two, as the last one alone may have no text."""
@@ -254,7 +267,7 @@ class IncrementalDetokenizer:
     def push_token(self, token_id: int) -> tuple[str, str]:
         """Returns (U+FFFD if this token breaks off a character before it, the text that this token completes)."""
         raw = self._shown.get(token_id)
-        if raw is None and self._tokenizer.is_silent(token_id):
+        if raw == b"" or (raw is None and self._tokenizer.is_silent(token_id)):
             return "", ""
         raw = raw or self._tokenizer.raw_bytes(token_id)
         if raw is None:

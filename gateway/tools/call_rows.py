@@ -3,8 +3,6 @@
 The texts are those of the models' own chat templates.
 """
 
-# ruff: noqa: RUF001 (DeepSeek's tokens have wide bars)
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

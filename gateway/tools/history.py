@@ -1,6 +1,8 @@
 """Calls and reasoning of earlier messages as chat templates take them, and an open last message. Pure."""
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,27 +56,75 @@ def check_results(messages: Sequence[Message], params: Sequence[str] | None) -> 
             raise bad_request(f"{param} is {call_id[:80]!r}, which is the id of no call before it", param)
 
 
-def fit_ids(message: Message, format: Format) -> Message:
-    """Replaces ids that the format's template refuses, in calls and results: another model may have made them."""
+def fit_calls(messages: Sequence[Message], format: Format) -> list[Message]:
+    """Calls and results as the format's template takes them: one a message or several, arguments as text where it wants
+    that, and ids that it accepts, as another model may have made them."""
+    found: list[Message] = []
+    ids: dict[str, str] = {}
+    num_calls = 0
+    for message in _one_call_each(messages) if format.has_one_call else messages:
+        fitted = dict(message)
+        calls = [*fitted.get("tool_calls", ())]
+        for rank, call in enumerate(calls):
+            function = dict(call["function"])
+            ids[call["id"]] = _fit_id(call["id"], format, function["name"], num_calls)
+            num_calls += 1
+            if format.takes_text and not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            calls[rank] = {**call, "id": ids[call["id"]], "function": function}
+        if calls:
+            fitted["tool_calls"] = calls
+        if calls and format.has_channels and fitted.get("thinking") and isinstance(fitted["content"], str):
+            fitted["thinking"], fitted["content"] = f"{fitted['thinking']}\n\n{fitted['content']}".rstrip(), ""
+        if "tool_call_id" in fitted:
+            fitted["tool_call_id"] = ids.get(fitted["tool_call_id"], fitted["tool_call_id"])
+        found.append(fitted)
+    return found
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Several calls of a message, each in its own, with its result behind it."""
+    found: list[Message] = []
+    results: dict[str, list[Message]] = {}  # of the calls of the message before them
+    for message in reversed(messages):
+        calls = message.get("tool_calls", ())
+        if message["role"] == "tool":
+            results.setdefault(message["tool_call_id"], []).append(message)
+            continue
+        own = {call["id"] for call in calls}
+        found += [one for call_id, left in results.items() if call_id not in own for one in left]
+        for rank, call in reversed([*enumerate(calls)]):
+            found += results.pop(call["id"], [])
+            kept = message if rank == 0 else {"role": "assistant", "content": ""}
+            found.append({**kept, "tool_calls": [call]})
+        found += [] if calls else [message]
+        results = {}
+    return found[::-1]
+
+
+def _fit_id(call_id: str, format: Format, name: str, index: int) -> str:
     size = format.num_id_chars
+    if format.id_form:
+        return format.id_form.format(name=name, index=index)
+    if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:size]
 
-    def fit(call_id: str) -> str:
-        if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
-            return call_id
-        return hashlib.sha256(call_id.encode()).hexdigest()[:size]
 
-    fitted = dict(message)
-    if "tool_call_id" in fitted:
-        fitted["tool_call_id"] = fit(fitted["tool_call_id"])
-    if "tool_calls" in fitted:
-        fitted["tool_calls"] = [{**call, "id": fit(call["id"])} for call in fitted["tool_calls"]]
-    return fitted
+# What templates call the reasoning of a message; the first that one reads.
+_REASONING_KEYS = {
+    "reasoning_content": re.compile("reasoning_content"),
+    "thinking": re.compile(r"\.thinking\b|[\[(]\s*['\"]thinking['\"]|['\"]thinking['\"] in "),
+    "reasoning": re.compile(r"\.reasoning\b|[\[(]\s*['\"]reasoning['\"]"),
+}
 
 
 def fit_reasoning(message: Message, template: str) -> Message:
-    """Removes the reasoning if the template does not read it: such models are trained to continue without it."""
-    is_read = message["role"] == "assistant" and message.get("reasoning_content") and "reasoning_content" in template
-    return message if is_read else _without_reasoning(message)
+    """The reasoning as the template reads it; without it if it does not, as such models are trained to go on so."""
+    key = next((key for key, pattern in _REASONING_KEYS.items() if pattern.search(template)), None)
+    is_read = message["role"] == "assistant" and message.get("reasoning_content") and key
+    fitted = _without_reasoning(message)
+    return {**fitted, str(key): message["reasoning_content"]} if is_read else fitted
 
 
 def keep_reasoning(messages: Sequence[Message], num_kept: int) -> list[Message]:

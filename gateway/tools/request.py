@@ -124,9 +124,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     if not raw.tools or choice == "none":
         return None
     if format is None:
-        raise bad_request(
-            "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
-        )
+        raise bad_request("the model's chat template knows no tools; send none", "tools")
     if format.name not in CALL_ROWS:
         warnings += _check_free(raw, is_required, format)
     return ToolUse(

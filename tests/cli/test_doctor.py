@@ -50,7 +50,20 @@ NODE = replace(
 PARTS = (PagePart(8, (2 << 20) // 8),)
 SHAPE = load_shape("8B")
 ON_CPU = Model(
-    "cpu", "bfloat16", "bfloat16", 128, (), True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False, SHAPE
+    "cpu",
+    "bfloat16",
+    "bfloat16",
+    128,
+    (),
+    True,
+    8192,
+    PARTS,
+    16 * GIB,
+    "cpu_paged",
+    "CPU kernel, AMX",
+    False,
+    SHAPE,
+    "calls as hermes: the chat template writes calls so",
 )
 ON_GPU = replace(
     ON_CPU, device="cuda", modules=MODULES, attention="flashinfer", attention_reason="GPU of compute capability 9.0"

@@ -38,7 +38,7 @@ KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
 MAX_BODY = 2**20
 FULL = ApiOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, tool_format="hermes")
-PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is needed; the model has no tools
+PLAIN = ApiOptions(cors_origins=(ORIGIN,), tool_format="none")  # no key is needed; the model has no tools
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Tiny checkpoint folders for tests of text: a tokenizer, a chat template and a config, no weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def write_thinking(folder: Path, *, has_control_markers: bool = False) -> Path:
     return _write(folder, tokenizer, {}, THINKING_TEMPLATE)
 
 
+def write_family(
+    folder: Path, template: str, markers: Sequence[str] = (), end: str = "<|end|>", tokens: Sequence[str] = ()
+) -> Path:
+    """The same with another template, its markers as control tokens, another end token, and other tokens."""
+    write_byte_level(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(markers))
+    tokenizer.add_tokens(list(tokens))
+    return _write(folder, tokenizer, {"eos_token_id": tokenizer.token_to_id(end)}, template, end)
+
+
 def write_system_first(folder: Path) -> Path:
     """The same whose template, like Qwen 3.5's, refuses the system's messages but for the first."""
     tokenizer = Tokenizer.from_file(str(write_byte_level(folder) / "tokenizer.json"))
@@ -98,13 +110,15 @@ def write_sentencepiece(folder: Path) -> Path:
     return _write(folder, tokenizer, {})
 
 
-def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], chat_template: str = CHAT_TEMPLATE) -> Path:
+def _write(
+    folder: Path, tokenizer: Tokenizer, config: dict[str, Any], chat_template: str = CHAT_TEMPLATE, end: str = "<|end|>"
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|start|>",
-        "eos_token": "<|end|>",
+        "eos_token": end,
         "chat_template": chat_template,
         "clean_up_tokenization_spaces": False,
     }

@@ -215,6 +215,9 @@ class ModelCard(msgspec.Struct):
     owned_by: str = "baton"
     parent: str | UnsetType = UNSET  # the base model of an adapter
     input_modalities: Sequence[str] | UnsetType = UNSET  # if it takes more than text
+    tool_format: str | None = None  # how it writes calls; None: it knows no tools
+    tool_format_reason: str = ""  # why that is believed
+    reasoning_format: str | None = None  # how it reasons; None: it does not
 
 
 class ModelList(msgspec.Struct):

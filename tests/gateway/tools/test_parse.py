@@ -3,15 +3,14 @@
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.tools.formats import FORMATS, Format, resolve_format
+from gateway.tools.formats import FORMATS, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
-from runtime.config_parts import ToolFormat
 from tests.support.texts import Call, joined, split, summary
 
 NAMES = ("get_weather", "now", "send-mail")
@@ -39,7 +38,9 @@ def write(format: Format, calls: Sequence[Call]) -> str:
     return format.separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
 
 
-formats = st.sampled_from(list(FORMATS.values()))
+# test_dialect.py has the others, written by chat templates
+formats = st.sampled_from([FORMATS[name] for name in ("hermes", "inline", "llama3", "mistral", "mistral-args")])
+all_formats = st.sampled_from(list(FORMATS.values()))
 cut_lists = st.lists(st.integers(0, 400), max_size=12)
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -72,12 +73,32 @@ FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|", "[TOOL"),
     *('{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {"a": [1, {"b": "}"}]}}', "now", "other"),
     *('"name"', '"arguments"', '"parameters"', '"now"', "{", "}", "[", "]", ":", ",", ";", " ", "\n", '"', "\\"),
+    *(
+        "<function=now>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "<arg_key>a</arg_key>",
+        "<arg_value>",
+        "(a=",
+        ")",
+    ),
+    *(
+        "</arg_value>",
+        "<|tool_call>",
+        "call:now",
+        '<|"|>',
+        "<tool_call|>",
+        "<|channel|>commentary to=functions.now",
+        "'",
+    ),
+    *("<|message|>", "<|call|>", "<|tool_call|>", "<|tool_call_start|>", "[now(", "<function_calls>", "```json", "```"),
     *("\\u00", "1", "-0.5e3", "tru", "true", "null", "hello", "é🙂", "\x00", '{"name": "now"}', "{}", "0"),
 ]
 
 
 @settings(max_examples=400)
-@given(formats, st.lists(st.sampled_from(FRAGMENTS), max_size=14), cut_lists, st.booleans())
+@given(all_formats, st.lists(st.sampled_from(FRAGMENTS), max_size=14), cut_lists, st.booleans())
 @example(FORMATS["hermes"], ['<tool_call>{"name": "now"}', "</tool_call>", " ", "<tool"], [], False)
 def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
     format: Format, parts: list[str], cuts: list[int], is_trusted: bool
@@ -184,27 +205,3 @@ def test_long_arguments_are_streamed_even_if_they_may_break() -> None:
     end = CallEnd(0, "id", "now", f'{body}" ', is_whole=False)
     assert parser.push('" and so on') == [Arguments(0, '" '), end, Content("and so on")]
     assert parser.flush() == []
-
-
-QWEN = '{%- if tools %}<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}'
-LLAMA = """{{- '<|start_header_id|>' }}{% if tools %}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}"""
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
-        (QWEN, "hermes"),
-        (LLAMA, "llama3"),
-        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS] [' }}", "mistral"),
-        ("{% if tools %}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-args"),
-        ("{% if tools %}<tool_call>\n<function=example>", None),
-        ("{{ messages[0]['content'] }}", None),
-        ("<|start_header_id|> {{ messages }}", None),
-    ],
-)
-def test_the_format_is_told_by_the_template(template: str, name: str | None) -> None:
-    assert resolve_format("auto", template) == (FORMATS[name] if name else None)
-
-
-def test_the_setting_names_all_formats() -> None:
-    assert set(get_args(ToolFormat)) == {"auto", "none", *FORMATS}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.tools.reasoning import (
     MOST_WAITING,
     REASONING_FORMATS,
+    ChannelReader,
     Parts,
     ReasoningFormat,
     ReasoningReader,
@@ -189,3 +190,61 @@ def test_an_answer_waits_for_its_end_marker_only_so_long() -> None:
     assert not any(part.content for part in shown[:-2])
     content = "".join(part.content for part in [*shown, reader.push(f"b\n{THINK.end}"), reader.flush()])
     assert content == text * len(shown) + f"b\n{THINK.end}" and not reader.num_taken
+
+
+# Harmony.
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+CALL = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+
+
+def read_channels(start: ReasoningStart, pieces: Sequence[str]) -> Parts:
+    """Also checks which characters are said to be taken."""
+    reader = ChannelReader(start)
+    parts = [reader.push(piece) for piece in pieces] + [reader.flush()]
+    text = "".join(pieces)
+    content = "".join(part.content for part in parts)
+    assert reader.num_taken == sum(map(reader.has_taken, range(len(text))))
+    if "to=" not in text:
+        assert "".join(char for at, char in enumerate(text) if not reader.has_taken(at)) == content
+    return Parts("".join(part.reasoning for part in parts), content)
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "reasoning", "content"),
+    [
+        ("possible", f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Yes.<|return|>", "Hm.", "Yes."),
+        ("possible", f"{FINAL}Yes.", "", "Yes."),
+        ("possible", "Yes, <b>that</b>.", "", "Yes, <b>that</b>."),
+        ("possible", "to be or not", "", "to be or not"),
+        ("possible", "<|start|>" + "x" * 300, "", "<|start|>" + "x" * 300),
+        ("inside", f"Hm.<|end|><|start|>assistant{FINAL}Yes", "Hm.", "Yes"),
+        ("inside", "Hm. <|e", "Hm. <|e", ""),
+        ("off", "and so on<|return|>", "", "and so on"),
+        ("possible", f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+         f"<|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{CALL}", "ab", f"I look.{CALL}"),
+        ("possible", " to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", "", CALL),
+        ("possible", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", CALL[:-8]),
+        ("possible", f"{ANALYSIS}a<|channel|>final<|message|>b", "a", "b"),  # without the end of a message
+        ("possible", f"{FINAL}a<|end|><|start|>assis", "", "a"),
+        ("possible", f"{ANALYSIS}call {CALL[11:20]} inside<|end|>", f"call {CALL[11:20]} inside", ""),
+    ],
+)  # fmt: skip
+def test_channels_are_reasoning_or_content(start: ReasoningStart, text: str, reasoning: str, content: str) -> None:
+    assert read_channels(start, [text]) == read_channels(start, list(text)) == Parts(reasoning, content)
+    for cut in range(len(text)):
+        assert read_channels(start, [text[:cut], text[cut:]]) == Parts(reasoning, content)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [ANALYSIS, FINAL, CALL, "<|end|>", "<|start|>assistant", "<|", "<|channel|>", "a", " to=", "<"]
+        ),
+        max_size=10,
+    ).map("".join),
+    st.sampled_from(get_args(ReasoningStart)),
+    st.lists(st.integers(0, 200), max_size=8),
+)
+def test_channels_are_read_alike_however_they_are_split(text: str, start: ReasoningStart, cuts: list[int]) -> None:
+    assert read_channels(start, split(text, cuts)) == read_channels(start, [text])

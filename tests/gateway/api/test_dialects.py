@@ -1,0 +1,118 @@
+"""Models that write calls and thoughts in their own words, as clients of each API see them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.api.access import WARNING_HEADER
+from gateway.request.prepare import ApiOptions
+from tests.support.adapters import APIS
+from tests.support.api_server import Served, run_api
+from tests.support.chat_templates import REBUILT
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_family
+from tests.support.words import HELLO, TOOLS
+
+CHATS = ("chat", "responses", "messages", "Chat")
+HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|return|>", "<|call|>")
+THOUGHT = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln 🙂"}'
+CITY = 'two\nlines, "quotes" and </parameter> 🙂'
+XML = f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n</function>\n</tool_call>"
+
+
+@contextmanager
+def run_family(folder: Path, name: str, markers: Sequence[str] = (), end: str = "<|end|>") -> Iterator[Served]:
+    write = partial(write_family, template=REBUILT.get(name, CHAT_TEMPLATE), markers=markers, end=end)
+    with run_api(folder, ApiOptions(), write) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_family(tmp_path_factory.mktemp("harmony"), "harmony", HARMONY, "<|return|>") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_family(tmp_path_factory.mktemp("unknown"), "") as served:
+        yield served
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(
+    ("says", "reasoning", "text", "calls"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>Yes.<|return|>", "Hm, <b>.", "Yes.", []),
+        (f"{THOUGHT}{PREAMBLE}{CALL}<|call|>", "Hm, <b>.", "I look.", [("weather", {"city": "Köln 🙂"})]),
+        (CALL, "", "", [("weather", {"city": "Köln 🙂"})]),
+    ],
+)
+def test_channels(
+    harmony: Served, name: str, stream: bool, says: str, reasoning: str, text: str, calls: Sequence[Any]
+) -> None:
+    harmony.engine.reset(harmony.script(says))
+    (choice,) = APIS[name].ask(harmony, {"tools": TOOLS}, stream).choices.values()
+    assert (choice.reasoning, choice.text, choice.called) == (reasoning, text, calls)
+    assert choice.reason == ("tool_calls" if calls else "stop")
+    ends = {harmony.tokenizer.encode(end, add_special_tokens=False)[0] for end in ("<|call|>", "<|return|>")}
+    assert ends <= set(harmony.engine.sent[0]["stop_token_ids"])
+
+
+def test_thoughts_between_calls_go_back(harmony: Served) -> None:
+    harmony.engine.reset(harmony.script("<|channel|>final<|message|>Yes."))
+    call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    said = [
+        *HELLO,
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "noon"},
+    ]
+    outcome = APIS["chat"].send(harmony, {**APIS["chat"].body({}), "messages": said})
+    assert outcome.texts == ["Yes."]
+    prompt = harmony.tokenizer.decode(harmony.engine.sent[0]["prompt_ids"], with_control_tokens=True)
+    assert "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now<|channel|>commentary" in prompt
+
+
+def test_markers_around_an_answer_are_not_text(tmp_path: Path) -> None:
+    template = REBUILT["cohere"] + "{# <|START_THINKING|><|END_THINKING|> #}"
+    tokens = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    with run_api(tmp_path, ApiOptions(), partial(write_family, template=template, tokens=tokens)) as served:
+        served.engine.reset(served.script("{}Hm.{}{}Yes.{}".format(*tokens)))
+        (choice,) = APIS["chat"].ask(served, {}).choices.values()
+        assert (choice.reasoning, choice.text) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", CHATS)
+def test_values_in_xml(tmp_path: Path, name: str, stream: bool) -> None:
+    with run_family(tmp_path, "qwen-xml") as served:
+        served.engine.reset(served.script(f"I look.\n{XML}\n{XML}"))
+        (choice,) = APIS[name].ask(served, {"tools": TOOLS}, stream).choices.values()
+        assert (choice.text, choice.called) == ("I look.", [("weather", {"city": CITY})] * 2)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_template_with_calls_of_its_own_kind(unknown: Served, name: str) -> None:
+    unknown.engine.reset(unknown.script("call weather, Köln"))
+    outcome = APIS[name].ask(unknown, {"tools": TOOLS})
+    assert outcome.texts == ["call weather, Köln"] and outcome.choices[0].reason == "stop"
+    assert "calls are not read" in outcome.headers[WARNING_HEADER]
+    assert '"name": "weather"' in unknown.tokenizer.decode(unknown.engine.sent[0]["prompt_ids"])
+    for choice in ("required", "weather"):
+        refused = APIS[name].ask(unknown, {"tools": TOOLS, "tool_choice": choice})
+        assert "--tool-format" in refused.message and refused.status == 400
+    assert WARNING_HEADER not in APIS[name].ask(unknown, {"tools": TOOLS, "tool_choice": "none"}).headers
+
+
+def test_models_say_how_they_write(harmony: Served, unknown: Served) -> None:
+    (card,) = harmony.http.get("/v1/models").json()["data"]
+    assert (card["tool_format"], card["reasoning_format"]) == ("harmony", "harmony")
+    assert card["tool_format_reason"] == "the chat template writes calls so"
+    (card,) = unknown.http.get("/v1/models").json()["data"]
+    assert (card["tool_format"], card["reasoning_format"]) == ("plain", None)
