@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.text import Text
@@ -22,13 +23,15 @@ from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, HTTP, WAIT_S, Live, ser
 IMAGES = CHECKOUT / "docs" / "images"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TMUX = ("tmux", "-L", f"baton-{Path(tempfile.gettempdir()).name}-screenshots")
-COLUMNS, LINES = 112, 30
+COLUMNS, LINES = 112, 34
 QUESTIONS = (
     "Write a short poem.",
     "Extract the name and age as JSON: Anna is 31 years old and lives in Paris.",
     "What is the capital of France?",
 )
 AGAIN = "What is 12 plus 30?"
+COLOURS = 64  # of a picture: a third of the bytes, and nothing that is seen
+POOL = "--kv-memory-mib=16"  # so that a few clients fill a part of it that is seen
 NUM_BUSY = 12  # clients while the status is shown
 
 
@@ -138,7 +141,7 @@ def shoot_terminal(browser: Browser) -> None:
         chat.wait(answer)
     shoot_text(browser, "terminal", "baton", service.read(), chat.read())
     service.type("C-c")
-    service.wait("$ ")
+    service.wait("decode-0 info drained")
 
 
 def main() -> None:
@@ -147,7 +150,7 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with sync_playwright() as player, terminals():
         browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        with serve("demo", "--decode-workers=2", *HAND_OFF_FLAGS) as live:
+        with serve("demo", "--decode-workers=2", POOL, *HAND_OFF_FLAGS) as live:
             live.wait_until_whole()
             shoot_page(browser, live.url, "page", 1200, "light")
             shoot_page(browser, live.url, "page-dark", 1200, "dark")
@@ -155,6 +158,8 @@ def main() -> None:
             shoot_status(browser, live)
         shoot_terminal(browser)
         browser.close()
+    for path in IMAGES.glob("*.png"):
+        Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
 if __name__ == "__main__":
