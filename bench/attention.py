@@ -23,8 +23,9 @@ from engine.batch import Batch, ForwardRow, build_batch, lay_out
 from engine.input_batch import InputBatch
 from engine.kernels.build import load_kernel
 from engine.kernels.cpu_math import Math
+from engine.kv.pool import Pool, PoolShape
 from engine.staging import Stager
-from wire.kv_layout import LAYERS, pool_sizes
+from wire.kv_layout import LAYERS, KvPart
 from wire.sampling import SamplingParams
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=64, scale=64**-0.5)
@@ -69,16 +70,12 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
         rows.write_pages(row, 0, order[row * pages_each : (row + 1) * pages_each])
     begin = case.context_len - case.query_len
     requests = [ForwardRow(row, begin, case.query_len, 1) for row in range(case.num_sequences)]
-    layer_elements = num_pages * 2 * SHAPE.num_kv_heads * PAGE_TOKENS * SHAPE.head_dim
-    num_layers = max(4, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
-    sizes = pool_sizes(
-        num_pages=num_pages,
-        num_kv_heads=SHAPE.num_kv_heads,
-        num_layers=num_layers,
-        page_tokens=PAGE_TOKENS,
-        head_dim=SHAPE.head_dim,
+    part = KvPart(1, SHAPE.num_kv_heads, SHAPE.head_dim)
+    num_layers = max(
+        4, min(16, CACHE_BYTES // PoolShape(num_pages, (part,), PAGE_TOKENS, dtype).page_bytes // num_pages)
     )
-    pool = torch.empty(sizes, dtype=dtype).normal_()
+    shape = PoolShape(num_pages, (part._replace(num_layers=num_layers),), PAGE_TOKENS, dtype)
+    pool = Pool(shape, CPU, lends=False).tensor.normal_()  # the memory that decode workers have
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
