@@ -23,6 +23,7 @@ from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
+from gateway.tools.call_rows import CALL_ROWS
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import new_reader
 from gateway.tools.request import ToolUse
@@ -247,10 +248,10 @@ class _Choice:
             reasoning=new_reader(reasoning, prompt.reasoning, waits=waits) if reasoning else None,
             text_offset=len(self._echo.text) if self._echo else 0,
         )
-        has_calls = job.tools is not None and job.tools.format.form != "plain"
-        self._calls = (
-            CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools and has_calls else None
-        )
+        self._calls = None
+        if job.tools and job.tools.format.form != "plain":
+            is_trusted = generation.grammar is not None and job.tools.format.name in CALL_ROWS
+            self._calls = CallReader(job.tools, is_trusted=is_trusted)
         # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
         self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
 
