@@ -22,8 +22,8 @@ from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.json_text import JsonText
 from gateway.tools.call_rows import CALL_ROWS
+from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import new_reader
 from gateway.tools.request import ToolUse
