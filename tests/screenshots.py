@@ -30,7 +30,7 @@ QUESTIONS = (
     "What is the capital of France?",
 )
 AGAIN = "What is 12 plus 30?"
-COLOURS = 64  # of a picture: a third of the bytes, and nothing that is seen
+COLOURS = 256  # of a picture: less than half of the bytes
 POOL = "--kv-memory-mib=16"  # so that a few clients fill a part of it that is seen
 NUM_BUSY = 12  # clients while the status is shown
 
