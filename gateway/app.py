@@ -31,7 +31,7 @@ from gateway.text.segments import SegmentEncoder
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.dialect import find_dialect
-from gateway.tools.reasoning import resolve_reasoning
+from gateway.tools.reasoning import REASONING_FORMATS, resolve_reasoning
 from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
@@ -53,6 +53,9 @@ def build_served_model(
     """
     dialect = find_dialect(options.tool_format, tokenizer.tried.probes)
     tokenizer.add_ends(dialect.format.ends if dialect.format else ())
+    reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
+    if dialect.format and dialect.format.has_channels:
+        reasoning = REASONING_FORMATS["harmony"]  # which also reads what is no reasoning
     offload, templates = (others[0].offload, others[0].templates) if others else (Offload(), Templates())
     return ServedModel(
         tokenizer=tokenizer,
@@ -62,7 +65,7 @@ def build_served_model(
         template=templates.add(tokenizer.template),
         images=_build_images(tokenizer, options, offload),
         dialect=dialect,
-        reasoning=resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token),
+        reasoning=reasoning,
         keeps_header=options.keep_billing_header,
         ring=ring,
         names=ServedNames(served_names, adapters, others[0].names.table if others else None),

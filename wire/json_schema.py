@@ -72,7 +72,7 @@ def own_types(schema: Schema) -> frozenset[str]:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(name for name in named if isinstance(name, str))
     about = {key: name for name, keys in _ABOUT.items() for key in keys}
-    implied = [about[key] for key in schema if key in about and (key != "format" or schema[key] in FORMATS)]
+    implied = [about[key] for key in schema if key in about and (key != "format" or str(schema[key]) in FORMATS)]
     return frozenset(implied[:1])
 
 

@@ -79,6 +79,10 @@ class _Writer:
         lines = (line.split(" ::= ", 1) for line in ebnf.split("\n") if " ::= " in line)
         self._rules = {name: [one[0] for one in EBNF_TOKEN.finditer(body) if not one["space"]] for name, body in lines}
         self._ebnf = ebnf
+        for name, tokens in self._rules.items():  # xgrammar writes out a rule that is only a string
+            for at in range(len(tokens) - 2, -1, -1):
+                if name != "basic_string" and tokens[at : at + 2] == ['"\\""', "basic_string_sub"]:
+                    tokens[at : at + 2] = ["basic_string"]
         self._writing = writing
         self._expression = expression
         self._bodies: dict[str, str] = {}  # new rules

@@ -165,6 +165,7 @@ template <int kRows> struct RowBlock : Spans {
     void multiply_values(int64_t begin, int64_t end, int64_t d) {
         float* const to = output + d * kRows;
         const bfloat16* next = pair_values(begin, d);
+        asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
         TILE_LOAD(5, to, 64);
         TILE_LOAD(6, to + 16 * kRows, 64);
         for (int64_t n = begin; n < end; n += 32) {

@@ -40,15 +40,24 @@ function wire() {
   at("talk").addEventListener("click", (event) => { if (event.target !== at("menu")) openSide(false); });
   at("chat").addEventListener("click", () => { at("settings").open = false; });
   addEventListener("pagehide", () => { isLeaving = true; keepDraft(); });
-  addEventListener("pageshow", () => { isLeaving = false; });
+  addEventListener("pageshow", ({ persisted }) => {
+    isLeaving = false;
+    if (persisted) sessionStorage.removeItem("draft"); // it is still in the field
+  });
   addEventListener("storage", listAll); // another tab has changed something
-  const kept = JSON.parse(localStorage.getItem("settings") ?? "{}");
+  const kept = readSettings();
   for (const id of KEPT) {
     at(id).value = kept[id] ?? at(id).value;
     at(id).addEventListener("change", () => {
       localStorage.setItem("settings", JSON.stringify(Object.fromEntries(KEPT.map((one) => [one, at(one).value]))));
     });
   }
+}
+
+// Another page of this origin may have kept something else by this name.
+function readSettings() {
+  try { return JSON.parse(localStorage.getItem("settings")) ?? {}; }
+  catch { return {}; }
 }
 
 function escape() {
@@ -67,7 +76,7 @@ function openSide(isOpen) {
 async function findModel() {
   try {
     models = (await (await call("v1/models")).json()).data;
-    const kept = JSON.parse(localStorage.getItem("settings") ?? "{}").models;
+    const kept = readSettings().models;
     at("models").replaceChildren(...models.map(({ id }) => make("option", { selected: id === kept }, id)));
     at("models-label").hidden = models.length < 2;
     showModel();
@@ -265,7 +274,8 @@ function takeBack(mine, before) {
 
 function body() {
   const system = at("system").value.trim();
-  const messages = chat.messages.filter((one, place) => !isEmpty(one) && !isEmpty(chat.messages[place + 1]))
+  const isCut = (one, place) => isEmpty(one) || (one.role === "user" && isEmpty(chat.messages[place + 1]));
+  const messages = chat.messages.filter((one, place) => !isCut(one, place))
     .map(({ reasoning, figures, ...message }) => message);
   const asked = { model: model()?.id ?? "", messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     stream: true, stream_options: { include_usage: true }, include_timing: true };

@@ -46,7 +46,8 @@ export function keepDraft() {
 }
 
 export function restoreDraft() {
-  [at("prompt").value, attached] = JSON.parse(sessionStorage.getItem("draft") ?? '["", []]');
+  try { [at("prompt").value, attached] = JSON.parse(sessionStorage.getItem("draft") ?? '["", []]'); }
+  catch { [at("prompt").value, attached] = ["", []]; } // another page's
   sessionStorage.removeItem("draft");
   showAttached();
   fitPrompt();

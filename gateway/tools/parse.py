@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gateway.tools.formats import Format, Parameters
 from gateway.tools.json_text import JsonText
-from gateway.tools.values import CONSTANTS, JSON_TYPES, as_value, escaped, value_types
+from gateway.tools.values import CONSTANTS, JSON_TYPES, argument_types, as_value, escaped
 from runtime.peer_input import MAX_JSON_DEPTH
 
 # A call is held back until its arguments are longer than this: if they are malformed by then, it is content. Longer
@@ -35,7 +35,7 @@ _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ESCAPE_PART = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')  # an escape or its beginning
 _HEX = "[0-9a-fA-F]"
-_PYTHON_ESCAPE = re.compile(rf"\\(?:[\\'\"/abfnrtv0]|x{_HEX}{{2}}|u{_HEX}{{4}}|U000{_HEX}{{5}})")
+_PYTHON_ESCAPE = re.compile(rf"\\(?:[\\'\"/abfnrtv0]|x{_HEX}{{2}}|u{_HEX}{{4}}|U00(?:0{_HEX}|10){_HEX}{{4}})")
 _PYTHON_ESCAPE_PART = re.compile(rf"\\(?:[\\'\"/abfnrtv0]|x{_HEX}{{0,2}}|u{_HEX}{{0,4}}|U{_HEX}{{0,8}})?")
 
 _NO_KEY_CHARS = frozenset(":=,{}[]()<>\"'" + _SPACE)
@@ -129,6 +129,7 @@ class CallParser:
         self._format = format
         self._names = frozenset(names)
         self._schemas = schemas
+        self._types_of: dict[tuple[str, str], Collection[str]] = {}  # by call and argument
         self._new_id = new_id
         self._held_chars = 0 if is_trusted else HELD_ARGUMENTS_CHARS
         self._quotes = _QUOTES[format.style]
@@ -136,6 +137,7 @@ class CallParser:
         self._char = _END
         self._held: list[str] = []
         self._events: list[Event] = []
+        self._shown: list[str] = []  # the content after them
         self._call = _Call()  # whose arguments are read
         self._max_held = _ANY_NUMBER  # characters, before that call is emitted
         self._written: _Written | None = None  # those arguments
@@ -152,6 +154,7 @@ class CallParser:
                 self._begin(self._call)
                 self._max_held = _ANY_NUMBER
         self._emit_arguments()
+        self._emit()
         events, self._events = self._events, []
         return events
 
@@ -160,6 +163,7 @@ class CallParser:
         try:
             self._reading.send(_END)
         except StopIteration:
+            self._emit()
             return self._events
         raise AssertionError("the reading ends with the text")
 
@@ -171,15 +175,19 @@ class CallParser:
 
     def _show(self) -> None:
         """Emits the held text as content."""
-        text, last = self._drop(), self._events[-1] if self._events else None
-        if isinstance(last, Content):
-            self._events[-1] = Content(last.text + text)
-        elif text:
-            self._events.append(Content(text))
+        self._shown += self._held
+        self._held.clear()
+
+    def _emit(self, *events: Event) -> None:
+        """Emits what is shown, and then events."""
+        if self._shown:
+            self._events.append(Content("".join(self._shown)))
+            self._shown.clear()
+        self._events += events
 
     def _begin(self, call: _Call) -> CallBegin:
         call.begun = CallBegin(self.num_calls, self._new_id(), call.name)
-        self._events.append(call.begun)
+        self._emit(call.begun)
         self.num_calls += 1
         return call.begun
 
@@ -195,7 +203,7 @@ class CallParser:
         if text:
             call.arguments = call.arguments or []
             call.arguments.append(text)
-            self._events.append(Arguments(call.begun.index, text))
+            self._emit(Arguments(call.begun.index, text))
 
     def _end(self, call: _Call, is_whole: bool) -> bool:
         """Emits a call that was held back, or ends one that was streamed. Returns `is_whole`."""
@@ -204,9 +212,9 @@ class CallParser:
             self._drop()
             if begun is None:
                 begun, arguments = self._begin(call), arguments or "{}"
-                self._events.append(Arguments(begun.index, arguments))
+                self._emit(Arguments(begun.index, arguments))
         if begun is not None:
-            self._events.append(CallEnd(begun.index, begun.id, begun.name, arguments, is_whole))
+            self._emit(CallEnd(begun.index, begun.id, begun.name, arguments, is_whole))
             self.are_whole &= is_whole
         return is_whole
 
@@ -337,7 +345,7 @@ class CallParser:
             self._max_held = len(self._held) + self._held_chars
         parameters = self._format.parameters
         if parameters is not None:
-            is_whole = yield from self._parameters(parameters, self._types(call.name))
+            is_whole = yield from self._parameters(parameters, call.name)
         else:
             is_whole = bool((yield from self._value()))
         self._emit_arguments(is_last=True)
@@ -348,14 +356,15 @@ class CallParser:
 
     # XML.
 
-    def _types(self, name: str) -> Mapping[str, Collection[str]]:
-        """Each argument's types."""
-        schema = self._schemas.get(name, {})
-        properties = schema.get("properties")
-        given = properties.items() if isinstance(properties, Mapping) else ()
-        return {key: value_types(part, schema) for key, part in given}
+    def _types(self, name: str, key: str) -> Collection[str]:
+        """An argument's types."""
+        if (name, key) not in self._types_of:
+            self._types_of[name, key] = (
+                argument_types(self._schemas[name], key) if name in self._schemas else JSON_TYPES
+            )
+        return self._types_of[name, key]
 
-    def _parameters(self, form: Parameters, types: Mapping[str, Collection[str]]) -> _Reading[bool]:
+    def _parameters(self, form: Parameters, name: str) -> _Reading[bool]:
         self._copy(False)
         self._write("{")
         separator = ""
@@ -368,7 +377,7 @@ class CallParser:
                 between = yield from self._one_of(*form.between)
             if not key or not between:
                 return False
-            kinds = types.get(key, JSON_TYPES)
+            kinds = self._types(name, key)
             if len(form.between) > 1:
                 kinds = ("string",) if between == form.between[0] else JSON_TYPES - {"string"}
             self._write(f'{separator}"{escaped(key)}": ')
@@ -598,6 +607,9 @@ class CallParser:
                 self._write(escaped(part))
             elif self._char == "\\" and self._format.style == "python":
                 part = yield from self._take_while(_PYTHON_ESCAPE_PART.fullmatch)
+                if part == "\\" and self._char not in (_END, "x", "u", "U", "\n"):  # Python keeps unknown escapes
+                    self._write("\\\\")
+                    continue
                 if not _PYTHON_ESCAPE.fullmatch(part):
                     return ""
                 is_json = part[1] in 'u/"\\bfnrt'

@@ -1,7 +1,7 @@
 """Arguments that a model writes as plain text, as in XML: which types they may have, and their JSON. Pure."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from gateway.tools.json_text import check_depth
@@ -9,25 +9,59 @@ from wire.json_schema import deciding, find_target, own_types
 
 JSON_TYPES = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python write them
-_MOST_STEPS = 8  # of references and choices in one another
+_MOST_PARTS = 1024  # of a schema, that are looked at for one value
 
 
-def value_types(schema: Any, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> frozenset[str]:
+def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The types that a value may have; all where the schema does not tell. `root`: what its references are in."""
-    if not isinstance(schema, Mapping) or not steps:
-        return JSON_TYPES
-    key = deciding(schema)
-    given = schema.get(key) if key else None
-    if key == "$ref":
-        return value_types(find_target(root, str(given)), root, steps - 1)
-    if key == "const":
-        return frozenset((_type_of(given),))
-    if key == "enum" and isinstance(given, list):
-        return frozenset(map(_type_of, given)) or JSON_TYPES
-    if key in ("anyOf", "oneOf") and isinstance(given, list):
-        return frozenset().union(*[value_types(one, root, steps - 1) for one in given]) or JSON_TYPES
-    types = own_types(schema) & JSON_TYPES
-    return types | {"integer"} if "number" in types else types or JSON_TYPES
+    found = set[str]()
+    for part in _ends(schema, root):
+        key = deciding(part)
+        own = own_types(part) & JSON_TYPES
+        if key == "const":
+            found.add(_type_of(part["const"]))
+        elif key == "enum" and isinstance(part["enum"], list):
+            found |= set(map(_type_of, part["enum"]))
+        elif own:
+            found |= own | ({"integer"} if "number" in own else set())
+        else:
+            return JSON_TYPES
+    return frozenset(found) or JSON_TYPES
+
+
+def argument_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The types of one argument. `schema`: that of all."""
+    found = frozenset[str]()
+    for part in _ends(schema, schema):
+        properties = part.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            found |= value_types(properties[name], schema)
+        elif not properties:
+            found |= value_types(part.get("additionalProperties"), schema)
+    return found or JSON_TYPES
+
+
+def _ends(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What decides behind references and choices; {} where that is not known, or takes too long."""
+    left, seen = [schema], set[int]()
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if not isinstance(part, Mapping) or len(seen) > _MOST_PARTS:
+            yield {}
+            return
+        key = deciding(part)
+        given = part.get(key) if key else None
+        if key == "$ref":
+            left.append(find_target(root, str(given)))
+        elif key in ("anyOf", "oneOf") and isinstance(given, list) and given:
+            left += given
+        elif key == "allOf" and isinstance(given, list) and given:
+            left.append(given[0])
+        else:
+            yield part
 
 
 def as_value(text: str, types: Collection[str]) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,11 +46,18 @@ def start(command: Command, log: Path) -> subprocess.Popen[bytes]:
 
 
 def stop(servers: list[subprocess.Popen[bytes]]) -> None:
-    for server in servers:
-        os.killpg(server.pid, signal.SIGINT)
-    for server in servers:
-        server.wait(STOP_S)
-    servers.clear()
+    def send(number: int) -> None:
+        for server in servers:
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(server.pid, number)
+
+    send(signal.SIGINT)
+    try:
+        for server in servers:
+            server.wait(STOP_S)
+    finally:
+        send(signal.SIGKILL)  # what is left
+        servers.clear()
 
 
 def run(commands: list[Command]) -> None:

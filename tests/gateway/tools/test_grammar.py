@@ -494,6 +494,32 @@ def test_control_tokens_within_a_budget_are_those_that_answers_may_show(worker: 
     assert shown - {"<think>", "</think>"} == {"<|tool|>", "<|end|>"}
 
 
+PLAIN_TEXTS: Sequence[dict[str, Any]] = (
+    {"type": "string"},
+    {"type": "string", "format": "password"},
+    {"$ref": "#/$defs/S"},
+    {"allOf": [{"type": "string"}]},
+    {"anyOf": [{"$ref": "#/$defs/S"}, {"type": "null"}]},
+)
+
+
+@pytest.mark.parametrize("schema", PLAIN_TEXTS, ids=str)
+@pytest.mark.parametrize("dialect", ["qwen-xml", "glm", "minimax"])
+def test_texts_in_xml_have_no_quotes_however_the_schema_says_text(dialect: str, schema: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"S": {"type": "string"}}}
+    tools, row = (Tool("f", None, parameters),), CALL_ROWS[dialect]
+    grammar = grammar_of(ToolUse(FORMATS[dialect], tools, True, None, True))
+    arguments = {
+        "qwen-xml": "<parameter=x>\na \\d\n</parameter>\n",
+        "minimax": '<parameter name="x">a \\d</parameter>\n',
+        "glm": "<arg_key>x</arg_key>\n<arg_value>a \\d</arg_value>\n",
+    }
+    text = row.before.replace(SPACE, "") + row.begin.replace(NAME, "f") + arguments[dialect] + row.end
+    assert demo().takes(grammar, text) is not None, text
+    ((_, found),) = read(FORMATS[dialect], text + row.after, True, tools)[1]
+    assert json.loads(found) == {"x": "a \\d"}
+
+
 def test_arguments_that_a_dialect_cannot_write_are_refused_by_name() -> None:
     for name, schema, why in (
         ("gemma4", {"properties": {"a": {"properties": {"b c": {}}}}}, "the argument's name 'b c'"),

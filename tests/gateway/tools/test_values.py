@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.values import JSON_TYPES, as_value, value_types
+from gateway.tools.values import JSON_TYPES, argument_types, as_value, value_types
 
 ROOT: dict[str, Any] = {"$defs": {"a": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
 
@@ -24,6 +24,8 @@ UNTYPED: list[Any] = [{}, {"$ref": "#/x"}, {"$ref": "#/$defs/loop"}, {"anyOf": [
         ({"const": None}, {"null"}),
         ({"properties": {}}, {"object"}),
         ({"minLength": 1}, {"string"}),
+        ({"allOf": [{"type": "string"}]}, {"string"}),
+        ({"format": {}}, JSON_TYPES),
         *((schema, JSON_TYPES) for schema in UNTYPED),
         ({"type": "other"}, JSON_TYPES),
         ({"enum": []}, JSON_TYPES),
@@ -31,6 +33,26 @@ UNTYPED: list[Any] = [{}, {"$ref": "#/x"}, {"$ref": "#/$defs/loop"}, {"anyOf": [
 )
 def test_types(schema: Any, types: set[str]) -> None:
     assert value_types(schema, ROOT) == types
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"properties": {"x": {"type": "string"}}}, {"string"}),
+        ({"additionalProperties": {"type": "string"}}, {"string"}),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"x": {"type": "string"}}}}}, {"string"}),
+        ({"anyOf": [{"properties": {"x": {"type": kind}}} for kind in ("string", "null")]}, {"string", "null"}),
+        ({"properties": {"y": {"type": "string"}}}, JSON_TYPES),
+    ],
+)
+def test_types_of_an_argument(schema: dict[str, Any], types: set[str]) -> None:
+    assert argument_types(schema, "x") == types
+
+
+def test_a_schema_of_many_references_is_looked_at_once() -> None:
+    many: dict[str, Any] = {"properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": {}}}
+    many["$defs"]["a"]["anyOf"] = [{"$ref": "#/$defs/a"}] * 20_000  # 20,000^4 ways through it
+    assert argument_types(many, "x") == JSON_TYPES
 
 
 @pytest.mark.parametrize(
