@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from gateway.errors import bad_request
@@ -121,10 +122,17 @@ _REASONING_KEYS = {
 
 def fit_reasoning(message: Message, template: str) -> Message:
     """The reasoning as the template reads it; without it if it does not, as such models are trained to go on so."""
-    key = next((key for key, pattern in _REASONING_KEYS.items() if pattern.search(template)), None)
-    is_read = message["role"] == "assistant" and message.get("reasoning_content") and key
     fitted = _without_reasoning(message)
-    return {**fitted, str(key): message["reasoning_content"]} if is_read else fitted
+    if message["role"] != "assistant" or not message.get("reasoning_content"):
+        return fitted
+    key = _find_key(template)
+    return {**fitted, key: message["reasoning_content"]} if key else fitted
+
+
+@lru_cache(maxsize=64)
+def _find_key(template: str) -> str | None:
+    """What the template calls the reasoning of a message."""
+    return next((key for key, pattern in _REASONING_KEYS.items() if pattern.search(template)), None)
 
 
 def keep_reasoning(messages: Sequence[Message], num_kept: int) -> list[Message]:
