@@ -173,7 +173,7 @@ def test_a_malformed_call_is_content(text: str) -> None:
         ("mistral-args", '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{"a":1}', "", [("now", '{"a":1}')]),
         ("mistral-args", "[TOOL_CALLS]huh[ARGS]{}", None, []),
         ("mistral-args", "[TOOL_CALLS]now[CALL_ID]a{}", None, []),
-        ("llama4", r'[now(a="\d+\.")]', "", [("now", r'{"a":"\\d+\\."}')]),  # Python keeps escapes that it does not know
+        ("llama4", r'[now(a="\d+\.")]', "", [("now", r'{"a":"\\d+\\."}')]),  # Python keeps unknown escapes
         ("llama4", r"[now(a='\'\n\U0010FFFF')]", "", [("now", '{"a":"\'\\n\\udbff\\udfff"}')]),
         ("llama4", r'[now(a="\x4")]', None, []),
     ],
