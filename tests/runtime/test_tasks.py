@@ -77,10 +77,10 @@ async def test_a_thread_does_not_keep_what_it_freed() -> None:
         await returned(lambda: True)
         await asyncio.wrap_future(thread.submit(lambda: len(b"x" * (30 << 20))))
         before = read_mib()
-        blocks = await asyncio.wrap_future(thread.submit(lambda: [b"x" * 100_000 for _ in range(400)]))
-        assert read_mib() - before > 30
+        blocks = await asyncio.wrap_future(thread.submit(lambda: [b"x" * 100_000 for _ in range(2000)]))
+        assert read_mib() - before > 100  # of 191: holes that this process has are filled first
         await asyncio.wrap_future(thread.submit(blocks.clear))
-        await returned(lambda: read_mib() - before < 10)
+        await returned(lambda: read_mib() - before < 30)
 
 
 async def test_cycles_are_collected_though_nothing_is_allocated() -> None:
