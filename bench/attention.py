@@ -70,12 +70,12 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
         rows.write_pages(row, 0, order[row * pages_each : (row + 1) * pages_each])
     begin = case.context_len - case.query_len
     requests = [ForwardRow(row, begin, case.query_len, 1) for row in range(case.num_sequences)]
-    part = KvPart(1, SHAPE.num_kv_heads, SHAPE.head_dim)
-    num_layers = max(
-        4, min(16, CACHE_BYTES // PoolShape(num_pages, (part,), PAGE_TOKENS, dtype).page_bytes // num_pages)
-    )
-    shape = PoolShape(num_pages, (part._replace(num_layers=num_layers),), PAGE_TOKENS, dtype)
-    pool = Pool(shape, CPU, lends=False).tensor.normal_()  # the memory that decode workers have
+
+    def shape_of(num_layers: int) -> PoolShape:
+        return PoolShape(num_pages, (KvPart(num_layers, SHAPE.num_kv_heads, SHAPE.head_dim),), PAGE_TOKENS, dtype)
+
+    num_layers = max(4, min(16, CACHE_BYTES // (num_pages * shape_of(1).page_bytes)))
+    pool = Pool(shape_of(num_layers), CPU, lends=False).tensor.normal_()  # the memory that decode workers have
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)

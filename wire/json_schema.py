@@ -22,6 +22,7 @@ _ABOUT = {  # type |-> keywords about it that grammars follow
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
 }  # fmt: skip
+_TYPE_OF = {key: name for name, keys in _ABOUT.items() for key in keys}
 _OWN = frozenset((*WHOLE, "type", "properties", "items", "prefixItems", "additionalProperties", "patternProperties"))
 _NOTES = frozenset(("title", "description"))
 TEXT_KEYS = ("format", "pattern", "minLength", "maxLength")
@@ -71,8 +72,7 @@ def own_types(schema: Schema) -> frozenset[str]:
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(name for name in named if isinstance(name, str))
-    about = {key: name for name, keys in _ABOUT.items() for key in keys}
-    implied = [about[key] for key in schema if key in about and (key != "format" or str(schema[key]) in FORMATS)]
+    implied = [_TYPE_OF[key] for key in schema if key in _TYPE_OF and (key != "format" or str(schema[key]) in FORMATS)]
     return frozenset(implied[:1])
 
 

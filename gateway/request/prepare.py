@@ -135,8 +135,8 @@ class ServedModel(Prompts):
         # control tokens that calls, reasoning or the grammar use
         visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         visible -= hidden_tokens(dialect)
-        markers = {*(reasoning.markers if reasoning else ()), *(tools.format.markers if tools else ())}
-        visible |= self.tokenizer.control_tokens_in("\n".join(markers))
+        for format in (reasoning, tools.format if tools else None):
+            visible |= self.tokenizer.controls_of(format.markers) if format else frozenset[str]()
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
         age_s = time.perf_counter() - arrived_s
         generations: list[TokenizedRequest] = []

@@ -79,6 +79,7 @@ class Tokenizer:
                 token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
             )
             self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
+            self._controls_of: dict[frozenset[str], frozenset[str]] = {}  # by the markers of a format
             self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on those before
             self.template = ChatTemplate(
                 self._find_template(),
@@ -212,6 +213,12 @@ class Tokenizer:
     def control_tokens_in(self, text: str) -> frozenset[str]:
         """Names of control tokens that occur in the text."""
         return frozenset(written for written in self._control_texts if written in text)
+
+    def controls_of(self, markers: frozenset[str]) -> frozenset[str]:
+        """Names of control tokens in a format's markers; looked up once, as vocabularies have thousands."""
+        if markers not in self._controls_of:
+            self._controls_of[markers] = self.control_tokens_in("\n".join(markers))
+        return self._controls_of[markers]
 
     def decode(self, token_ids: Sequence[int], *, with_control_tokens: bool = False) -> str:
         """Text of the tokens. Releases the GIL (the backend's `decode` does not)."""

@@ -1,4 +1,4 @@
-"""How grammars write each dialect's calls: one row of data for each that can be enforced. `formats.py` reads them.
+"""How grammars write each dialect's calls: one row of data for each that can be enforced, beside its format's.
 
 The texts are those of the models' own chat templates.
 """
@@ -14,14 +14,12 @@ NAME = "NAME"  # in texts: the function's name
 class CallRow:
     """`before`, then of each call `begin ARGUMENTS end`, with `separator` between two, and `after`."""
 
-    trigger: str  # in a text, what follows it is a call
     begin: str
     end: str
     separator: str = ""
     before: str = ""
     after: str = ""
     writing: str = ""  # of arguments that are not JSON: a name of decode_worker/grammar/writings.py
-    is_bare: bool = False  # an answer that begins with a brace is a call; without such a one it has none
     is_single: bool = False  # the answer ends with its first call
     # Around text that is no call. Answers do not show these tokens, unless the reader needs them.
     answer_begin: str = ""
@@ -33,53 +31,51 @@ class CallRow:
 
 _OBJECT = '{"name": "NAME", "arguments": '
 CALL_ROWS: Mapping[str, CallRow] = {
-    "hermes": CallRow("<tool_call>", f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n"),
-    "inline": CallRow("<tool_call>", f"<tool_call>{_OBJECT}", "}</tool_call>"),
+    "hermes": CallRow(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n"),
+    "inline": CallRow(f"<tool_call>{_OBJECT}", "}</tool_call>"),
     "qwen-xml": CallRow(
-        "<tool_call>", "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n", writing="qwen-xml"
+        "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n", writing="qwen-xml"
     ),
-    "glm": CallRow("<tool_call>", "<tool_call>NAME", "</tool_call>", "\n", writing="glm"),
+    "glm": CallRow("<tool_call>NAME", "</tool_call>", "\n", writing="glm"),
     "minimax": CallRow(
-        "<minimax:tool_call>", '<invoke name="NAME">\n', "</invoke>\n",
+        '<invoke name="NAME">\n', "</invoke>\n",
         before="<minimax:tool_call>\n", after="</minimax:tool_call>", writing="minimax",
     ),
     "deepseek-v3": CallRow(
-        "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
         before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
     ),
     "deepseek-v31": CallRow(
-        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
         before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
     ),
     "kimi": CallRow(
-        "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>", "<|tool_call_end|>",
         before="<|tool_calls_section_begin|>", after="<|tool_calls_section_end|>",
     ),
     "harmony": CallRow(  # a stop token, <|call|> or <|return|>, ends the answer
-        "<|channel|>commentary to=", "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "",
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "",
         is_single=True, answer_begin="<|channel|>final<|message|>", after_thought="<|start|>assistant",
         preamble_begin="<|channel|>commentary<|message|>",
         controls=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
     ),
-    "gemma4": CallRow("<|tool_call>", "<|tool_call>call:NAME", "<tool_call|>", writing="gemma"),
+    "gemma4": CallRow("<|tool_call>call:NAME", "<tool_call|>", writing="gemma"),
     "olmo": CallRow(
-        "<function_calls>", "NAME(", ")", "\n", before="<function_calls>", after="</function_calls>", writing="call"
+        "NAME(", ")", "\n", before="<function_calls>", after="</function_calls>", writing="call"
     ),
     "lfm2": CallRow(
-        "<|tool_call_start|>", "NAME(", ")", ", ",
+        "NAME(", ")", ", ",
         before="<|tool_call_start|>[", after="]<|tool_call_end|>", writing="python",
     ),
-    "phi4": CallRow("<|tool_call|>", _OBJECT, "}", ", ", before="<|tool_call|>[", after="]<|/tool_call|>"),
-    "granite": CallRow("<|tool_call|>", _OBJECT, "}", ", ", before="<|tool_call|>[", after="]"),
-    "nemotron": CallRow("<TOOLCALL>", _OBJECT, "}", ", ", before="<TOOLCALL>[", after="]</TOOLCALL>"),
+    "phi4": CallRow(_OBJECT, "}", ", ", before="<|tool_call|>[", after="]<|/tool_call|>"),
+    "granite": CallRow(_OBJECT, "}", ", ", before="<|tool_call|>[", after="]"),
+    "nemotron": CallRow(_OBJECT, "}", ", ", before="<TOOLCALL>[", after="]</TOOLCALL>"),
     "cohere": CallRow(
-        "<|START_ACTION|>", '\n    {"tool_call_id": "#", "tool_name": "NAME", "parameters": ', "}", ",",
+        '\n    {"tool_call_id": "#", "tool_name": "NAME", "parameters": ', "}", ",",
         before="<|START_ACTION|>[", after="\n]<|END_ACTION|>",
         answer_begin="<|START_RESPONSE|>", answer_end="<|END_RESPONSE|>",
     ),
-    "mistral": CallRow("[TOOL_CALLS]", _OBJECT, "}", ", ", before=f"[TOOL_CALLS]{SPACE}[", after="]"),
-    "mistral-args": CallRow("[TOOL_CALLS]", "[TOOL_CALLS]NAME[ARGS]", ""),
-    "llama3": CallRow("<|python_tag|>", '{"name": "NAME", "parameters": ', "}", "; ", is_bare=True),
+    "mistral": CallRow(_OBJECT, "}", ", ", before=f"[TOOL_CALLS]{SPACE}[", after="]"),
+    "mistral-args": CallRow("[TOOL_CALLS]NAME[ARGS]", ""),
+    "llama3": CallRow('{"name": "NAME", "parameters": ', "}", "; "),
 }  # fmt: skip

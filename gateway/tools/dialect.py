@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gateway.tools.formats import FORMATS, PLAIN, Format
@@ -74,7 +75,7 @@ def find_dialect(setting: str, rendered: Sequence[str]) -> Dialect:
 def _fit(format: Format, rendered: Sequence[str]) -> Format:
     """The format with what the template wants of history."""
     reads = [_reads(format, text) for text in rendered]
-    return format.with_text() if any(reads) and reads.index(True) == _TEXT_PROBE else format
+    return replace(format, takes_text=True) if any(reads) and reads.index(True) == _TEXT_PROBE else format
 
 
 def _reads(format: Format, text: str) -> bool:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Form = Literal["object", "array", "named", "list", "plain"]
@@ -42,7 +42,6 @@ class Format:
     name_key: str = "name"
     arguments_key: str = "arguments"
     layout: str = ""  # text that the model writes after the opener and before the closer
-    separator: str = ""  # text that it writes between calls
     # An answer may begin with a call without opener; more calls follow after ";". The grammar writes this form.
     is_bare: bool = False
     call: str = ""
@@ -71,10 +70,6 @@ class Format:
         """The first character of a call without opener; empty if that is any."""
         return {"object": "{", "list": "["}.get(self.form, "")
 
-    def with_text(self) -> "Format":
-        """For a template that wants arguments as text."""
-        return replace(self, takes_text=True)
-
 
 _GEMMA_QUOTE = '<|"|>'
 # What a template that shows tools, but none of the rows, gets: no calls are read, none can be enforced.
@@ -84,7 +79,7 @@ FORMATS: Mapping[str, Format] = {
     item.name: item
     for item in (
         # Qwen 2.5 and 3, Hermes, SmolLM3, EXAONE 4, Granite 4
-        Format("hermes", "object", "<tool_call>", "</tool_call>", layout="\n", separator="\n"),
+        Format("hermes", "object", "<tool_call>", "</tool_call>", layout="\n"),
         # the same in one line: the demo model
         Format("inline", "object", "<tool_call>", "</tool_call>"),
         # Qwen3-Coder, Qwen 3.5, Nemotron 3
@@ -94,7 +89,6 @@ FORMATS: Mapping[str, Format] = {
             "<tool_call>",
             "</tool_call>",
             layout="\n",
-            separator="\n",
             call="<function=",
             args_marker=">",
             style="xml",
@@ -105,7 +99,6 @@ FORMATS: Mapping[str, Format] = {
             "glm",
             "named",
             "<tool_call>",
-            separator="\n",
             style="xml",
             parameters=Parameters("<arg_key>", ("</arg_key>\n<arg_value>",), "</arg_value>", "</tool_call>"),
             ends=("<|observation|>",),
@@ -116,7 +109,6 @@ FORMATS: Mapping[str, Format] = {
             "named",
             "<minimax:tool_call>",
             "</minimax:tool_call>",
-            separator="\n",
             call='<invoke name="',
             args_marker='">',
             style="xml",
@@ -128,7 +120,6 @@ FORMATS: Mapping[str, Format] = {
             "named",
             "<｜DSML｜function_calls>",
             "</｜DSML｜function_calls>",
-            separator="\n",
             call='<｜DSML｜invoke name="',
             args_marker='">',
             style="xml",
@@ -145,7 +136,6 @@ FORMATS: Mapping[str, Format] = {
             "named",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
-            separator="\n",
             call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             args_marker="```json",
             call_end="```\n<｜tool▁call▁end｜>",
@@ -195,15 +185,15 @@ FORMATS: Mapping[str, Format] = {
             ends=("<|tool_response>",),
         ),
         # OLMo 3
-        Format("olmo", "named", "<function_calls>", "</function_calls>", separator="\n", style="python"),
+        Format("olmo", "named", "<function_calls>", "</function_calls>", style="python"),
         # LFM2
-        Format("lfm2", "list", "<|tool_call_start|>", "<|tool_call_end|>", separator=", ", style="python"),
+        Format("lfm2", "list", "<|tool_call_start|>", "<|tool_call_end|>", style="python"),
         # Phi-4-mini
-        Format("phi4", "array", "<|tool_call|>", "<|/tool_call|>", separator=", "),
+        Format("phi4", "array", "<|tool_call|>", "<|/tool_call|>"),
         # Granite 3
-        Format("granite", "array", "<|tool_call|>", separator=", "),
+        Format("granite", "array", "<|tool_call|>"),
         # Nemotron-H, Nemotron Nano 2
-        Format("nemotron", "array", "<TOOLCALL>", "</TOOLCALL>", separator=", "),
+        Format("nemotron", "array", "<TOOLCALL>", "</TOOLCALL>"),
         # Command R7B, Command A
         Format(
             "cohere",
@@ -212,10 +202,9 @@ FORMATS: Mapping[str, Format] = {
             "<|END_ACTION|>",
             name_key="tool_name",
             arguments_key="parameters",
-            separator=", ",
         ),
         # Mistral's tokenizers up to version 7
-        Format("mistral", "array", "[TOOL_CALLS]", separator=", ", num_id_chars=9),
+        Format("mistral", "array", "[TOOL_CALLS]", num_id_chars=9),
         # from version 11 on: Magistral, Ministral 3
         Format(
             "mistral-args", "named", "[TOOL_CALLS]", args_marker="[ARGS]", id_marker="[CALL_ID]", num_id_chars=9
@@ -226,12 +215,11 @@ FORMATS: Mapping[str, Format] = {
             "object",
             "<|python_tag|>",
             arguments_key="parameters",
-            separator="; ",
             is_bare=True,
             has_one_call=True,
             ends=("<|eom_id|>",),
         ),
         # Llama 4
-        Format("llama4", "list", "<|python_start|>", "<|python_end|>", separator=", ", is_bare=True, style="python"),
+        Format("llama4", "list", "<|python_start|>", "<|python_end|>", is_bare=True, style="python"),
     )
 }  # fmt: skip

@@ -24,7 +24,7 @@ _PLACES: Mapping[str, _Node] = {
     SPACE: {"type": "optional", "content": {"type": "const_string", "value": " "}},
     NUMBER: {"type": "regex", "pattern": "[0-9]{1,3}"},
 }
-_PLAIN = CallRow("", "", "")
+_PLAIN = CallRow("", "")
 _MAX_BUDGET = 2**31 - 1  # of xgrammar
 
 
@@ -63,12 +63,12 @@ def call_grammar(
             _tag(row.preamble_begin, _text(row, budgeted, "<|end|>"), "<|end|>"), _const(row.after_thought)
         )
         return _grammar(_or(_content(row, text), _sequence(_optional(preamble), calls)))
-    if row.is_bare:  # any text; without an opener the first character must show that it is a call
-        text["excludes"] += [row.trigger]
+    if use.format.is_bare:  # any text; without an opener the first character must show that it is a call
+        text["excludes"] += [use.format.opener]
         return _grammar(_or(calls, _optional(_sequence({"type": "regex", "pattern": r"[^{<\s]"}, text))))
     in_text = {
         "type": "triggered_tags",
-        "triggers": [row.trigger],
+        "triggers": [use.format.opener],
         "tags": tags,
         "stop_after_first": bool(row.before) or not use.is_parallel,
         "excludes": text["excludes"],

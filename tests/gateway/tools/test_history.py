@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_text_beside_a_thought_and_a_call_is_part_of_the_thought_in_harmony() ->
 
 def test_arguments_are_text_where_the_template_wants_that() -> None:
     asked: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [template_call("a", "f", {"ü": 1})]}
-    (fitted,) = fit_calls([asked], FORMATS["deepseek-v31"].with_text())
+    (fitted,) = fit_calls([asked], replace(FORMATS["deepseek-v31"], takes_text=True))
     assert fitted["tool_calls"][0]["function"]["arguments"] == '{"ü": 1}'
     assert fit_calls([asked], FORMATS["deepseek-v31"]) == [asked]
 

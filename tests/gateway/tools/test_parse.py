@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gateway.tools.call_rows import CALL_ROWS
 from gateway.tools.formats import FORMATS, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 from tests.support.texts import Call, joined, split, summary
@@ -29,13 +30,14 @@ def write(format: Format, calls: Sequence[Call]) -> str:
     """Write calls as a model does."""
     if format.form == "named":
         return "".join(f"{format.opener}{name}{format.args_marker}{arguments}" for name, arguments in calls)
+    separator = CALL_ROWS[format.name].separator
     objects = [f'{{"name": "{name}", "{format.arguments_key}": {arguments}}}' for name, arguments in calls]
     if format.form == "array":
-        return f"{format.opener}[{format.separator.join(objects)}]"
+        return f"{format.opener}[{separator.join(objects)}]"
     if format.is_bare:
-        return format.separator.join(objects)
+        return separator.join(objects)
     layout = format.layout
-    return format.separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
+    return separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
 
 
 # test_dialect.py has the others, written by chat templates
