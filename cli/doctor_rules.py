@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from engine.attention.modules import BuiltAhead, find_gap, runs_on
+from engine.cuda.modules import BuiltAhead, find_gap, runs_on
 from runtime.config import ServeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import VISIBLE

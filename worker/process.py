@@ -11,8 +11,8 @@ import structlog
 import torch
 import uvloop
 
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, Place, build_engine, choose_device
-from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from engine.image_rows import place_images
+from engine.vision.image_rows import place_images
 from protos import decode_pb2, kv_pb2
 from runtime import rpc
 from runtime.hardware import num_cores

@@ -17,8 +17,8 @@ from cli.doctor import show
 from cli.doctor_plan import judge
 from cli.doctor_probe import examine_flashinfer, examine_machine, find_modules, read_architectures
 from cli.doctor_rules import GpuFacts, Machine, Model, Row
-from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
+from engine.cuda.modules import BuiltAhead, name_modules
 from engine.models.config import ModelConfig
 from runtime.config import ServeConfig
 from runtime.settings import field_names

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine.cuda.gpu import GpuPages
 from engine.kv import pool as pool_module
-from engine.kv.gpu import GpuPages
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.memory_file import PeerFile

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import grpc
 import pytest
 
+from engine.adapters.peft import find_digest
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, build_engine
-from engine.layers.adapters import AdapterLimits
-from engine.models.peft import find_digest
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.rpc import open_channel
 from tests.support.checkpoints import write_checkpoint, write_tokenizer

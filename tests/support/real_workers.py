@@ -23,14 +23,14 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.cuda.gpu import Gpu
+from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
-from engine.graph_shapes import Shape
-from engine.image_rows import ImageRules
 from engine.input_batch import InputBatch
-from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
 from engine.runner import Launched, ModelOutput, Runner
+from engine.vision.image_rows import ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
