@@ -24,7 +24,7 @@ from engine.out_of_memory import end_process
 from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
-from worker.rank_ring import RingFollower, RingLeader
+from worker.ranks.ring import RingFollower, RingLeader
 
 log = structlog.get_logger()
 
