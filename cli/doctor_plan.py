@@ -13,8 +13,8 @@ from runtime.config_parts import GPU_SHARE
 from runtime.gpus import find_card
 from runtime.settings import ConfigError
 from wire.kv_layout import page_bytes_of
-from worker.limits import limits_of
-from worker.pool_size import PoolPlan, plan_pools
+from worker.startup.limits import limits_of
+from worker.startup.pool_size import PoolPlan, plan_pools
 
 
 def judge(config: ServeConfig, machine: Machine, *models: Model | Exception) -> list[Row]:

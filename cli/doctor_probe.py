@@ -34,8 +34,8 @@ from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
 from wire.kv_layout import PagePart
 from wire.names import MTP
-from worker.device_limits import read_headers
-from worker.models import check_models
+from worker.startup.device_limits import read_headers
+from worker.startup.models import check_models
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 

@@ -10,7 +10,7 @@ from runtime.config import ServeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import VISIBLE
 from wire.kv_layout import PagePart
-from worker.limits import ModelShape
+from worker.startup.limits import ModelShape
 
 GIB = 1 << 30
 OTHER_MEMORY_BYTES = 4 * GIB  # KV and processes

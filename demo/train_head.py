@@ -27,7 +27,7 @@ from demo.head_text import Text, read_text, write_text
 from demo.train import rate_at
 from engine.formats.gguf_folder import gguf_cache
 from runtime.config_parts import SMOLLM2
-from worker.models import locate_model
+from worker.startup.models import locate_model
 
 app = App(help=__doc__)
 STEPS = 4  # of a chain in training

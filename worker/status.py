@@ -14,16 +14,16 @@ from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
-from worker.adapter_loader import AdapterLoader, AdapterRefusedError
-from worker.adapters import NoSlotError, UnknownAdapterError
-from worker.images import ImageEncoder
-from worker.kv_tiers import KVTiers
+from worker.adapters.loader import AdapterLoader, AdapterRefusedError
+from worker.adapters.slots import NoSlotError, UnknownAdapterError
+from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
 from worker.scheduler import OverGoalError
 from worker.sequences import Sequence, SequenceParams
 from worker.thread import EngineThread
+from worker.tiers.files import KVTiers
 
 _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -54,7 +54,7 @@ from tests.support.instruction_sets import link_kernels
 from tests.support.lora import write_adapter
 from tests.support.quantised import write_models
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
-from worker.models import check_models
+from worker.startup.models import check_models
 
 LIMITS = Limits(cpu_s=60.0, wall_s=150.0, memory_bytes=12 << 30)
 TEXTS = ("tokenizer.json", "tokenizer_config.json")

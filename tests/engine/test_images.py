@@ -32,8 +32,8 @@ from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
 from tests.support.families import FAMILIES, IMAGE
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
-from worker.rank_ring import RingFollower, RingLeader, open_ring
-from worker.ranks import Leader, LedInputBatch, follow
+from worker.ranks.leader import Leader, LedInputBatch, follow
+from worker.ranks.ring import RingFollower, RingLeader, open_ring
 
 CPU = torch.device("cpu")
 PAGE_TOKENS, NUM_PAGES, NUM_NEW = 8, 40, 6

@@ -38,7 +38,7 @@ from tests.support.real_workers import (
     prefill_worker,
 )
 from wire.kv_layout import TEST_BYTES
-from worker import kv_peers
+from worker.peers import kv_peers
 
 GPU_PROCESS = (*COMMAND, "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]

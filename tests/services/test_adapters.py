@@ -204,7 +204,7 @@ async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> 
             patched.setattr(loader, "_children", SimpleNamespace(load_adapter=lambda *_: [fail()]))
             code, detail = await refusal(load(stub, adapters.folders[0]))
             assert (code, detail) == (grpc.StatusCode.INVALID_ARGUMENT, "rank 1: disk on fire")
-            patched.setattr("worker.adapter_loader.MOST_BYTES", 100)
+            patched.setattr("worker.adapters.loader.MOST_BYTES", 100)
             code, detail = await refusal(load(stub, adapters.folders[0]))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "unload others" in detail
         await asyncio.wait_for(until_freed(loader._engine), PATIENCE_S)

@@ -29,13 +29,14 @@ from tests.simulator.prefill import HandOver, Lent, SimPrefill
 from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
-from worker import kv_cache, rank_reads, receiving
+from worker import kv_cache, receiving
 from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
+from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1

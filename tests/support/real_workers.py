@@ -48,7 +48,7 @@ from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
-from worker.kv_peers import KVPeers
+from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
 from worker.process import Worker, build_worker
 from worker.scheduler import Scheduler, num_rows_for

@@ -24,8 +24,8 @@ from tests.support.vision import picture
 from wire.images import ImageSpan
 from wire.page_keys import PageKey, page_keys, root_key
 from wire.sampling import SamplingParams
-from worker import images as images_module
-from worker.images import ImageEncoder
+from worker.images import encoder as images_module
+from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
 from worker.receiving import expire

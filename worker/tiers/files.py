@@ -22,8 +22,8 @@ from worker.kv_cache import Restore, RestorePlan, plan_restore
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.process import Worker
-from worker.reading import Reading
 from worker.thread import EngineThread
+from worker.tiers.reading import Reading
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
 NICE = 10  # of the thread that writes: steps go first

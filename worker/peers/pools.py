@@ -1,6 +1,6 @@
 """One pool of a worker, of pages or of slots, over all its ranks: described to peers, read into, and checksummed.
 
-The other ranks' processes do their part when rank 0 asks them (rank_children.py).
+The other ranks' processes do their part when rank 0 asks them (ranks/children.py).
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from runtime.trust import Trust
 from wire.kv_layout import KvPart
 from wire.page_keys import NamedPage
 from wire.private_folders import UnsafeFolderError
-from worker.rank_children import RankChildren
-from worker.rank_reads import RanksReader, find_failure
+from worker.ranks.children import RankChildren
+from worker.ranks.reads import RanksReader, find_failure
 
 
 class PageBytes(NamedTuple):

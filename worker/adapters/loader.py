@@ -10,9 +10,9 @@ from engine.adapters.peft import WEIGHTS, find_digest
 from engine.adapters.slots import HostAdapter
 from engine.engine import Engine
 from runtime.hardware import available_memory_bytes
-from worker.adapters import AdapterSlots
-from worker.rank_children import RankChildren
-from worker.rank_reads import run_all
+from worker.adapters.slots import AdapterSlots
+from worker.ranks.children import RankChildren
+from worker.ranks.reads import run_all
 from worker.thread import EngineThread
 
 log = structlog.get_logger()

@@ -1,6 +1,6 @@
 """A rank of a worker other than 0: follows rank 0's steps, and serves its part of the pages or reads into it.
 
-    python -m worker.rank_main FD
+    python -m worker.ranks.main FD
 
 It ends when rank 0 hangs up, and with the thread that started it.
 """
@@ -28,12 +28,12 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
-from worker import rank_children as calls
-from worker.adapter_loader import read_adapter
+from worker.adapters.loader import read_adapter
+from worker.peers.pools import RankedPool, build_pools
 from worker.process import build_rank_engine, choose_rank_device
-from worker.rank_ring import RingFollower
-from worker.ranked_pool import RankedPool, build_pools
-from worker.ranks import follow
+from worker.ranks import children as calls
+from worker.ranks.leader import follow
+from worker.ranks.ring import RingFollower
 
 log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}

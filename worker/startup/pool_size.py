@@ -7,7 +7,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card
 from runtime.settings import ConfigError
-from worker.limits import (
+from worker.startup.limits import (
     MIB,
     SLOTS_EACH,
     SLOTS_SHARE,
@@ -68,7 +68,7 @@ def resolve_pools(
 ) -> tuple[int, int]:
     """Pages and slots: `kv_memory_mib` if set, else `max_running` full contexts within the worker's share of memory.
 
-    `config`: completed by worker/limits.py. `page_bytes`, `slot_bytes`: of one rank; slots take at most half of the
+    `config`: completed by limits.py. `page_bytes`, `slot_bytes`: of one rank; slots take at most half of the
     memory. `room`: of a rank's GPU; None on a CPU, where `host_bytes` are free for all ranks. Raises ConfigError if
     one sequence has not enough slots, or not even one full context fits.
     """

@@ -1,4 +1,4 @@
-"""Asks the device and the checkpoint for what worker/limits.py decides by, and says in the log what came of it."""
+"""Asks the device and the checkpoint for what limits.py decides by, and says in the log what came of it."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from runtime.config_parts import NO_DRAFT
 from runtime.gpus import find_card
 from runtime.hardware import available_memory_bytes
 from wire.names import MTP, KvDType, Quantization
-from worker.limits import (
+from worker.startup.limits import (
     MIB,
     SHRINKS_TO,
     ConfigT,
@@ -31,7 +31,7 @@ from worker.limits import (
     shape_of,
     with_context,
 )
-from worker.pool_size import resolve_pools
+from worker.startup.pool_size import resolve_pools
 
 log = structlog.get_logger()
 

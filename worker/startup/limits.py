@@ -35,7 +35,7 @@ SESSION_TOKENS = 512  # of an average answer halfway, with its prompt
 LEAST_SESSIONS, MOST_SESSIONS = 16, 1024  # the host plans a step of 1024 in 4 ms (bench/host.py); their KV takes longer
 ROWS_SHARE = 1 / 8  # of the room for KV, at most, that rows take
 
-SLOTS_EACH = 4  # slots of state for a sequence: worker/states.py needs 3, the rest are checkpoints
+SLOTS_EACH = 4  # slots of state for a sequence: worker/states/slots.py needs 3, the rest are checkpoints
 SLOTS_SHARE = 0.5  # of the memory for KV and states, at most
 
 MOST_GRAPH_ROWS = 512  # above, a step's KV takes the GPU longer than the launches take the host

@@ -24,7 +24,7 @@ from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
-from worker.rank_ring import RingFollower, RingLeader
+from worker.ranks.ring import RingFollower, RingLeader
 
 log = structlog.get_logger()
 

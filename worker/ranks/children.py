@@ -1,7 +1,7 @@
 """Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
 
 A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
-`rank_ring.py`; the calls here, beside the steps, through `runtime/child.py`.
+`ring.py`; the calls here, beside the steps, through `runtime/child.py`.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from protos import kv_pb2
 from runtime.child import ChildServer, describe_exit
 from runtime.config import DecodeConfig, PrefillConfig
 from wire.page_keys import NamedPage
-from worker.rank_reads import run_all
-from worker.rank_ring import RingLeader, open_ring
+from worker.ranks.reads import run_all
+from worker.ranks.ring import RingLeader, open_ring
 
 log = structlog.get_logger()
 
@@ -95,7 +95,7 @@ class RestorePages(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in ranks.py)."""
+    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in leader.py)."""
 
     key: str
     folder: str
@@ -150,7 +150,7 @@ class RankChildren:
                 list(ring_fds), self.pool_fds,
             )  # fmt: skip
             fds = (*self.pool_fds, *ring_fds)
-            child: ChildServer[Ready | Done] = ChildServer("worker.rank_main", start, Ready | Done, fds)
+            child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
             child.ended.add_done_callback(partial(self._on_end, rank, child))
             self._children.append(child)
 
