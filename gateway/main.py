@@ -184,7 +184,6 @@ def _build_models(
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
-        keep_billing_header=config.keep_billing_header,
         max_image_pixels=config.image_limit_pixels,
         image_hosts=config.allow_image_url,
         itl_goal_s=config.itl_goal_ms / 1e3,

@@ -8,7 +8,7 @@ import grpc
 import structlog
 
 from gateway.router.adapters import Adapter, AdapterRegistry
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.malformed import ask_twice
 
 log = structlog.get_logger()
@@ -25,7 +25,7 @@ class WorkerAdapters:
         self,
         registry: AdapterRegistry,
         address: str,
-        stub: prefill_pb2_grpc.PrefillStub | decode_pb2_grpc.DecodeStub,
+        stub: worker_pb2_grpc.WorkerStub,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loaded: frozenset[str] = frozenset()  # digests
@@ -41,7 +41,7 @@ class WorkerAdapters:
         self._failures: dict[str, tuple[str, float]] = {}  # digest |-> why it is not loaded, when it is tried again
         self._woken = asyncio.Event()
 
-    def learn(self, status: decode_pb2.WorkerStatus) -> None:
+    def learn(self, status: worker_pb2.WorkerStatus) -> None:
         """The worker's latest status."""
         if status.peer.incarnation != self._incarnation:
             self._incarnation = status.peer.incarnation
@@ -103,7 +103,7 @@ class WorkerAdapters:
 
     async def load(self, name: str, path: str, digest: str = "") -> str:
         """Returns the digest of what the folder has; `digest`: what it must have. Raises grpc.aio.AioRpcError."""
-        request = decode_pb2.LoadAdapterRequest(name=name, path=path, digest=digest)
+        request = worker_pb2.LoadAdapterRequest(name=name, path=path, digest=digest)
         found = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         self._failures.pop(found, None)
         self._dropped.discard(found)
@@ -116,7 +116,7 @@ class WorkerAdapters:
             self._dropped.discard(digest)
             return
         try:
-            await self._stub.UnloadAdapter(decode_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
+            await self._stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
         except grpc.aio.AioRpcError as error:  # again after the next status
             log.warning("adapter not unloaded", digest=digest, address=self.address, reason=error.details())
         else:

@@ -14,7 +14,7 @@ import pytest
 from engine.adapters.peft import find_digest
 from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, build_engine
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.rpc import open_channel
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB, COUNT = 320, 8
 PROMPT = random_prompt(22, VOCAB, seed=3)
-Stub = decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub
 
 
 class Adapters(NamedTuple):
@@ -83,7 +82,7 @@ class Pair(NamedTuple):
 
     async def load(self, folder: Path, name: str = "name") -> str:
         """On both workers."""
-        (digest,) = {await load(stub, folder, name) for stub in (self.prefill.stub, self.opened.stub)}
+        (digest,) = {await load(stub, folder, name) for stub in (self.prefill.worker, self.opened.worker)}
         return digest
 
     async def answer(self, handle: int, digest: str) -> tuple[list[int], int]:
@@ -106,16 +105,16 @@ async def pair(base: Path, decode_loras: int) -> AsyncIterator[Pair]:
 
 
 async def load(stub: Any, path: Path, name: str = "name", digest: str = "") -> str:
-    request = decode_pb2.LoadAdapterRequest(name=name, path=str(path), digest=digest)
+    request = worker_pb2.LoadAdapterRequest(name=name, path=str(path), digest=digest)
     return str((await stub.LoadAdapter(request, timeout=PATIENCE_S)).digest)
 
 
 async def unload(stub: Any, digest: str) -> None:
-    await stub.UnloadAdapter(decode_pb2.UnloadAdapterRequest(digest=digest), timeout=PATIENCE_S)
+    await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=PATIENCE_S)
 
 
-async def status(stub: Any) -> decode_pb2.WorkerStatus:
-    found: decode_pb2.WorkerStatus = await stub.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+async def status(stub: Any) -> worker_pb2.WorkerStatus:
+    found: worker_pb2.WorkerStatus = await stub.Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
     return found
 
 
@@ -156,25 +155,25 @@ async def test_a_request_without_a_free_slot_waits_and_an_unloaded_adapter_ends_
 
         reason, detail = await refused(2, two)
         assert reason == "slot" and "--max-loras" in detail
-        await unload(opened.stub, one)
-        await unload(opened.stub, one)
+        await unload(opened.worker, one)
+        await unload(opened.worker, one)
         reason, detail = await refused(2, one)
-        assert reason == "adapter" and one in detail and (await status(opened.stub)).peer.address in detail
+        assert reason == "adapter" and one in detail and (await status(opened.worker)).peer.address in detail
         assert await opened.end_of(1) == ("length", "")
         assert opened.tokens[1] == adapters.expected(0, 40), "it has its adapter to its end"
         await opened.ask(2, PROMPT, COUNT, local=100, adapter=two)
         assert await opened.end_of(2) == ("length", "")
         assert opened.tokens[2] == adapters.expected(1)
-        found = await status(opened.stub)
+        found = await status(opened.worker)
         assert (dict(found.adapters), found.max_loras) == ({two: "name"}, 1)
         # the same name with other weights: another digest, so that nothing computed before is found
         shutil.copytree(adapters.folders[1], tmp_path / "name")
-        assert await load(opened.stub, tmp_path / "name", "other name") == two
-        assert dict((await status(opened.stub)).adapters) == {two: "other name"}
-        await unload(opened.stub, two)
+        assert await load(opened.worker, tmp_path / "name", "other name") == two
+        assert dict((await status(opened.worker)).adapters) == {two: "other name"}
+        await unload(opened.worker, two)
         await asyncio.wait_for(until_freed(decode), PATIENCE_S)
         shutil.copytree(adapters.folders[0], tmp_path / "name", dirs_exist_ok=True)
-        assert await load(opened.stub, tmp_path / "name") == one
+        assert await load(opened.worker, tmp_path / "name") == one
         await opened.ask(3, PROMPT, COUNT, local=100, adapter=one)
         assert await opened.end_of(3) == ("length", "")
         assert opened.tokens[3] == adapters.expected(0)
@@ -183,8 +182,8 @@ async def test_a_request_without_a_free_slot_waits_and_an_unloaded_adapter_ends_
 async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> None:
     one, two = (adapters.digest(number) for number in (0, 1))
     async with pair(adapters.base, 0) as workers:
-        prefill, stub = workers.prefill, workers.prefill.stub
-        code, detail = await refusal(load(workers.opened.stub, adapters.folders[0]))
+        prefill, stub = workers.prefill, workers.prefill.worker
+        code, detail = await refusal(load(workers.opened.worker, adapters.folders[0]))
         assert code is grpc.StatusCode.FAILED_PRECONDITION and "--max-loras" in detail
         code, detail = await refusal(load(stub, adapters.folders[0], digest=two))
         assert code is grpc.StatusCode.FAILED_PRECONDITION and one in detail and two in detail
@@ -219,7 +218,7 @@ def test_ranks_have_the_same_adapters(adapters: Adapters) -> None:
         async def scenario() -> None:
             signal, worker = Signal(), cast(Any, SimpleNamespace(address=address))
             async with gateway(worker, signal) as opened, open_channel(address) as channel:
-                stub: Any = decode_pb2_grpc.DecodeStub(channel)
+                stub = worker_pb2_grpc.WorkerStub(channel)
                 for handle, number in enumerate((0, 1, -1, 0, 1), 1):
                     digest = adapters.digest(number)
                     if number >= 0:

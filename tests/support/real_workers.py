@@ -35,7 +35,7 @@ from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import Transport
 from runtime.rpc import bind, new_incarnation, open_channel
@@ -281,6 +281,7 @@ class PrefillWorker:
     sender: KVSender
     service: PrefillService
     stub: prefill_pb2_grpc.PrefillStub
+    worker: worker_pb2_grpc.WorkerStub
     states: Pool | None
 
     def run(self, ticket: kv_pb2.Ticket, prompt: Sequence[int], **others: Any) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
@@ -310,7 +311,7 @@ async def prefill_worker(
         role.loop.chunks = ChunkSizer(chunk_tokens, chunk_tokens)
         yield PrefillWorker(
             worker.me, worker.engine.pool, worker.scheduler, runner, role.metrics, role._sender, role._service,
-            prefill_pb2_grpc.PrefillStub(channel), worker.engine.states,
+            prefill_pb2_grpc.PrefillStub(channel), worker_pb2_grpc.WorkerStub(channel), worker.engine.states,
         )  # fmt: skip
 
 
@@ -319,6 +320,7 @@ class Gateway:
     """The gateway's end: one Steps stream and what it reported."""
 
     stub: decode_pb2_grpc.DecodeStub
+    worker: worker_pb2_grpc.WorkerStub
     name: str
     signal: Signal
     tokens: dict[int, list[int]] = field(default_factory=dict)  # handle |-> tokens
@@ -366,7 +368,7 @@ class Gateway:
 @asynccontextmanager
 async def gateway(worker: DecodeWorker | Process, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
     channel = open_channel(worker.address)
-    opened = Gateway(decode_pb2_grpc.DecodeStub(channel), name, signal)
+    opened = Gateway(decode_pb2_grpc.DecodeStub(channel), worker_pb2_grpc.WorkerStub(channel), name, signal)
     listening = asyncio.create_task(opened.listen())
     try:
         await signal.until(lambda: opened.is_open)

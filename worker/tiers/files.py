@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from protos import decode_pb2
+from protos import worker_pb2
 from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
 from worker.kv_cache import Restore, RestorePlan, plan_restore
@@ -65,7 +65,7 @@ class KVTiers:
     def exist(self) -> bool:
         return bool(self._pools)
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store
