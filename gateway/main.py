@@ -201,7 +201,7 @@ def _build_models(
             own_fleet, own_registry = fleet.parts[name], labelled.add(name)
             names = (name, *(() if models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
-        model = ModelGate(name if can_sleep or labelled else "")
+        model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
         router = routers[name] = _build_router(config, own_fleet, own_registry, gate, model)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
@@ -283,6 +283,6 @@ async def _wait_until_ready(fleet: Fleet, models: Sequence[ServedModel]) -> None
         if is_served and all(worker.was_asked for worker in fleet.workers()):
             is_ready.set()
 
-    fleet.subscribe(look)
+    fleet.changes.follow(look)
     with suppress(TimeoutError):
         await asyncio.wait_for(is_ready.wait(), START_PATIENCE_S)

@@ -28,10 +28,10 @@ class Adapter(NamedTuple):
 class AdapterRegistry:
     """Owns names and uses."""
 
-    named: dict[str, Adapter] = field(default_factory=dict)  # name |-> what requests for it get; pending without digest
-    pending: dict[str, str] = field(default_factory=dict)  # name of --lora |-> why it is not loaded yet
     on_change: Callable[[], None] = lambda: None  # called when workers lack something
     on_drop: Callable[[str], None] = lambda _digest: None  # called with a digest that no worker needs any more
+    named: dict[str, Adapter] = field(default_factory=dict)  # name |-> what requests for it get; pending without digest
+    pending: dict[str, str] = field(default_factory=dict)  # name of --lora |-> why it is not loaded yet
     _uses: Counter[str] = field(default_factory=Counter)  # digest |-> choices that have it; no zeros
     _retired: dict[str, Adapter] = field(default_factory=dict)  # digest |-> in use, without a name
 

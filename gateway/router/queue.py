@@ -4,7 +4,7 @@ Started answers go before new requests, and among them the one whose client has 
 answers that move from one dying worker to the next would always stand behind those that were there before.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,16 +80,24 @@ class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
     def __init__(
-        self, workers: Iterable[PlaceOwner], placer: Placer, max_queue: int, patience_s: float, has_goal: bool = False
+        self,
+        workers: Mapping[Role, Mapping[str, PlaceOwner]],
+        placer: Placer,
+        max_queue: int,
+        patience_s: float,
+        mark: Callable[[], None],
+        has_goal: bool = False,
     ) -> None:
-        """`patience_s`: how long requests wait while no worker can serve, counted from when one last could.
+        """`workers`: by address; they come and go, those without a request's place. `mark`: called when requests that
+        were held back may go on.
 
+        `patience_s`: how long requests wait while no worker can serve, counted from when one last could.
         `has_goal`: requests that would wait for longer than that for a place are refused.
         """
         self.placer = placer
-        self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
-        self._workers: dict[tuple[Role, str], PlaceOwner] = {}
+        self._workers = workers
+        self._mark = mark
         self._max_queue = max_queue
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
@@ -100,16 +108,6 @@ class Queue:
         self._stuck: set[Waiter] = set()  # cannot be placed without a prefill worker, while these workers are alive:
         self._stuck_while: frozenset[str] = frozenset()  # incarnations
         self._num_apart = 0  # admitted and neither in the queue nor placed
-        for worker in workers:
-            self.add(worker)
-
-    def add(self, worker: PlaceOwner) -> None:
-        """It may get requests from now on."""
-        self._workers[worker.role, worker.address] = worker
-
-    def remove(self, worker: PlaceOwner) -> None:
-        """It gets no more. No request has a place there."""
-        del self._workers[worker.role, worker.address]
 
     @property
     def num_tokens_waiting(self) -> int:
@@ -127,7 +125,10 @@ class Queue:
 
     def views(self) -> list[WorkerView]:
         """Of all workers, each once."""
-        return [worker.view() for worker in self._workers.values() if not worker.duplicate_of]
+        return [worker.view() for worker in self._find_workers() if not worker.duplicate_of]
+
+    def _find_workers(self) -> Iterator[PlaceOwner]:
+        return (worker for workers in self._workers.values() for worker in workers.values())
 
     # -- being let in ------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class Queue:
         if places.coming is not None:
             self.placer.end(places.coming)
             places.coming = None
-            self.on_change()
+            self._mark()
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
@@ -321,14 +322,14 @@ class Queue:
         self._placed.add(waiter)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
         coming = self.placer.begin(waiter.request, choice)
-        decode = self._workers["decode", choice.decode.address]
-        prefill = self._workers["prefill", choice.prefill.address] if choice.prefill else None
+        decode = self._workers["decode"][choice.decode.address]
+        prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
         waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
         held = [worker for waiter in self._placed if waiter.places for worker in waiter.places.held]
-        for worker in self._workers.values():
+        for worker in self._find_workers():
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
         assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import structlog
@@ -15,11 +15,12 @@ from gateway.router.autoscaling import FleetMetrics, Goals
 from gateway.router.drain_gate import DRAINING, DrainGate
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
-from gateway.router.placement import count_places, find_no_prefill, find_unready
+from gateway.router.placement import Role, count_places, find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
 from gateway.router.sleep import ModelGate
+from gateway.router.worker_client import WorkerClient
 from runtime.ops import SECONDS_BUCKETS
 
 ADAPTER_POLL_S = 0.1
@@ -48,13 +49,12 @@ class Router:
         requests wait until it is awake.
         """
         self.gate = DrainGate() if gate is None else gate  # an empty one is false
-        self.model = model or ModelGate(clock=clock)
+        self.model = model or ModelGate(fleet.changes, clock=clock)
         self._fleet = fleet
         self._placer = placer
-        self._queue = Queue(fleet.workers(), placer, max_queue, patience_s, has_goal=bool(goals.itl_s))
-        self._queue.on_change = self._pump
-        fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
-        fleet.subscribe(self._pump)
+        workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
+        self._queue = Queue(workers, placer, max_queue, patience_s, fleet.changes.mark, has_goal=bool(goals.itl_s))
+        fleet.changes.follow(self._pump)
         self._decided: dict[Waiter, asyncio.Future[None]] = {}
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
@@ -196,7 +196,7 @@ class Router:
         waiter = self._queue.join(request)
         decided = self._decided[waiter] = asyncio.get_running_loop().create_future()
         timeout_s = request.due - self._clock()
-        self._pump()
+        self._fleet.changes.mark()
         try:
             # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
             async with asyncio.timeout(timeout_s):
@@ -219,16 +219,13 @@ class Router:
         return waiter
 
     def _pump(self) -> None:
-        """Something changed, or a worker answered, or was silent: so time counts. Wakes those whose wait is over."""
+        """After changes and after each poll, as time counts: wakes requests that now have places or an error."""
         try:
-            over: Iterable[Waiter] = self._queue.decide(self._clock())
-        except Exception:  # a bug there is no reason to lose those that it has decided on, or who called us
-            log.exception("the queue could not decide; it is asked again after the next change")
-            over = [waiter for waiter in self._decided if waiter.places or waiter.error]
-        for waiter in over:
-            decided = self._decided[waiter]
-            if not decided.done():  # else the request was cancelled this very moment, and leaves
-                decided.set_result(None)
+            self._queue.decide(self._clock())
+        finally:  # a bug there is no reason to lose those that it has decided on
+            for waiter, decided in self._decided.items():
+                if (waiter.places or waiter.error) and not decided.done():
+                    decided.set_result(None)
 
     def _note(self, failed: AttemptFailed, request_id: str) -> None:
         if failed.is_failure:

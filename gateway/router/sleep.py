@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import structlog
 
 from gateway.errors import not_ready
+from gateway.router.changes import Changes
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role, find_unready
 from gateway.router.sleep_policy import ModelView, State, decide
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 class ModelGate:
     """Where the requests of one model wait until it is awake; without `Sleepers` it is always open."""
 
-    def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, changes: Changes, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.state: State = "awake"
         self.percent = 0  # of the weights that the workers of a waking model have read
@@ -32,7 +33,7 @@ class ModelGate:
         self.is_closed = False  # lets no new requests in, although it is awake: others are to have their turn
         self.num_inside = 0
         self.idle_since = self.awake_since = clock()
-        self.on_change: Callable[[], None] = lambda: None  # called when a request comes or goes
+        self._mark = changes.mark  # when a request comes or goes
         self._clock = clock
         self._waiting: dict[asyncio.Future[None], float] = {}  # since when, in order
 
@@ -65,13 +66,13 @@ class ModelGate:
         while not self.is_open:
             opened = asyncio.get_running_loop().create_future()
             self._waiting[opened] = began
-            self.on_change()
+            self._mark()
             try:
                 async with asyncio.timeout(began + timeout_s - self._clock()):
                     await opened
             except BaseException as error:
                 self._waiting.pop(opened, None)
-                self.on_change()
+                self._mark()
                 if not isinstance(error, TimeoutError):
                     raise
                 raise not_ready(f"model '{self.name}' was not awake in time: it is {self.describe()}") from None
@@ -88,7 +89,7 @@ class ModelGate:
             self.num_inside -= 1
             if not self.num_inside:
                 self.idle_since = self._clock()
-                self.on_change()
+                self._mark()
 
     def change(self, state: State, reason: str = "") -> None:
         """Those that wait go on, or get the error."""
@@ -133,12 +134,9 @@ class Sleepers:
         self._linked_by: dict[str, float] = {}  # model |-> when it counts as awake, whether or not we reach a worker
         self._closing = set[asyncio.Task[None]]()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_looking = False
         for gate in list(gates)[self._max_awake :]:
             gate.change("asleep")
-        for gate in gates:
-            gate.on_change = self.look
-            self._part_of(gate).subscribe(self.look)
+        fleet.changes.follow(self.look)
 
     def _part_of(self, gate: ModelGate) -> Fleet:
         return self._fleet.parts.get(gate.name, self._fleet)
@@ -163,14 +161,8 @@ class Sleepers:
 
     def look(self) -> None:
         """Something has changed, or it is time to: open gates, and have models put to sleep and woken."""
-        if self._is_looking:
-            return
-        self._is_looking = True
-        try:
-            self._open_linked()
-            self._decide()
-        finally:
-            self._is_looking = False
+        self._open_linked()
+        self._decide()
 
     def _open_linked(self) -> None:
         for name, linked_by in list(self._linked_by.items()):

@@ -27,15 +27,17 @@ class WorkerAdapters:
         address: str,
         stub: prefill_pb2_grpc.PrefillStub | decode_pb2_grpc.DecodeStub,
         clock: Callable[[], float] = time.monotonic,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
+        """`mark`: called when the worker has loaded one."""
         self.loaded: frozenset[str] = frozenset()  # digests
         self.max_loras = 0  # 0: it takes none
         self.has_slots = True  # it has refused none for want of a slot since its last status
-        self.on_change: Callable[[], None] = lambda: None  # called when it has loaded one
         self.address = address
         self._registry = registry
         self._stub = stub
         self._clock = clock
+        self._mark = mark
         self._incarnation = ""
         self._dropped: set[str] = set()  # digests that this incarnation is to unload, once it has them
         self._failures: dict[str, tuple[str, float]] = {}  # digest |-> why it is not loaded, when it is tried again
@@ -108,7 +110,7 @@ class WorkerAdapters:
         self._failures.pop(found, None)
         self._dropped.discard(found)
         self.loaded |= {found}
-        self.on_change()
+        self._mark()
         return found
 
     async def _unload(self, digest: str) -> None:

@@ -162,7 +162,7 @@ class ModelsGateway(SimGateway):
 
     def build_routers(self) -> None:
         clock, world, serve = self.loop.time, self.world, self._supervisor
-        self.gates = {name: ModelGate(name, clock) for name in serve.workers}
+        self.gates = {name: ModelGate(self.fleet.changes, name, clock) for name in serve.workers}
         self.routers = {
             name: Router(
                 self.fleet.add_part(name, 0), MAX_QUEUE, self._timeout_s, PATIENCE_S, CollectorRegistry(), self._goals,
@@ -183,7 +183,7 @@ class ModelsGateway(SimGateway):
         self.sleepers.look()
 
     def crash(self) -> None:
-        self.sleepers._is_looking = True  # a dead gateway decides nothing
+        self.fleet.changes._followers.clear()  # a dead gateway decides nothing
         super().crash()
 
     def find_router(self, wanted: TokenizedRequest) -> Router:

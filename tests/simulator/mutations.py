@@ -357,9 +357,9 @@ def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int, adap
     return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt, adapter)
 
 
-def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:
+def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float, on_over: Any) -> Session:
     """The first session's handle for all: its stream names the request's sessions alike."""
-    session = Session(1, attempt, self._stream, silent_since)
+    session = Session(1, attempt, self._stream, silent_since, on_over)
     self._sessions[session.handle] = session
     return session
 

@@ -20,7 +20,7 @@ class Routed:
         self.router = router
         self.signal = signal
         self.failed_lookups: Callable[[], float] = lambda: 0.0
-        fleet.subscribe(signal.fire)
+        fleet.changes.follow(signal.fire)
 
     async def generate(self, wanted: TokenizedRequest) -> AsyncGenerator[Tokens, None]:
         """The answer to a one-choice request."""

@@ -24,7 +24,7 @@ class Models:
         self.fleet, self.sent = fleet, list[SetAwake]()
         self._num_answered: dict[int, int] = {}  # of sessions, by worker
         clock = fleet.loop.time
-        self.gates = {name: ModelGate(name, clock) for name in names}
+        self.gates = {name: ModelGate(fleet.fleet.changes, name, clock) for name in names}
         self.addresses = {name: f"D{number}" for number, name in enumerate(names, start=1)}
         self.routers: dict[str, Router] = {}
         for decode, (name, gate) in zip(fleet.decodes, self.gates.items(), strict=True):
