@@ -133,7 +133,7 @@ class DecodeClient(WorkerClient):
         """The worker ends the sessions of a stream with it."""
         self._stream = ""
         self._lose_all(f"{self.address} {detail}")
-        self.mark()
+        self._mark()
 
     async def _follow(self, name: str) -> None:
         """Deliver what the stream `name` brings until it ends. Raises grpc.aio.AioRpcError."""
@@ -142,7 +142,7 @@ class DecodeClient(WorkerClient):
                 if self._stream != name:
                     self._stream, self._stream_incarnation = name, events.incarnation
                     self._poll_soon()  # it may have restarted with another model
-                    self.mark()
+                    self._mark()
                 now = self._clock()
                 for delta in events.deltas:
                     self._deliver(delta, now)

@@ -50,7 +50,7 @@ class Fleet:
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
         self._compared: set[str] = set()  # incarnations compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
-        self.adapters = AdapterRegistry(self._wake_all, self._drop_adapter)
+        self.adapters = AdapterRegistry(self._wake_all)
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
         for address in prefill:
@@ -106,10 +106,11 @@ class Fleet:
             worker.model = model if model in self.parts else None
             if worker.model is not None:
                 self.parts[model]._adopt(worker)
-        stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
-        stray = "" if worker.model == model else stray
-        if stray and stray != worker.stray_because:
-            log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
+        stray = ""
+        if worker.model != model:
+            stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
+            if stray != worker.stray_because:
+                log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
         worker.stray_because = stray
 
     def _adopt(self, worker: WorkerClient) -> None:
@@ -189,10 +190,6 @@ class Fleet:
         for worker in self.workers():
             worker.adapters.wake()
         self.changes.mark()
-
-    def _drop_adapter(self, digest: str) -> None:
-        for worker in self.workers():
-            worker.adapters.drop(digest)
 
     def of_role(self, role: Role) -> Mapping[str, WorkerClient]:
         """address |-> worker"""

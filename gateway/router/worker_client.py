@@ -60,7 +60,7 @@ class WorkerClient:
         self.num_mine = 0  # places held by requests of this gateway
         self.is_full = False  # refused a request since it last answered or a place there got free
         self.was_asked = False  # it has answered, or failed to
-        self.mark = mark
+        self._mark = mark
         self.source = source  # the DNS name that it has; empty: named by its address
         self.is_leaving = False  # DNS no longer lists it
         self.duplicate_of = ""  # the other address of the same worker, which is used
@@ -160,7 +160,7 @@ class WorkerClient:
         self._pause_s, self._next_poll = pause_s, self._clock() + pause_s
         self.is_full = False  # try it again at the latest now
         self._judge()
-        self.mark()
+        self._mark()
 
     def _judge(self) -> None:
         """What follows from the last answer, or its absence, for work under way."""
@@ -253,7 +253,7 @@ class WorkerClient:
         self.is_full = is_refused
         if is_refused:
             self._poll_soon()
-        self.mark()
+        self._mark()
 
     def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
         """It refused a request with this adapter, which it lacks, or for which it has no slot.

@@ -40,7 +40,7 @@ class Routed:
     async def is_idle(self) -> None:
         await self.signal.until(lambda: not any(worker.num_mine for worker in self.fleet.workers()))
         self.router._queue.check()
-        assert self.router._queue.num_waiting == 0
+        assert self.router.admission.num_waiting == 0
 
 
 def bounded(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
