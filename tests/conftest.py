@@ -6,6 +6,7 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 import asyncio
 import inspect
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 from runtime.hardware import wait_without_spinning
 from tests.support.interpreter import interpret_kernels
 
+sys.dont_write_bytecode = False  # a run has hundreds of processes: each module is compiled once, not in each of them
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 wait_without_spinning()
 interpret_kernels()
 structlog.configure([structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])  # plain tracebacks
