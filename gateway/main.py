@@ -28,13 +28,14 @@ from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.admission import Admission
-from gateway.router.autoscaling import Goals
-from gateway.router.discovery import Discovery
 from gateway.router.fleet import Fleet
+from gateway.router.model_gate import ModelGate
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
+from gateway.scaling.autoscaling import FleetMetrics, Goals
+from gateway.scaling.discovery import Discovery
+from gateway.scaling.sleepers import Sleepers
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -250,16 +251,18 @@ def _build_router(
     """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
-    return Router(
+    router = Router(
         fleet,
         Admission(config.max_queue, lambda: shutdown.is_draining, shutdown.look_soon),
         config.request_timeout_s,
         config.patience_s,
         registry,
-        goals,
+        bool(config.itl_goal_ms),
         placer,
         model=model,
     )
+    registry.register(FleetMetrics(router.queue, lambda: router.admission.num_waiting, goals))
+    return router
 
 
 class RestServer(uvicorn.Server):

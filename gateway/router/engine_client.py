@@ -15,6 +15,8 @@ from wire.timing import Timing
 FinishReason = Literal["stop", "length"]
 DEFAULT_PRIORITY = 5  # of 0, which goes first, to 9
 Drafter = Literal["auto", "off", "ngram", "draft"]
+# of a model's workers; failed: like asleep, the last wake failed
+State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
