@@ -97,7 +97,7 @@ def _find_owner(request: GenerateRequest, key: Key) -> str:
 
 def build(
     prompts: Sequence[EncodedPrompt],
-    rules_: Rules,
+    checked: Rules,
     model: Prompts,
     key: Key,
     name: str,
@@ -108,28 +108,28 @@ def build(
     warnings: Sequence[str],
 ) -> PreparedRequest:
     """All choices of the request. `name`: that the answer has as its model; `warnings`: about its prompts."""
-    request, tokenizer = rules_.request, model.tokenizer
+    request, tokenizer = checked.request, model.tokenizer
     lengths = [rules.resolve_lengths(request, len(prompt.ids), tokenizer.context_tokens) for prompt in prompts]
     memos = [PromptMemo() for _ in prompts]
-    controls = rules_.find_controls(model)
-    choices = list(product(range(len(prompts)), range(rules_.num_answers)))
+    controls = checked.find_controls(model)
+    choices = list(product(range(len(prompts)), range(checked.num_answers)))
     tokenized = tuple(
         TokenizedRequest(
             request_id=request_id if len(choices) == 1 else f"{request_id}-{number}",
             prompt_ids=prompts[at].ids,
             max_tokens=max(lengths[at][0], 1),
-            sampling=_with_seed(rules_, rank),
-            stop_token_ids=rules_.stop_token_ids,
+            sampling=_with_seed(checked, rank),
+            stop_token_ids=checked.stop_token_ids,
             min_tokens=lengths[at][1],
             num_logprobs=request.num_logprobs,
             num_prompt_logprobs=request.num_logprobs if request.is_echoed else request.num_prompt_logprobs,
-            grammar=_find_grammar(rules_, prompts[at], controls),
-            speculation=rules_.speculation,
-            cache_salt=rules_.cache_salt,
-            priority=rules_.priority,
+            grammar=_find_grammar(checked, prompts[at], controls),
+            speculation=checked.speculation,
+            cache_salt=checked.cache_salt,
+            priority=checked.priority,
             age_s=age_s,
             deadline_s=None if request.deadline_ms is None else request.deadline_ms / 1000,
-            owner=rules_.owner,
+            owner=checked.owner,
             images=prompts[at].images,
             adapter=adapter,
             memo=memos[at],
@@ -143,15 +143,15 @@ def build(
         model=name,
         key=key,
         generations=tokenized,
-        num_per_prompt=rules_.num_answers,
+        num_per_prompt=checked.num_answers,
         prompts=tuple(prompts),
         stop_strings=tuple(request.stop),
         stop_token_ids=frozenset(request.stop_token_ids) - own_stops,
         is_prompt_only=request.max_tokens == 0,
-        reasoning=rules_.reasoning,
-        tools=rules_.tools,
-        is_json=rules_.form is not None and rules_.form.kind in ("json_schema", "json_object"),
-        warnings=(*request.warnings, *warnings, *_find_lowered(request, lengths), *rules_.warnings()),
+        reasoning=checked.reasoning,
+        tools=checked.tools,
+        is_json=checked.form is not None and checked.form.kind in ("json_schema", "json_object"),
+        warnings=(*request.warnings, *warnings, *_find_lowered(request, lengths), *checked.warnings()),
         visible_controls=controls,
     )
 
@@ -163,15 +163,15 @@ def _find_lowered(request: GenerateRequest, lengths: Sequence[tuple[int, int]]) 
             yield f"{request.max_tokens_param} is lowered to {most}, the rest of the context"
 
 
-def _with_seed(rules_: Rules, rank: int) -> SamplingParams:
+def _with_seed(checked: Rules, rank: int) -> SamplingParams:
     """Without a given seed, equal prompts of one request get different ones."""
-    given = "seed" in rules_.request.sampling
-    return replace(rules_.sampling, seed=(rules_.sampling.seed + rank) % 2**64 if given else secrets.randbits(63))
+    given = "seed" in checked.request.sampling
+    return replace(checked.sampling, seed=(checked.sampling.seed + rank) % 2**64 if given else secrets.randbits(63))
 
 
-def _find_grammar(rules_: Rules, prompt: EncodedPrompt, controls: frozenset[str]) -> Grammar | None:
+def _find_grammar(checked: Rules, prompt: EncodedPrompt, controls: frozenset[str]) -> Grammar | None:
     """Of answers to the prompt, which may begin inside reasoning."""
-    grammar, reasoning = rules_.grammar, rules_.reasoning
+    grammar, reasoning = checked.grammar, checked.reasoning
     if reasoning is None:
         return grammar
-    return after_reasoning(grammar, reasoning, prompt.reasoning, rules_.dialect, rules_.budget, controls)
+    return after_reasoning(grammar, reasoning, prompt.reasoning, checked.dialect, checked.budget, controls)

@@ -54,8 +54,6 @@ class Places:
 
     def __post_init__(self) -> None:
         self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
-        for worker in self.held:
-            worker.num_mine += 1
 
     def release(self, worker: PlaceOwner, is_refused: bool = False) -> None:
         """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
@@ -71,11 +69,8 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
+    is_over: bool = False  # it has one of the two
     without_since: float | None = None  # when it was first seen that no worker has its adapter and weights
-
-    @property
-    def is_over(self) -> bool:
-        return self.places is not None or self.error is not None
 
 
 class Queue:
@@ -201,7 +196,7 @@ class Queue:
 
     def _refuse(self, waiter: Waiter, error: ApiError) -> bool:
         self._waiting.remove(waiter)
-        waiter.error = error
+        waiter.error, waiter.is_over = error, True
         return True
 
     def _is_given_up(self, role: Role, now: float) -> bool:
@@ -282,6 +277,9 @@ class Queue:
         decode = self._workers["decode"][choice.decode.address]
         prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
         waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
+        for worker in waiter.places.held:
+            worker.num_mine += 1
+        waiter.is_over = True
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
@@ -289,5 +287,5 @@ class Queue:
         for worker in self._find_workers():
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
-        assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
+        assert not any(waiter in self._placed or waiter.places or waiter.is_over for waiter in self._waiting)
         self._waiting.check(len(self._placed))
