@@ -12,11 +12,10 @@ from itertools import product
 from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
-from gateway.batches.pace import Gaps
 from gateway.errors import ApiError, bad_request, check_count, missed_deadline, overloaded
 from gateway.fair_turns import LoopTurn
 from gateway.held import Held
-from gateway.metrics import RequestMetrics
+from gateway.metrics import Gaps, RequestMetrics
 from gateway.request import rules
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
