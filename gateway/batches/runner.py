@@ -16,10 +16,11 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
+from gateway.answer.choices import HOLD_CHOICES
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
 from gateway.batches.pace import Pace, count_room
 from gateway.batches.store import OVER, Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
-from gateway.batches.turns import TURNS, LineTurns
+from gateway.batches.turns import LineTurns
 from gateway.metrics import Gaps
 from gateway.router.engine_client import Load
 
@@ -110,7 +111,7 @@ class _Lines(httpx.AsyncBaseTransport):
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        state = {TURNS: _turns.get(), KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
+        state = {HOLD_CHOICES: _turns.get().hold, KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app({**scope, "state": dict(state)}, receive, send)
