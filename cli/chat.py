@@ -17,7 +17,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from cli.service import URL, ApiKey, CommandError, Service, Url
-from wire.image_files import MAX_FILE_BYTES, TAKEN, find_type
+from wire.image_formats import MAX_FILE_BYTES, TAKEN, find_type
 
 HELP = """/help                               this text
 /stats                              time to first token and rate of the last answer

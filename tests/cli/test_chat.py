@@ -36,7 +36,7 @@ from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, keep_watching, status
 from tests.support.command_line import call, run
-from wire.image_files import MAX_FILE_BYTES
+from wire.image_formats import MAX_FILE_BYTES
 
 WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
