@@ -29,7 +29,6 @@ from cli.chat import (
     run_command,
     run_line,
     set_options,
-    wrap,
 )
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
@@ -198,15 +197,6 @@ def test_settings_are_parsed() -> None:
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2Jé\n\t😀\x07") == "a[2Jé\n\t😀"
-
-
-def test_an_answer_wraps_between_words() -> None:
-    text = "The sun goes down,\n\nthe day is done.  Much-too-long 你好世界你好 x"
-    for size in (1, 3, 100):
-        parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
-        lines = "".join(wrap(parts, 10)).split("\n")
-        assert lines == ["The sun ", "goes down,", "", "the day is", "done.  ", "Much-too-long 你好世", "界你好 x"]
-        assert "".join(wrap(parts, 1000)) == text
 
 
 def test_events_end_at_done_and_lines_at_line_feeds_only(conversation: Conversation) -> None:
