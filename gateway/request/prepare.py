@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
-from gateway.batches.pace import Gaps
 from gateway.errors import ApiError, bad_request, missed_deadline, overloaded
 from gateway.fair_turns import LoopTurn
 from gateway.held import Held
-from gateway.metrics import RequestMetrics
+from gateway.metrics import Gaps, RequestMetrics
 from gateway.request import rules
 from gateway.request.check import build, check
 from gateway.request.prompts import DECODE_COST, Prompts

@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.engine_client import State
 from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
 from gateway.scaling import sleep_policy, sleepers
-from gateway.scaling.sleep_policy import Decision, ModelView, State
+from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator import prefill
