@@ -32,10 +32,10 @@ from prometheus_client import CollectorRegistry
 
 from decode_worker.grammar.vocabulary import read_vocabulary
 from engine.adapters.peft import PeftReader, find_digest
+from engine.compose import open_model
 from engine.engine import build_engine
 from engine.formats.gguf_folder import make_gguf_folder
 from engine.llm import GREEDY, LLM
-from engine.models.load import open_model
 from engine.models.table import build_table
 from engine.weights.table import Shard
 from gateway.access.keys import Keys

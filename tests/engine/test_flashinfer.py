@@ -14,9 +14,9 @@ import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
 from engine.attention import choose
-from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.compose import choose_attention
 from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle

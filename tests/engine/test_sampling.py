@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.cpu.build import BuildError, find_compiler
 from engine.cpu.cpu_sampling import load_cpu_sampling
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.sampling.fields import PARAMS
 from engine.sampling.noise import build_keys, gumbel_noise, hash_ids
-from engine.sampling.sample import sample
 from tests.support.batches import build_sampling_batch
 from tests.support.instruction_sets import WIDTHS, built_for
 from tests.support.sampling_twins import build_mask, chi_square_sigmas, sample_both

@@ -32,7 +32,6 @@ from engine.adapters import rows as adapter_rows
 from engine.adapters.rows import AdapterTiles, AdapterWeights
 from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
-from engine.cpu.build import cache_folder
 from engine.cuda import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.cuda.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.cuda.gpu_experts import add_slots, mix
@@ -45,7 +44,9 @@ from engine.cuda.sampling import sample
 from engine.formats import fp8
 from engine.formats.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
 from engine.hybrids import recurrent
-from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
+from engine.layers.mixer import StateRows
+from engine.weights.folders import cache_folder
 from tests.support.batches import build_sampling_batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
