@@ -45,7 +45,7 @@ class Step(NamedTuple):
         return StateRows(torch.tensor(self.sources), torch.tensor(self.targets), starts, counts)
 
 
-MIXED = Step([1, 5, 1, 2, 19], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
+MIXED = Step([1, 5, 1, 2, 9], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
 DECODE = Step([1, 1, 1, 1], [1, 2, -1, 1], [5, 6, 7, 7])  # the last two are surplus rows: they share a target
 LONG = Step([70, 66], [3, -1], [0, 8])  # more than a chunk
 STEPS = [pytest.param(MIXED, id="mixed"), pytest.param(DECODE, id="decode")]
