@@ -13,10 +13,10 @@ import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
-from engine.attention import choose
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.compose import choose_attention
+from engine.cuda import device as device_module
 from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
@@ -143,7 +143,7 @@ def test_the_choice_for_a_gpu_says_which_kernels(
     kv_dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(choose, "explain_no_compiler", lambda: "")
+    monkeypatch.setattr(device_module, "explain_no_compiler", lambda: "")
     built: list[object] = []
     monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
     shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")
@@ -260,7 +260,7 @@ def test_a_gpu_without_code_attends_by_torch(
         patch.syspath_prepend(tmp_path)
         built = find_built()
     assert built == BuiltAhead(NEEDED, tuple(architectures.split()))
-    monkeypatch.setattr(choose, "find_built", lambda: built)
+    monkeypatch.setattr(device_module, "find_built", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
     monkeypatch.setattr(backend_module, "FlashInferAttention", Backend)
     choice = choose_attention(SHAPE, [None], torch.device("cuda"), torch.bfloat16)
