@@ -64,7 +64,6 @@ def add_model(
         images=_build_images(tokenizer, options, served.offload),
         dialect=dialect,
         reasoning=reasoning,
-        keeps_header=options.keep_billing_header,
         ring=ring,
         names=ServedNames(served_names, adapters, served.find_names),
         options=options,

@@ -18,9 +18,9 @@ from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
-from gateway.api.openai.batches import build_batch_router
 from gateway.api.tls import ServerTls
 from gateway.app import add_model, build_app
+from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.loop_watch import LoopWatch
@@ -101,7 +101,7 @@ async def _serve(
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
-    app.include_router(build_batch_router(served, store))
+    add_batches(app, served, store)
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
@@ -182,7 +182,6 @@ def _build_models(
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
-        keep_billing_header=config.keep_billing_header,
         max_image_pixels=config.image_limit_pixels,
         image_hosts=config.allow_image_url,
         itl_goal_s=config.itl_goal_ms / 1e3,

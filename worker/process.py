@@ -11,8 +11,9 @@ import structlog
 import torch
 import uvloop
 
+from engine.adapters.slots import AdapterLimits
+from engine.compose import open_device
 from engine.engine import Engine, Place, build_engine, choose_device
-from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
@@ -24,18 +25,18 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.adapters import AdapterSlots
-from worker.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.adapters.slots import AdapterSlots
 from worker.kv_cache import KVCacheManager
-from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
+from worker.peers.pools import RankedPool, build_pools
 from worker.prefix_cache import PrefixCache
-from worker.rank_children import RANKS_S, RankChildren
-from worker.ranked_pool import RankedPool, build_pools
-from worker.ranks import Leader, LedHeadRunner, LedInputBatch, LedRunner
+from worker.ranks.children import RANKS_S, RankChildren
+from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
-from worker.states import StateSlots, choose_spacing, no_states
+from worker.startup.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.startup.limits import limits_of, resolve_context
+from worker.states.slots import StateSlots, choose_spacing, no_states
 from worker.thread import call_in_thread
 
 log = structlog.get_logger()
@@ -115,7 +116,8 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
         return Built(config, build_rank_engine(config, place, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
-    ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
+    device = choose_rank_device(config, 0)
+    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_device(device).open_ranks)
     place = Place(
         ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
         partial(LedHeadRunner, leader, 1),

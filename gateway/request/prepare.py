@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
-from gateway.batches.pace import Gaps
 from gateway.errors import ApiError, bad_request, missed_deadline, overloaded
 from gateway.fair_turns import LoopTurn
 from gateway.held import Held
-from gateway.metrics import RequestMetrics
+from gateway.metrics import Gaps, RequestMetrics
 from gateway.request import rules
 from gateway.request.check import build, check
 from gateway.request.prompts import DECODE_COST, Prompts
@@ -38,7 +37,6 @@ class ApiOptions:
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
-    keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
@@ -120,7 +118,7 @@ class ServedModel(Prompts):
             raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
-        """What a conversation has without effect on this model. Counts the headers that are left out."""
+        """What a conversation has without effect on this model."""
         if raw.max_reasoning_tokens is not None and not self.reasoning:
             yield f"{raw.max_reasoning_param} has no effect on this model"
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -128,9 +126,6 @@ class ServedModel(Prompts):
             for name, variable in chat.wishes.items():
                 if not (variable in known if variable else self.reasoning):
                     yield f"{name} has no effect on this model"
-            if chat.header and not self.keeps_header:
-                self.metrics.headers_left_out.inc()
-                yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
 
 def may_use(key: Key, served: ServedModel, name: str | None) -> bool:

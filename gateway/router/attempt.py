@@ -96,7 +96,7 @@ class Attempt:
             elif failed.why == "restoring":
                 self._queue.remember(self._places, request, "decode")  # it is about to have it
             raise failed from error
-        self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
+        self._record.reserve(reserved.needs_prefill, reserved.ticket.begin)
         request.absent_since, places.is_reserved = None, True
         self._num_cached = reserved.ticket.begin
         self._ring_alarm()

@@ -76,11 +76,10 @@ class DecodeClient(WorkerClient):
     """A decode worker."""
 
     role: Role = "decode"
-    stub_type = decode_pb2_grpc.DecodeStub
-    _stub: decode_pb2_grpc.DecodeStub
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._sessions: dict[int, Session] = {}  # handle |-> session
         self._stream = ""  # name of the open Steps stream; empty while there is none
         self._stream_incarnation = ""  # of the worker behind the stream

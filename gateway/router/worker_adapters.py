@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from gateway.router.adapters import Adapter, AdapterRegistry
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.malformed import ask_twice
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ class WorkerAdapters:
         self,
         registry: AdapterRegistry,
         address: str,
-        stub: prefill_pb2_grpc.PrefillStub | decode_pb2_grpc.DecodeStub,
+        stub: worker_pb2_grpc.WorkerStub,
         clock: Callable[[], float] = time.monotonic,
         mark: Callable[[], None] = lambda: None,
     ) -> None:
@@ -55,7 +55,7 @@ class WorkerAdapters:
         self._reports: dict[Adapter, str | LoadFailure] = {}  # |-> its digest here, or why it is not loaded
         self._woken = asyncio.Event()
 
-    def learn(self, status: decode_pb2.WorkerStatus) -> None:
+    def learn(self, status: worker_pb2.WorkerStatus) -> None:
         """The worker's latest status."""
         if status.peer.incarnation != self._incarnation:
             self._incarnation = status.peer.incarnation
@@ -117,7 +117,7 @@ class WorkerAdapters:
         return {digest for digest in found if isinstance(digest, str)}
 
     async def _load(self, adapter: Adapter) -> None:
-        request = decode_pb2.LoadAdapterRequest(name=adapter.name, path=adapter.path, digest=adapter.digest)
+        request = worker_pb2.LoadAdapterRequest(name=adapter.name, path=adapter.path, digest=adapter.digest)
         try:
             digest = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         except grpc.aio.AioRpcError as error:
@@ -133,7 +133,7 @@ class WorkerAdapters:
 
     async def _unload(self, digest: str) -> None:
         try:
-            await self._stub.UnloadAdapter(decode_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
+            await self._stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
         except grpc.aio.AioRpcError as error:  # again after the next status
             log.warning("adapter not unloaded", digest=digest, address=self._address, reason=error.details())
         else:

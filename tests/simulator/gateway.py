@@ -14,7 +14,7 @@ from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, prefill_pb2, worker_pb2
 from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
@@ -151,7 +151,7 @@ class SimChannel(MemoryChannel):
     def __init__(self, gateway: SimGateway, worker: Any) -> None:
         self.gateway, self.worker, self.epoch = gateway, worker, gateway.epoch
 
-    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> Any:
+    async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
         return await self.call(lambda answer: answer(self.worker.status()), timeout)
 
     async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:

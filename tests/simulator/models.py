@@ -10,11 +10,11 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from gateway.router.admission import Admission
-from gateway.router.engine_client import TokenizedRequest
+from gateway.router.engine_client import State, TokenizedRequest
 from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.scaling.sleep_policy import TURN_S, State
+from gateway.scaling.sleep_policy import TURN_S
 from gateway.scaling.sleepers import Sleepers
 from protos import decode_pb2
 from runtime.events import ModelState, SetAwake

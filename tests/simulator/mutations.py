@@ -14,12 +14,13 @@ from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.engine_client import State
 from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
 from gateway.scaling import sleep_policy, sleepers
-from gateway.scaling.sleep_policy import Decision, ModelView, State
+from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator import prefill
@@ -29,13 +30,14 @@ from tests.simulator.prefill import HandOver, Lent, SimPrefill
 from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
-from worker import kv_cache, rank_reads, receiving
+from worker import kv_cache, receiving
 from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
+from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1

@@ -23,7 +23,7 @@ from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Sign
 from tests.support.garbling import Garbler
 from tests.support.virtual_fleet import wanted
 
-SOON_S = 2.0
+SOON_S = PATIENCE_S / 2  # leases and heartbeats last as long as that
 
 
 class Ring(Routed):

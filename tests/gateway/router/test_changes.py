@@ -10,12 +10,9 @@ from gateway.router.changes import Changes
 def test_any_number_of_changes_is_one_look_and_a_follower_that_fails_hides_it_from_no_other() -> None:
     seen: list[str] = []
 
-    def fail() -> None:
-        raise ValueError("a bug")
-
     async def scenario() -> None:
         changes = Changes()
-        changes.follow(fail)
+        changes.follow(lambda: [][0])
         changes.follow(lambda: seen.append("look"))
         waiting = asyncio.create_task(changes.until(lambda: "look" in seen))
         await asyncio.sleep(0)
