@@ -14,12 +14,12 @@ import torch
 from bench.products import check_products
 from cli.doctor_rules import GpuFacts, Machine, Model
 from engine.attention.choose import choose_for_layers
+from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import check_kv_dtype, choose_device
-from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
+from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.load import load_any_config
-from engine.models.read_head import is_draft_head, read_head
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from gateway.text.trial import load_tokenizer
@@ -29,8 +29,8 @@ from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
 from wire.kv_layout import PagePart
 from wire.names import MTP
-from worker.device_limits import read_headers
-from worker.models import check_models
+from worker.startup.device_limits import read_headers
+from worker.startup.models import check_models
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 

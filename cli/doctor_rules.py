@@ -16,8 +16,8 @@ from runtime.config_parts import GPU_SHARE
 from runtime.gpus import VISIBLE, find_card
 from runtime.settings import ConfigError
 from wire.kv_layout import PagePart, page_bytes_of
-from worker.limits import ModelShape, limits_of
-from worker.pool_size import PoolPlan, plan_pools
+from worker.startup.limits import ModelShape, limits_of
+from worker.startup.pool_size import PoolPlan, plan_pools
 
 GIB = 1 << 30
 

@@ -23,7 +23,7 @@ from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
-from worker.kv_peers import HandshakeRefusedError
+from worker.peers.kv_peers import HandshakeRefusedError
 from worker.process import Worker
 from worker.receiving import OfferRefusedError
 from worker.sequences import Phase, SequenceParams

@@ -7,23 +7,23 @@ from typing import Any
 
 import grpc
 
-from engine.image_rows import place_images
+from engine.vision.image_rows import place_images
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
-from worker.adapter_loader import AdapterLoader, AdapterRefusedError
-from worker.adapters import NoSlotError, UnknownAdapterError
-from worker.images import ImageEncoder
-from worker.kv_tiers import KVTiers
+from worker.adapters.loader import AdapterLoader, AdapterRefusedError
+from worker.adapters.slots import NoSlotError, UnknownAdapterError
+from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
 from worker.scheduler import OverGoalError
 from worker.sequences import Sequence, SequenceParams
 from worker.thread import EngineThread
+from worker.tiers.files import KVTiers
 
 _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -277,26 +277,23 @@ class ServedModels:
         return self.models[0].metrics.live_gaps
 
     def load(self) -> Load:
-        """Of all models together; requests are counted where they enter, once for all."""
+        """Of all models together."""
         loads = [one.ring.load() for one in self.models]
         return Load(
-            loads[0].num_inside,
+            sum(load.num_inside for load in loads),
             sum(load.num_waiting for load in loads),
             sum(load.num_places for load in loads),
             sum(load.num_free for load in loads),
         )
 
-    def check_ready(self) -> str | None:
+    def readiness(self) -> str | None:
         """Why no model is ready; None when one is."""
-        return _join_reasons([one.ring.check_ready() for one in self.models])
+        reasons = [one.ring.readiness() for one in self.models]
+        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
-    def find_obstacle(self) -> str | None:
-        """Why no model can be served now; None when one can."""
-        return _join_reasons([one.ring.find_obstacle() for one in self.models])
-
-
-def _join_reasons(reasons: Sequence[str | None]) -> str | None:
-    return None if None in reasons else "; ".join(reason for reason in reasons if reason)
+    def can_serve(self) -> bool:
+        """Whether a request for one of the models would be served now."""
+        return any(one.ring.can_serve() for one in self.models)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest, key: Key) -> tuple[int, ...]:

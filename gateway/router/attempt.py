@@ -56,8 +56,11 @@ class Attempt:
         assert isinstance(decode, DecodeClient) and (prefill is None or isinstance(prefill, PrefillClient))
         self._request, self._waiter, self._queue, self._record, self._clock = request, waiter, queue, record, clock
         self._places, self._decode, self._prefill = places, decode, prefill
-        self._session: Session = decode.open_session(request.attempt, request.silent_since)
-        self._session.on_over = lambda: places.release(decode)  # however slowly its client reads
+        self._session: Session = decode.open_session(
+            request.attempt,
+            request.silent_since,
+            lambda: places.release(decode),  # however slowly its client reads
+        )
         self.incarnations = decode.incarnation, prefill.incarnation if prefill else None  # of its workers
         self._num_cached = 0  # prompt tokens whose KV is not computed for this attempt, as far as is known
         self._prefilled: Timing | None = None  # where a prefill worker ran

@@ -47,17 +47,19 @@ class WorkerClient:
         source: str = "",
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterRegistry | None = None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         """`channel`: closed with the client. `heartbeat_s`: silence after which a worker counts as dead.
 
-        `stall_s`: see wire/stalls.py. `adapters`: those that it is to have.
+        `stall_s`: see wire/stalls.py. `adapters`: those that it is to have. `mark`: called when it may have got room
+        or died.
         """
         self.address = address
         self.status = worker_pb2.WorkerStatus()
         self.num_mine = 0  # places held by requests of this gateway
         self.is_full = False  # refused a request since it last answered or a place there got free
         self.was_asked = False  # it has answered, or failed to
-        self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
+        self._mark = mark
         self.source = source  # the DNS name that it has; empty: named by its address
         self.is_leaving = False  # DNS no longer lists it
         self.duplicate_of = ""  # the other address of the same worker, which is used
@@ -68,8 +70,7 @@ class WorkerClient:
         self._stall_s = stall_s
         self._channel = channel
         self._worker = worker_pb2_grpc.WorkerStub(channel)
-        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock)
-        self.adapters.on_change = lambda: self.on_change()
+        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, mark)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
         self._heard = -float("inf")  # when it last answered
@@ -158,7 +159,7 @@ class WorkerClient:
         self._pause_s, self._next_poll = pause_s, self._clock() + pause_s
         self.is_full = False  # try it again at the latest now
         self._judge()
-        self.on_change()
+        self._mark()
 
     def _judge(self) -> None:
         """What follows from the last answer, or its absence, for work under way."""
@@ -251,7 +252,7 @@ class WorkerClient:
         self.is_full = is_refused
         if is_refused:
             self._poll_soon()
-        self.on_change()
+        self._mark()
 
     def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
         """It refused a request with this adapter, which it lacks, or for which it has no slot.

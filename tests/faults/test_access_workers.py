@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.router.drain_gate import DRAINING
+from gateway.router.admission import DRAINING
 from protos import worker_pb2
 from runtime.trust import SECRET_KEY, TlsFiles
 from tests.faults.strangers import CALL_S, ask_status, issue, knock, open_channel, write_tls_dir

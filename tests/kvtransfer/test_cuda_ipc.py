@@ -17,8 +17,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine.cuda.gpu import GpuPages
 from engine.kv import pool as pool_module
-from engine.kv.gpu import GpuPages
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.memory_file import PeerFile
@@ -38,7 +38,7 @@ from tests.support.real_workers import (
     prefill_worker,
 )
 from wire.kv_layout import TEST_BYTES
-from worker import kv_peers
+from worker.peers import kv_peers
 
 GPU_PROCESS = (*COMMAND, "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]

@@ -19,8 +19,8 @@ from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import Device
 from runtime.gpus import VISIBLE, Driver, ask_driver, list_visible
 from runtime.settings import ConfigError
-from worker.limits import GpuRoom
-from worker.pool_size import resolve_pools
+from worker.startup.limits import GpuRoom
+from worker.startup.pool_size import resolve_pools
 
 GIB = 1 << 30
 COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6))  # prefill workers, decode workers, GPUs

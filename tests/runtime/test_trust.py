@@ -122,7 +122,7 @@ def test_a_gateway_says_once_whom_it_cannot_trust(capsys: pytest.CaptureFixture[
             polls += 1
             signal.fire()
 
-        fleet.subscribe(count)
+        fleet.changes.follow(count)
         fleet.start()
         await signal.until(lambda: polls > 6)
         trouble = fleet.decode[address].find_trouble() or ""

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, cast
 import grpc
 import pytest
 
+from engine.adapters.peft import find_digest
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, build_engine
-from engine.layers.adapters import AdapterLimits
-from engine.models.peft import find_digest
-from protos import worker_pb2, worker_pb2_grpc
-from runtime.rpc import open_channel
+from protos import worker_pb2
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.fleet import run_fleet
 from tests.support.handover import refusal
 from tests.support.lora import greedy, write_adapter
 from tests.support.oracle import random_prompt
@@ -203,31 +201,8 @@ async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> 
             patched.setattr(loader, "_children", SimpleNamespace(load_adapter=lambda *_: [fail()]))
             code, detail = await refusal(load(stub, adapters.folders[0]))
             assert (code, detail) == (grpc.StatusCode.INVALID_ARGUMENT, "rank 1: disk on fire")
-            patched.setattr("worker.adapter_loader.MOST_BYTES", 100)
+            patched.setattr("worker.adapters.loader.MOST_BYTES", 100)
             code, detail = await refusal(load(stub, adapters.folders[0]))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "unload others" in detail
         await asyncio.wait_for(until_freed(loader._engine), PATIENCE_S)
         assert not (await status(stub)).adapters, "no rank keeps what another one lacks"
-
-
-def test_ranks_have_the_same_adapters(adapters: Adapters) -> None:
-    flags = [f"--model={adapters.base}", "--draft-model=none", "--threads=1", "--max-context-tokens=128"]
-    with run_fleet(0, 1, {"gateway": [flags[0]], "decode": [*flags, "--tp=2", "--max-loras=1"]}, lease_s=60) as fleet:
-        address = fleet["decode-0"].address
-
-        async def scenario() -> None:
-            signal, worker = Signal(), cast(Any, SimpleNamespace(address=address))
-            async with gateway(worker, signal) as opened, open_channel(address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
-                for handle, number in enumerate((0, 1, -1, 0, 1), 1):
-                    digest = adapters.digest(number)
-                    if number >= 0:
-                        assert await load(stub, adapters.folders[number]) == digest
-                        assert fleet["decode-0"].metric("adapters_loaded") == 1
-                    await opened.ask(handle, PROMPT, COUNT, local=100, adapter=digest)
-                    await unload(stub, digest)
-                    assert await opened.end_of(handle) == ("length", "")
-                    assert opened.tokens[handle] == adapters.expected(number), handle
-
-        asyncio.run(asyncio.wait_for(scenario(), 4 * PATIENCE_S))
-        assert fleet["decode-0"].metric("adapters_loaded") == fleet["decode-0"].metric("adapter_slots_used") == 0

@@ -13,15 +13,16 @@ from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
 from tests.simulator.world import Action, Process, ViolationError, World
-from worker import rank_reads, receiving
+from worker import receiving
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
+from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 from worker.thread import Progress
 
 WEIGHTS = "weights"  # fingerprint of the model

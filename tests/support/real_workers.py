@@ -23,14 +23,14 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.cuda.gpu import Gpu
+from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
-from engine.graph_shapes import Shape
-from engine.image_rows import ImageRules
 from engine.input_batch import InputBatch
-from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
 from engine.runner import Launched, ModelOutput, Runner
+from engine.vision.image_rows import ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
@@ -48,7 +48,7 @@ from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
-from worker.kv_peers import KVPeers
+from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
 from worker.process import Worker, build_worker
 from worker.scheduler import Scheduler, num_rows_for
