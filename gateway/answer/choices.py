@@ -22,7 +22,6 @@ from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.call_rows import CALL_ROWS
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import new_reader
@@ -249,11 +248,12 @@ class _Choice:
             text_offset=len(self._echo.text) if self._echo else 0,
         )
         self._calls = None
-        if job.tools and job.tools.format.form != "plain":
-            is_trusted = generation.grammar is not None and job.tools.format.name in CALL_ROWS
-            self._calls = CallReader(job.tools, is_trusted=is_trusted)
+        if job.tools and job.tools.format.call:
+            is_trusted = generation.grammar is not None and job.tools.format.is_enforced
+            self._calls = CallReader(job.tools, is_trusted=is_trusted, begins=job.form is not None)
         # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
-        self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
+        is_json = job.form is not None and job.form.kind in ("json_schema", "json_object")
+        self._json_text = JsonText() if is_json and (reasoning or job.tools) else None
 
     def read(self, tokens: Tokens) -> Iterator[OutputDelta]:
         if not self._is_begun:
@@ -299,16 +299,18 @@ def _prompt_pieces(
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
+    """Reads one choice. `is_trusted`, `begins`: as in CallParser."""
 
-    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
+    def __init__(self, use: ToolUse, *, is_trusted: bool, begins: bool = False) -> None:
         schemas, num_chars = {tool.name: tool.schema for tool in use.callable_tools}, use.format.num_id_chars
 
         def new_id() -> str:
             text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
             return text if num_chars else f"call_{text}"
 
-        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, schemas=schemas)
+        self._parser = CallParser(
+            use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas
+        )
         self._is_named = use.named is not None
         self._is_required = use.is_required
 

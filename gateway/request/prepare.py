@@ -22,13 +22,11 @@ from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
 from gateway.shares import Shared, is_fair
-from gateway.tools.formats import PLAIN
 from gateway.tools.grammar import after_reasoning, call_grammar, hidden_tokens, in_dialect
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
-_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
@@ -41,7 +39,7 @@ class ApiOptions:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
-    tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
+    tool_format: str = "auto"  # how the model writes calls: a name of wire/dialects.py, "auto" or "none"
     keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
@@ -178,10 +176,9 @@ class ServedModel(Prompts):
             is_prompt_only=raw.max_tokens == 0,
             reasoning=reasoning,
             tools=tools,
-            is_json=form is not None and form.kind in ("json_schema", "json_object"),
+            form=form,
             warnings=(
                 *warnings,
-                *([_PLAIN_WARNING] if tools and tools.format == PLAIN else ()),
                 *(form.warnings if form else ()),
                 *(tools.warnings if tools else ()),
             ),

@@ -14,7 +14,7 @@ ReasoningStart = Literal["inside", "possible", "off"]
 MOST_WAITING = 1 << 17  # characters; they are read at once when it is known what they are: some 40 ms
 MOST_HEADER = 256  # characters of a message's header in harmony
 _Place = Literal["start", "reasoning", "unopened", "layout", "content"]
-_Kind = Literal["analysis", "content", "call", ""]
+_Kind = Literal["analysis", "content", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +289,9 @@ class ChannelReader:
         """Returns the message's text that is now certain. At its end a header is due."""
         found = _BODY_END.search(self._held)
         end = found.start() if found else len(self._held) - (0 if is_last else _num_begun(self._held))
-        is_call_end = found is not None and found[0] == "<|call|>" and self._kind == "call"
-        text = self._take(end + (len("<|call|>") if is_call_end else 0), is_content=self._kind != "analysis")
+        text = self._take(end, is_content=self._kind != "analysis")
         if found is not None:
-            if found[0] in _MESSAGE_ENDS and not is_call_end:
+            if found[0] in _MESSAGE_ENDS:
                 self._take(len(found[0]))
             self._is_after_analysis = self._kind == "analysis" and not self._held
             self._kind = ""
@@ -312,7 +311,7 @@ class ChannelReader:
             return False, self._take(len(self._held), is_content=True) if is_last else ""
         function = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)
-        self._kind = "call" if function else "analysis" if channel and channel[1] == "analysis" else "content"
+        self._kind = "analysis" if not function and channel and channel[1] == "analysis" else "content"
         shown = f"<|channel|>commentary to=functions.{function[1]}{message}" if function else ""
         self._take(max(len(head) + len(message) - len(shown), 0))
         self._take(len(self._held) - len(rest), is_content=True)

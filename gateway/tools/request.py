@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
-from gateway.tools.call_rows import CALL_ROWS
-from gateway.tools.formats import Format
 from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
 from gateway.tools.json_text import check_depth
+from wire.dialects import Format
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools as JSON
+_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 Choice = Literal["none", "auto", "required"]
@@ -125,7 +125,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         return None
     if format is None:
         raise bad_request("the model's chat template knows no tools; send none", "tools")
-    if format.name not in CALL_ROWS:
+    if not format.is_enforced:
         warnings += _check_free(raw, is_required, format)
     return ToolUse(
         format,
@@ -149,8 +149,10 @@ def _check_free(raw: RawTools, is_required: bool, format: Format) -> list[str]:
             "the service started with another --tool-format",
             path,
         )
-    has_effect = raw.is_parallel is not False
-    return [] if has_effect else [f"parallel_tool_calls has no effect: the model writes calls as {format.name}"]
+    warnings = [] if format.call else [_PLAIN_WARNING]
+    if raw.is_parallel is False:
+        warnings.append(f"parallel_tool_calls has no effect: the model writes calls as {format.name}")
+    return warnings
 
 
 def _check_tool(tool: Tool, seen: set[str]) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from gateway.tools import dialect
 from gateway.tools.dialect import PROBES, find_dialect
-from gateway.tools.formats import FORMATS, PLAIN, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallParser, Content, Event
 from gateway.tools.reasoning import REASONING_FORMATS, ChannelReader, new_reader
 from runtime.config_parts import ToolFormat
 from tests.support.chat_templates import REBUILT, downloaded, probes_of, rendered
 from tests.support.texts import joined, summary
+from wire.dialects import FORMATS, PLAIN, Format
 
 TRL = {  # template |-> the format that it shows
     "qwen2_5": "hermes",
@@ -197,7 +197,7 @@ def test_what_a_template_writes_is_read_back(kind: str, name: str, format: str) 
         if len(calls) > 1 and format in ONE_CALL:
             continue
         for lead in ("", "Let me look 🙂."):  # bare calls begin the answer, and harmony has messages for text
-            if lead and (row.is_bare or row.has_channels):
+            if lead and (row.bare_opener or row.has_channels):
                 continue
             text = write(source, row, calls, "" if format in NOT_BEFORE else lead).text
             text = lead + text if format in NOT_BEFORE else text
@@ -243,7 +243,7 @@ def test_a_call_that_is_cut_off_or_of_no_tool_is_content(format: Format) -> None
     other = text.replace("get_weather", "huh")
     content, calls = summary(read(format, [other]))
     assert calls == [] and "Rome" in content
-    both = other + text if not format.is_bare else text
+    both = other + text if not format.bare_opener else text
     assert [name for name, _ in summary(read(format, [both]))[1]] == ["get_weather"]
 
 
@@ -254,11 +254,12 @@ def test_a_malformed_call_is_content_and_the_next_one_is_read(format: Format) ->
     good = write(source_of(kind, name), format, calls).text
     for wrong in ("77-", "[7", "tru"):
         # in XML, what reads as no number is a text, which a call may well hold
-        text = good.replace(format.parameters.begin, "<x") if format.parameters else good.replace("7777", wrong)
+        is_xml, begin = format.style == "xml", format.writing.key if format.writing else ""
+        text = good.replace(begin, "<x") if is_xml else good.replace("7777", wrong)
         for pieces in ([text], list(text)):
             content, found = values(read(format, pieces))
             assert found == [] and content.strip()
-        if not format.is_bare and not (wrong == "[7" and format.style != "xml"):  # an open list takes what follows
+        if not format.bare_opener and not (wrong == "[7" and format.style != "xml"):  # an open list takes what follows
             assert values(read(format, [text + good]))[1][-1:] == calls
 
 
