@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 import structlog
 
 from gateway.access.keys import Key
-from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
+from gateway.answer.choice_text import OutputDelta, OutputReader, Phases, ShownToken
 from gateway.batches.turns import LineTurns
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
@@ -308,9 +308,7 @@ class CallReader:
             text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
             return text if num_chars else f"call_{text}"
 
-        self._parser = CallParser(
-            use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas
-        )
+        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas)
         self._is_named = use.named is not None
         self._is_required = use.is_required
 
@@ -319,26 +317,36 @@ class CallReader:
 
         Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
         """
-        events: Sequence[Event] = self._parser.push(piece.text)
+        events: list[Event | Phases] = []
+        begin = 0
+        for place, phase in piece.phases:
+            events += [*self._parser.push(piece.text[begin:place]), ((0, phase),)]
+            begin = place
+        events += self._parser.push(piece.text[begin:])
         if piece.finish_reason is not None:
-            events = [*events, *self._parser.flush()]
+            events += self._parser.flush()
         if self._is_required:  # the grammar allows only calls: content is a call that was cut off
             events = [event for event in events if not isinstance(event, Content)]
         # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and self._parser.num_calls > 0 and self._parser.are_whole and not self._is_named
-        runs: list[tuple[str, tuple[CallEvent, ...]]] = [("", ())]  # a text and the calls after it
+        runs: list[tuple[str, Phases, tuple[CallEvent, ...]]] = [("", (), ())]  # a text and the calls after it
         for event in events:
-            text, calls = runs[-1]
-            if not isinstance(event, Content):
-                runs[-1] = text, (*calls, event)
-            elif calls:
-                runs.append((event.text, ()))
+            text, phases, calls = runs[-1]
+            if not isinstance(event, (Content, tuple)):
+                runs[-1] = text, phases, (*calls, event)
+                continue
+            if calls:
+                text, phases = "", ()
+                runs.append((text, phases, ()))
+            if isinstance(event, Content):
+                runs[-1] = text + event.text, phases, ()
             else:
-                runs[-1] = text + event.text, ()
-        *earlier, (text, calls) = runs
+                runs[-1] = text, (*phases, *((len(text), phase) for _, phase in event)), ()
+        *earlier, (text, phases, calls) = runs
         parts: list[OutputDelta] = []
-        for before, between in earlier:
-            parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
+        for before, begun, between in earlier:
+            part = replace(piece, text=before, phases=begun, calls=between, finish_reason=None, timing=None, stop=None)
+            parts.append(part)
             piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
-        return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+        return [*parts, replace(piece, text=text, phases=phases, calls=calls, is_calling=is_calling)]
