@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
-from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
+from gateway.tools.json_schema import Comparisons, as_object, check_enforced
 from gateway.tools.json_text import check_depth
+from gateway.tools.values import value_types
 from wire.dialects import Format
 
 MAX_TOOLS = 128
@@ -107,7 +108,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         path = tool.schema_param
         if tool.is_strict or (is_required and tool.name in names):
             warnings += check_enforced(tool.schema, path, comparisons, is_strict=tool.is_strict)
-        if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
+        if (tool.is_strict or is_required) and value_types(tool.schema, tool.schema) != {"object"}:
             why = "where it names another keyword than 'type' and 'properties', that one decides what it takes"
             raise bad_request(
                 f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'",
