@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.engine import Engine, build_engine
+from engine.compose import FullEngine, build_engine
 from protos import kv_pb2
 from runtime.config_parts import Transport
 from tests.support.checkpoints import write_checkpoint
@@ -69,7 +69,7 @@ def write(kind: str, path: Path) -> Path:
     return path
 
 
-def build(folder: Path, num_pages: int = 60, num_slots: int = 4 * MAX_RUNNING + 1) -> tuple[Engine, KvRunner]:
+def build(folder: Path, num_pages: int = 60, num_slots: int = 4 * MAX_RUNNING + 1) -> tuple[FullEngine, KvRunner]:
     """What `decode_worker` takes; nothing holds up these steps."""
     engine = build_engine(
         str(folder), "", "float32", "cpu", 1, PAGE_TOKENS, num_rows_for(MAX_RUNNING),
