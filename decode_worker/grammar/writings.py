@@ -197,9 +197,10 @@ def _constant(token: str) -> Any:
 
 def _in_ebnf(writing: Writing) -> Writing:
     """With texts as EBNF writes them."""
-    texts = ("key", "key_end", "value_end", "separator", "begin", "end", "quotes")
+    names = ("key", "key_end", "value_end", "separator", "begin", "end", "quotes")
+    changed: dict[str, Any] = {name: _optional_breaks(getattr(writing, name)) for name in names}
     words = [(_literal(json_word), _literal(word)) for json_word, word in writing.words]
-    return replace(writing, words=tuple(words), **{name: _optional_breaks(getattr(writing, name)) for name in texts})
+    return replace(writing, words=tuple(words), **changed)
 
 
 def _optional_breaks(text: str) -> str:

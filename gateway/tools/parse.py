@@ -255,7 +255,7 @@ class CallParser(ArgumentReader):
             self._show(0)
 
     def _section(self) -> Reading[bool]:
-        """Those behind an opener, and what closes them. Whether there was one, and none was malformed."""
+        """Calls behind an opener, and what closes them. Whether there was one, and none was malformed."""
         is_list, is_object = self._format.is_list, self._format.is_object
         if is_list:
             is_list = (yield from self._take(_LIST)) is not None
@@ -291,7 +291,7 @@ class CallParser(ArgumentReader):
         key = json.loads(written, strict=False) if written else None
         name_key, arguments_key = self._marks.keys
         if key == name_key and not call.name:
-            name = (yield from self._mark('"')) and (yield from self._string('"'))
+            name = (yield from self._string('"')) if (yield from self._mark('"')) else ""
             call.name = json.loads(name, strict=False) if name else ""
             return call.name in self._names
         if key == arguments_key and call.arguments is None:

@@ -17,7 +17,7 @@ import pytest
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
 from gateway.tools.dialect import PROBE_TOOL, PROBES
 
-PACKAGES = {  # those that have real templates |-> pip's options
+PACKAGES: Mapping[str, Sequence[str]] = {  # those that have real templates |-> pip's options
     "trl==1.16.0": (),
     "llama-cpp-python==0.3.36": ("--no-binary", "llama-cpp-python"),  # llama.cpp's own, in its source
 }

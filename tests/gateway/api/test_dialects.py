@@ -1,7 +1,7 @@
 """Models that write calls and thoughts in their own words, as clients of each API see them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,10 +123,11 @@ def test_models_say_how_they_write(harmony: Served, unknown: Served) -> None:
 
 @pytest.mark.parametrize("name", ["final", "call"])
 def test_messages_have_phases(harmony: Served, name: str) -> None:
-    end, items = {
+    ends: Mapping[str, tuple[str, list[Any]]] = {
         "final": ("<|channel|>final<|message|>Yes.<|return|>", [("message", "final_answer", "Yes.")]),
         "call": (f"{CALL}<|call|>", [("function_call", None, None)]),
-    }[name]
+    }
+    end, items = ends[name]
     expected = [("reasoning", None, "Hm, <b>."), ("message", "commentary", "I look."), *items]
     tools = [{"type": "function", **tool} for tool in TOOLS]
     body = {"model": SERVED, "input": "hello", "tools": tools}
@@ -165,7 +166,7 @@ def by_chat(client: openai.OpenAI) -> tuple[list[str], list[Any], int]:
     tools: Any = [{"type": "function", "function": tool} for tool in TOOLS]
     with client.chat.completions.stream(model=SERVED, messages=[{"role": "user", "content": "hi"}], tools=tools) as it:
         parts = [event.arguments_delta for event in it if event.type == "tool_calls.function.arguments.delta"]
-        calls = it.get_final_completion().choices[0].message.tool_calls or []
+        calls: Any = it.get_final_completion().choices[0].message.tool_calls
     return [call.function.name for call in calls], [json.loads(call.function.arguments) for call in calls], len(parts)
 
 

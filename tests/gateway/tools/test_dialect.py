@@ -93,10 +93,14 @@ PROPERTIES = {
 SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"more": {"type": "object"}}}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"get_weather": SCHEMA, "now": {}, "send-mail": {}}
 PLAIN_SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {}}  # as all templates take it
-SHOWN = {"city": {"type": "string", "description": "the city"}}
+SHOWN: Mapping[str, Mapping[str, Any]] = {
+    "get_weather": {"properties": {"city": {"type": "string", "description": "the city"}}},
+    "now": {},
+    "send-mail": {},
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {**PLAIN_SCHEMA, **schema}}}
-    for name, schema in (("get_weather", {"properties": SHOWN}), ("now", {}), ("send-mail", {}))
+    for name, schema in SHOWN.items()
 ]
 NESTED = {"city": "Łódź 🙂", "days": -3, "share": 0.5, "sure": True, "more": {"k": [1, {"a": "}]"}]}, "list": ["x", 2]}
 TEXTS = {"city": 'a "b"\nc </x> \\ {d}, [e](f=1) 🙂'}
