@@ -1,11 +1,10 @@
-"""Batches in real processes: the gateway is killed, and drained, in the midst of 200 lines."""
+"""Batches in real processes: the gateway is killed, and drained, in the midst of 100 lines."""
 
 import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 import openai
@@ -15,7 +14,7 @@ from tests.support.fleet import ProcessFleet, run_fleet
 from tests.support.live import WAIT_S, wait_until
 from tests.support.surface import MODEL
 
-NUM_LINES = 200
+NUM_LINES = 100
 CHATS: Any = "/v1/chat/completions"
 
 
@@ -60,7 +59,7 @@ def check_whole(client: openai.OpenAI, batch_id: str) -> None:
     rows = [json.loads(row) for row in client.files.content(batch.output_file_id).text.splitlines()]
     assert Counter(row["custom_id"] for row in rows) == {f"{number}": 1 for number in range(NUM_LINES)}
     said = {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
-    for number in (0, 77, 199):
+    for number in (0, 77, 99):
         live = client.chat.completions.create(**body(number))
         assert said[f"{number}"] == live.choices[0].message.content
 
@@ -80,17 +79,17 @@ def test_a_drain_leaves_the_rest_to_the_next_gateway(fleet: ProcessFleet, client
     wait_until(lambda: num_answered(client, batch_id) >= 20)
     live = iter(
         client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         )
     )
     next(live)
     fleet.gateway.signal(signal.SIGTERM)
     wait_until(lambda: "draining" in fleet.gateway.read_log().rpartition("listening")[2])
-    list(islice(live, 5))
-    count = num_answered(client, batch_id)
-    list(islice(live, 50))
-    assert num_answered(client, batch_id) == count, "lines are none of what a drain waits for"
-    *_, last = live
+    counts = list[int]()
+    for at, last in enumerate(live):
+        if at % 10 == 5 and last.choices[0].finish_reason is None:
+            counts.append(num_answered(client, batch_id))
+    assert len({*counts} - {0}) <= 1, "lines are none of what a drain waits for"
     assert last.choices[0].finish_reason == "length", "a live answer ends first"
     assert fleet.gateway.wait_exited(30) == 0
     assert "batch ends" not in fleet.gateway.read_log().rpartition("draining")[2]

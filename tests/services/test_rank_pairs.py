@@ -26,10 +26,9 @@ RANKS = (1, 4)  # of prefill workers; the model has 4 KV heads
 CHANGED = r"refused the offer \(checksum\): page \d+ \(positions .*\) changed on its way by "
 NIXL = ("--transport=nixl", "--require-transport", "--nixl-allow-tcp")
 READERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # decode worker |-> its ranks, transport and flags
-    "decode-0": (2, "shm", ()),
+    "decode-0": (1, "shm", ()),
     "decode-1": (4, "grpc", ("--transport=grpc",)),
-    "decode-2": (1, "nixl", NIXL),
-    "decode-3": (2, "nixl", NIXL),
+    "decode-2": (2, "nixl", NIXL),
 }
 
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.events import Ready, parse_event
-from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, Service, build_environment, read_metric
+from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, START_S, Service, build_environment, read_metric
 
-START_S = 120.0  # a loaded machine imports torch slowly
 PORT_BLOCK = 500
 HOST = "127.0.0.1"
 PROGRAM = ("cli.main",)  # Python's arguments for each process, before the role: a module and its arguments

@@ -332,7 +332,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, offload: Offload) -> dict[
             if first is not None:
                 images._child = first._child
                 started = await images._child.ask(ReaderStart(str(folder), family, 1 << 20), WAIT_S)
-                images._child.ready = partial(asyncio.sleep, 0, started)  # type: ignore[assignment, method-assign]
+                images._child.ready = partial(asyncio.sleep, 0, started)  # type: ignore[method-assign, assignment]
             first = first or images
             found[name] = Prompt(folder, tokenizer, images, chat, files, await images.read(parts, "messages"))
         assert first is not None
