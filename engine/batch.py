@@ -5,7 +5,7 @@ of requests, sampling or time. The host lays it out without knowing the tokens; 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,9 +38,6 @@ class ForwardRow(NamedTuple):
     chosen_logprobs: int | None = None  # the same for sampled ones; None: no log-probabilities
     mask: NDArray[np.int32] | None = None  # [num_logits - num_given, ceil(V / 32)] tokens that may be chosen; None: all
     num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
-    num_unjudged: int = 0
-    """Drafts of the row's last step if the host does not know yet which were right: `begin` counts all, and the device
-    subtracts the wrong ones (InputBatch.lag)."""
     state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
     state_to: int = -1  # slot for the state after the step. Only the row's second request may read it in the same step,
     # or write to the slot that its first one reads
@@ -51,15 +48,12 @@ class ForwardRow(NamedTuple):
         return max(self.num_logits - self.num_given - 1, 0)
 
 
-UNJUDGED, STATE_FROM = (ForwardRow._fields.index(name) for name in ("num_unjudged", "state_from"))
+STATE_FROM = ForwardRow._fields.index("state_from")
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last six are uploaded, in this order.
-
-    Where drafts are unjudged, positions and lengths are the most that they can be.
-    """
+    """T new tokens of B sequences, on the host. All but the last five are uploaded, in this order."""
 
     places: Ints  # [T] of the new tokens in the flat InputBatch.tokens
     positions: Ints  # [T]
@@ -71,15 +65,9 @@ class Layout(NamedTuple):
     slots: Ints  # [2, B] state_from and state_to of each sequence; [2, 0] if the model has no states
     query_lens: NDArray[np.int32]  # [B]
     split: int | None  # see `States`
-    lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
     adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
     turns: Ints | None = None  # [T], or [3, T] with tokens of images: turns heads in place of the positions (M-RoPE)
     images: StepImages | None = None
-
-    @property
-    def owners(self) -> Ints:
-        """[T] the sequence of each token."""
-        return np.repeat(np.arange(len(self.query_lens)), self.query_lens)
 
 
 def take_turns(row: int, step: int) -> tuple[int, int]:
@@ -113,7 +101,6 @@ class Batch:
     logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each request's last num_logits
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
     seq_lens_host: NDArray[np.int32]  # [B], the same on the host
-    is_lagging: bool = False  # some sequences may begin earlier: see `shift`
     states: States | None = None  # if the model has some
     adapters: tuple[AdapterTiles, AdapterTiles] | None = None  # of the tokens, and of the rows with logits
     turns: Tensor | None = None  # see `Layout`
@@ -148,7 +135,6 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         slots=find_slots(rows, columns[STATE_FROM:]),
         query_lens=counts.astype(np.int32),
         split=num_sequences if num_sequences < len(row) else None,
-        lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
         adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
         turns=turns,
         images=images,
@@ -182,15 +168,14 @@ def check_ends(rows: InputBatch, longest: int) -> None:
 def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here.
 
-    Arrays that are the same objects as in the stager's last layout keep their tensors. See `shift` for a layout with
-    `lag_rows`.
+    Arrays that are the same objects as in the stager's last layout keep their tensors.
     """
-    places, *fields = stager.upload(layout[:-6])
+    places, *fields = stager.upload(layout[:-5])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
         logits_rows,
-        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
+        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
         states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
         adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
         turns=None if layout.turns is None else upload([layout.turns], rows.device)[0],
@@ -202,28 +187,6 @@ def upload_tiles(tokens: HostTiles, outputs: HostTiles, device: torch.device) ->
     """`Layout.adapters` |-> `Batch.adapters`."""
     token_rows, token_tiles, output_rows, output_tiles = upload([*tokens, *outputs], device)
     return AdapterTiles(token_rows, token_tiles), AdapterTiles(output_rows, output_tiles)
-
-
-def shift(batch: Batch, lag: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
-    """The batch with sequence b begun lag[b] positions earlier. Only launches.
-
-    lag: [B]; owners: [T] sequence of each token. Slots from `padding_slot` on stay.
-    """
-    of_tokens = lag.index_select(0, owners)  # [T]
-    places, positions = batch.places - of_tokens, batch.positions - of_tokens
-    pages = batch.page_table.view(-1).index_select(
-        0, owners * batch.page_table.shape[1] + positions // rows.page_tokens
-    )
-    slots = pages.long() * rows.page_tokens + positions % rows.page_tokens
-    return replace(
-        batch,
-        token_ids=rows.flat_tokens.index_select(0, places).long(),
-        places=places,
-        positions=positions,
-        turns=None if batch.turns is None else batch.turns - of_tokens,
-        seq_lens=batch.seq_lens - lag.to(torch.int32),
-        slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
-    )
 
 
 def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
@@ -254,10 +217,6 @@ def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:
 
     drafts, chosen: [J, K], aligned right; chosen[j, i] is what the model chose in place of drafts[j, i].
     num_drafts: [J].
-
-    A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives one
-    answer. What the model chooses after right drafts is that answer's next token; after a wrong one it has seen a wrong
-    text. So the step gives the right drafts and one token more, whatever the drafter proposes.
     """
     width = drafts.shape[1]
     is_none = torch.arange(width, device=drafts.device) < (width - num_drafts)[:, None]

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -39,8 +39,6 @@ from wire.kv_layout import KvPart, PagePart, StatePart
 from wire.names import MTP
 from wire.names import KvDType as KvDType
 
-NO_STEPS_AHEAD = "no step is launched ahead"
-
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -65,7 +63,6 @@ class Engine:
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     vision: VisionTower | None = None  # None: this process encodes no images
     why_blind: str | None = None  # why it does not, though the model has a part for them
-    trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
     def sees_whole_images(self) -> bool:
@@ -95,7 +92,7 @@ class Engine:
     @property
     def steps_ahead(self) -> int:
         """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
-        return 1 if self.device.type == "cuda" and NO_STEPS_AHEAD not in self.trouble else 0
+        return 1 if self.device.type == "cuda" else 0
 
     def warm_up(
         self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
@@ -130,8 +127,6 @@ class Engine:
                     runner.capture_graphs(own, capture, self.padding_page, lambda *_: on_captured(next(done), total))
                 if sizes:
                     runner.capture_pieces(sizes, capture, lambda: on_captured(next(done), total))
-                if max_drafts and (error := runner.find_lag_error()):
-                    self.trouble[NO_STEPS_AHEAD] = f"{error}: run `make gpu-check`, or set --speculate off"
         except Exception as error:
             raise explain_failed_warm_up(error) from error
         finally:
@@ -154,7 +149,7 @@ class Engine:
 
     def find_weaknesses(self) -> dict[str, str]:
         """What works worse than it could on this machine |-> why, and what to change."""
-        found = dict(self.trouble)
+        found: dict[str, str] = {}
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:

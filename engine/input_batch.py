@@ -45,8 +45,6 @@ class InputBatch:
         # The last row has no sequence: captured steps use it for surplus rows.
         self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        # How many drafts of the row's last step were wrong; 0 in the last row. Steps write and read it in launch order.
-        self.lag = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.states: tuple[torch.Tensor, ...] = ()  # see `batch.States`; the engine sets it once
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
         self.pages_version = 0  # incremented by each change of `page_table`
@@ -106,14 +104,11 @@ class InputBatch:
             self._free_lines.append(int(self.counts_line[row]))
             self.counts_line[row] = -1
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
-        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards.
-
-        `is_lagging`: from the row's lag before `begin` on.
-        """
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
         if begin + len(token_ids) > self.width:
             raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
-        self._put(row, begin, token_ids, is_lagging)
+        self._put(row, begin, token_ids)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Write ids of the sequence's pages, from its `first`-th page on."""
@@ -169,12 +164,8 @@ class InputBatch:
 
     # The methods below run on the device, after everything launched before.
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
-        if not is_lagging:
-            self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
-            return
-        ids, places = upload([token_ids, begin + np.arange(len(token_ids))], self.device)
-        self.tokens[row].index_copy_(0, places - self.lag[row], ids)
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
 
     def _clear(self, line: int) -> None:
         self.counts[line].zero_()

@@ -44,7 +44,7 @@ class LogitsChunk(NamedTuple):
 
 
 class DraftSpec(NamedTuple):
-    """The J sequences of a step that have drafts."""
+    """The J sequences of a step that have drafts, for a head that has to know which are right."""
 
     requests: Ints  # [J] their indices
     rows: Ints  # [J]

@@ -4,7 +4,7 @@ The kernel checks nothing: `plan` checks the batch, and every call checks the la
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -121,10 +121,6 @@ class CpuPagedAttention:
             scale=shape.scale,
             softcap=shape.softcap,
         )
-
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        assert self._plan is not None
-        self.plan(self._plan.pool, replace(batch, seq_lens_host=batch.seq_lens.numpy()))
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "CpuPagedAttention":
         return self
