@@ -23,8 +23,6 @@ from engine.staging import Stager, upload
 class ForwardRow(NamedTuple):
     """One row's request of a step: positions [begin, begin + count) of its sequence, drafts included.
 
-    A sequence may have two, if its state between them is wanted: all first ones come before all second ones.
-
     The row's pages already hold the KV of [0, begin); the step writes the rest. Each row of logits predicts
     the token after its position.
     """
@@ -39,8 +37,7 @@ class ForwardRow(NamedTuple):
     mask: NDArray[np.int32] | None = None  # [num_logits - num_given, ceil(V / 32)] tokens that may be chosen; None: all
     num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
     state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
-    state_to: int = -1  # slot for the state after the step. Only the row's second request may read it in the same step,
-    # or write to the slot that its first one reads
+    state_to: int = -1  # another slot, for the state after the step
 
     @property
     def num_drafts(self) -> int:
@@ -53,7 +50,7 @@ NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last five are uploaded, in this order."""
+    """T new tokens of B sequences, on the host. All but the last four are uploaded, in this order."""
 
     places: Ints  # [T] of the new tokens in the flat InputBatch.tokens
     positions: Ints  # [T]
@@ -64,7 +61,6 @@ class Layout(NamedTuple):
     logits_rows: Ints  # [S]
     slots: Ints  # [2, B] state_from and state_to of each sequence; [2, 0] if the model has no states
     query_lens: NDArray[np.int32]  # [B]
-    split: int | None  # see `States`
     adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
     turns: Ints | None = None  # [T], or [3, T] with tokens of images: turns heads in place of the positions (M-RoPE)
     images: StepImages | None = None
@@ -84,7 +80,6 @@ class States(NamedTuple):
     parts: tuple[Tensor, ...]  # of each of the model's StateParts: [num_slots, heads, layers, ...] float32
     sources: Tensor  # [B] int64, slots with the states before the step; -1: the sequence begins, its state is zeros
     targets: Tensor  # [B] int64, slots for the states after it
-    split: int | None = None  # sequences from here on begin with states that earlier ones leave in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     check_ends(rows, longest)
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
-    starts, num_sequences = find_starts(counts), len(set(columns[0]))
+    starts = find_starts(counts)
     turns = images = None
     if rows.images and rows.image_rules is not None:
         turns = find_turns(rows.images, columns[0], owners, positions)
@@ -134,7 +129,6 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         logits_rows=logits_rows,
         slots=find_slots(rows, columns[STATE_FROM:]),
         query_lens=counts.astype(np.int32),
-        split=num_sequences if num_sequences < len(row) else None,
         adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
         turns=turns,
         images=images,
@@ -170,13 +164,13 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
 
     Arrays that are the same objects as in the stager's last layout keep their tensors.
     """
-    places, *fields = stager.upload(layout[:-5])
+    places, *fields = stager.upload(layout[:-4])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
         logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
-        states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
+        states=States(rows.states, slots[0], slots[1]) if rows.states else None,
         adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
         turns=None if layout.turns is None else upload([layout.turns], rows.device)[0],
         images=None if layout.images is None else gather(layout.images, rows.device),

@@ -153,9 +153,8 @@ class Runner:
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         """Compute the requests' KV; sample or score the tokens after the rows of logits that they want.
 
-        At least one request, at most two per row (see `ForwardRow`). They do not affect each other otherwise. Sampled
-        tokens are written to InputBatch.tokens at their positions, or none if this raises. ValueError says what is
-        wrong with a request.
+        At least one request, at most one per row. They do not affect each other. Sampled tokens are written to
+        InputBatch.tokens at their positions, or none if this raises. ValueError says what is wrong with a request.
         """
         return self._run(self._prepare(requests))
 
