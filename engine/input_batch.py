@@ -72,7 +72,7 @@ class InputBatch:
         """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer. slot: of its adapter.
 
         images: in the prompt, by position; those whose KV comes from elsewhere have no encoding. ValueError for images
-        that the model cannot have. A bias beyond the vocabulary fails the steps that sample a token for it.
+        that the model cannot have. Biases of tokens beyond the vocabulary are dropped.
         """
         if images:
             self.images[row] = place_images(token_ids, images, self.image_rules)
@@ -80,8 +80,8 @@ class InputBatch:
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
-            ids, values = zip(*sampling.logit_bias, strict=True)
-            self.bias[row] = np.array([min(token, self.vocab_size) for token in ids], np.int32), to_float32(values)
+            kept = [pair for pair in sampling.logit_bias if pair[0] < self.vocab_size]
+            self.bias[row] = np.array([token for token, _ in kept], np.int32), to_float32([bias for _, bias in kept])
             self.has_bias[row] = True
         if sampling.has_penalties:
             self.counts_line[row] = self._take_line()

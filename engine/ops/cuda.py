@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from engine import checks
 from engine.kernels import (
     gpu_adapters,
     gpu_blocks,
@@ -69,7 +70,8 @@ class CudaOps(Ops):
         return gpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        batch.check(logits)
+        if checks.ARE_ON:
+            checks.check_sampling(batch, logits)
         return gpu.sample(logits, batch)
 
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:

@@ -4,10 +4,10 @@ The noise is counter-based (`noise.py`), so a token depends only on its own logi
 batch, the worker, the device's generator or earlier draws.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine import checks
 from engine.kernels.sampling_fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.cpu import load_cpu_sampling
@@ -22,11 +22,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """[S, V] float32 -> [S] int64 on the CPU, and slowly on other devices. May modify `logits`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
-    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
-    fit and, on the CPU, rows whose mask allows no token (`allowed_words` checks this earlier). On a GPU such
-    a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
+    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names, on the CPU, rows whose mask allows
+    no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not wait.
+    Where the first logit is NaN it is NOT_A_NUMBER.
     """
-    batch.check(logits)
+    if checks.ARE_ON:
+        checks.check_sampling(batch, logits)
     kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
@@ -63,7 +64,7 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
         return torch.from_numpy(params[name]).to(logits.device)
 
     scaled = (logits[rows] - maxima[rows, None]) / column("temperature").clamp(max=MOST)[:, None]
-    keys = build_keys(params["seed"], np.asarray(batch.positions)[rows.numpy()], logits.device)
+    keys = build_keys(params["seed"], batch.positions[rows.numpy()], logits.device)
     scores = scaled + gumbel_noise(torch.arange(logits.shape[1], device=logits.device), keys[:, None])
     if ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)).any():
         kept = keep_tokens(scaled, column("top_k"), column("top_p"), column("min_p"))
