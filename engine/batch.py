@@ -17,7 +17,7 @@ from engine.image_rows import BatchImages, StepImages, find_images, find_turns, 
 from engine.input_batch import InputBatch
 from engine.kernels.adapter_rows import AdapterTiles, HostTiles, sort_rows
 from engine.ranges import Ints, find_starts, join_ranges
-from engine.staging import Stager, upload
+from engine.staging import upload
 
 
 class ForwardRow(NamedTuple):
@@ -45,7 +45,6 @@ class ForwardRow(NamedTuple):
         return max(self.num_logits - self.num_given - 1, 0)
 
 
-STATE_FROM = ForwardRow._fields.index("state_from")
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
@@ -104,20 +103,26 @@ class Batch:
     hidden: Tensor | None = None  # [T, H] of a draft head's step: rows that go with the tokens
 
 
+def columns_of(requests: Sequence[ForwardRow]) -> Any:
+    """A ForwardRow whose fields are tuples of all requests' values."""
+    return ForwardRow._make(zip(*requests, strict=True))
+
+
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
-    columns = list(zip(*requests, strict=True))
+    columns = columns_of(requests)
     row, begins, counts, num_logits = (np.array(values, np.int64) for values in columns[:4])
     ends = begins + counts
-    longest = max(ends.tolist())
-    check_ends(rows, longest)
+    longest = int(ends.max())
+    if longest >= rows.width:
+        raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
     starts = find_starts(counts)
     turns = images = None
     if rows.images and rows.image_rules is not None:
-        turns = find_turns(rows.images, columns[0], owners, positions)
-        images = find_images(rows.images, rows.image_rules, columns[0], begins, counts)
+        turns = find_turns(rows.images, columns.row, owners, positions)
+        images = find_images(rows.images, rows.image_rules, columns.row, begins, counts)
     logits_rows = join_ranges(starts[1:] - num_logits, num_logits)[1]
     return Layout(
         places=token_rows * rows.width + positions,
@@ -127,7 +132,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
         slot_mapping=rows.slots(token_rows, positions),
         logits_rows=logits_rows,
-        slots=find_slots(rows, columns[STATE_FROM:]),
+        slots=np.array((columns.state_from, columns.state_to), np.int64) if rows.states else NO_SLOTS,
         query_lens=counts.astype(np.int32),
         adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
         turns=turns,
@@ -142,29 +147,9 @@ def find_adapters(slots: NDArray[np.int32], logits_rows: Ints) -> tuple[HostTile
     return sort_rows(slots), sort_rows(slots[logits_rows])
 
 
-def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
-    """state_from and state_to of the requests |-> `Layout.slots`. ValueError for slots that do not exist: a bug."""
-    if not rows.states:
-        return NO_SLOTS
-    found = np.array(slots, np.int64)  # [2, B]
-    sources, targets = found
-    if sources.min() < -1 or targets.min() < 0 or found.max() >= len(rows.states[0]):
-        raise ValueError(f"slots {found.tolist()} of {len(rows.states[0])}")
-    return found
-
-
-def check_ends(rows: InputBatch, longest: int) -> None:
-    """ValueError if no request can end at `longest`."""
-    if longest >= rows.width:
-        raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
-
-
-def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
-    """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here.
-
-    Arrays that are the same objects as in the stager's last layout keep their tensors.
-    """
-    places, *fields = stager.upload(layout[:-4])
+def build_batch(layout: Layout, rows: InputBatch) -> Batch:
+    """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here."""
+    places, *fields = upload(layout[:-4], rows.device)
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,

@@ -38,6 +38,10 @@ def check_batch(batch: Batch, num_pages: int, page_tokens: int) -> None:
         raise ValueError(f"cu_seqlens_q {starts.tolist()} do not match {num_tokens} tokens in {query_lens} a sequence")
     _check_range("page_table", batch.page_table.numpy(), 0, num_pages)
     _check_range("slot_mapping", batch.slot_mapping.numpy(), 0, num_pages * page_tokens)
+    if batch.states is not None:
+        (part, *_), sources, targets = batch.states
+        _check_range("state_from", sources.numpy(), -1, len(part))
+        _check_range("state_to", targets.numpy(), 0, len(part))
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:

@@ -239,8 +239,8 @@ class DecodeGraph:
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
 
     def _fill_page_table(self, table: NDArray[np.int32]) -> None:
-        """Padding rows read their first page, which exists. Steps over the same pages pass the same table object."""
-        if self._last_table is not table:
+        """Padding rows read their first page, which exists."""
+        if self._last_table is None or not np.array_equal(self._last_table, table):
             (pages,) = upload([table], self._page_table.device)
             self._page_table[: len(table), : table.shape[1]].copy_(pages)
             self._last_table = table

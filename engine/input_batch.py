@@ -47,8 +47,6 @@ class InputBatch:
         self.flat_tokens = self.tokens.view(-1)
         self.states: tuple[torch.Tensor, ...] = ()  # see `batch.States`; the engine sets it once
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
-        self.pages_version = 0  # incremented by each change of `page_table`
-        self.version = 0  # incremented by each change of a field below, except `counts` and `num_counted`
         self.params = np.zeros(num_rows, PARAMS)
         self.has_bias = np.zeros(num_rows, np.bool_)
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # row |-> token ids, biases
@@ -76,7 +74,6 @@ class InputBatch:
         """
         if images:
             self.images[row] = place_images(token_ids, images, self.image_rules)
-        self.version += 1
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
@@ -91,8 +88,6 @@ class InputBatch:
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
-        self.version += 1
-        self.pages_version += 1
         self.page_table[row] = 0
         self.images.pop(row, None)
         if self.adapter_slots[row] != NO_SLOT:
@@ -112,7 +107,6 @@ class InputBatch:
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Write ids of the sequence's pages, from its `first`-th page on."""
-        self.pages_version += 1
         self.page_table[row, first : first + len(pages)] = pages
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:

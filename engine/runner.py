@@ -24,11 +24,11 @@ from engine.models.decoder import Decoder
 from engine.models.head import HeadDecoder
 from engine.out_of_memory import is_out_of_memory
 from engine.pieces import PieceGraphs
-from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
+from engine.prepared import LogitsChunk, Prepared, prepare, with_masks
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
-from engine.staging import Stager, download, mark, upload
+from engine.staging import download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -97,8 +97,6 @@ class Runner:
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
-        self._preparer = Preparer(rows)
-        self._stager = Stager(rows.device)
 
     def choose_shapes(self, shapes: Collection[Shape]) -> Collection[Shape]:
         """Those that its steps can have."""
@@ -171,7 +169,7 @@ class Runner:
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
-        step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
+        step = prepare(self._rows, requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
         if not self._drafts:
             return step
         return replace(step, layout=step.layout._replace(adapters=None, turns=None, images=None))
@@ -186,7 +184,7 @@ class Runner:
         if graph is not None:
             rows = graph.forward(step)
             return lambda completed: self._finish_graph(graph, completed, rows)
-        batch = build_batch(step.layout, self._rows, self._stager)
+        batch = build_batch(step.layout, self._rows)
         if self._head is not None:
             batch = replace(batch, taps=self._model.new_taps(len(step.layout.places)))
             self._head.plan(batch)

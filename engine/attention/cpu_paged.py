@@ -84,15 +84,12 @@ class CpuPagedAttention:
         if last is not None and last.pool is pool:
             arguments = _BatonBatch.from_buffer_copy(last.arguments)
         else:
-            last, arguments = None, self._describe(pool)
+            arguments = self._describe(pool)
         if checks.ARE_ON:
             checks.check_batch(batch, pool.shape[PAGES], arguments.page_tokens)
-        if last is not None and last.batch.query_lens_host is batch.query_lens_host:
-            blocks = last.blocks  # still cover the queries; their order affects only the balance between threads
-        else:
-            lens = batch.query_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
-            blocks = plan_blocks(*lens, arguments.block_tokens)
-            arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
+        lens = batch.query_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
+        blocks = plan_blocks(*lens, arguments.block_tokens)
+        arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
         arguments.cu_seqlens_q = batch.cu_seqlens_q.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr()
         arguments.page_table = batch.page_table.data_ptr()
