@@ -17,7 +17,7 @@ from bench.simulate.costs import Costs, Work
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import Card
 from worker.chunks import STRETCH
-from worker.limits import ModelShape, complete, limits_of
+from worker.startup.limits import ModelShape, complete, limits_of
 
 SIZES = (1, 2, 4, 8)  # ranks per worker
 Z = 1.28  # a tenth of a normal distribution is more than this many deviations above its mean

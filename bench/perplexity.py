@@ -28,7 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from runtime.config_parts import DEMO_MODEL
 from tests.support.batches import Part, pack
-from worker.models import locate_model
+from worker.startup.models import locate_model
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

@@ -4,7 +4,7 @@ from bench.capacity import Proposal, Role
 from bench.roofline import STEP_S
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card
-from worker.limits import BANDWIDTH_SHARE, FLOPS_SHARE, ModelShape
+from worker.startup.limits import BANDWIDTH_SHARE, FLOPS_SHARE, ModelShape
 
 PAGE_TOKENS = 16
 

@@ -9,7 +9,7 @@ from typing import Any
 from bench.simulate.costs import Costs
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card
-from worker.limits import (
+from worker.startup.limits import (
     BANDWIDTH_SHARE,
     FLOPS_SHARE,
     ITEM_BYTES,

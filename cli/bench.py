@@ -17,8 +17,8 @@ from engine.models.read_config import build_config, load_config
 from runtime.gpus import CARDS, CardName
 from runtime.hardware import wait_without_spinning
 from runtime.settings import ConfigError
-from worker.limits import ModelShape, shape_of
-from worker.models import fetch_tokenizer
+from worker.startup.limits import ModelShape, shape_of
+from worker.startup.models import fetch_tokenizer
 
 
 def take_lower_case(hint: Any, tokens: Sequence[Token]) -> Any:

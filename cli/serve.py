@@ -28,7 +28,7 @@ from runtime.hardware import wait_without_spinning
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
-from worker.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate, name_models
+from worker.startup.models import check_model, check_models, choose_served_names, fetch_tokenizer, locate, name_models
 
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen

@@ -10,7 +10,7 @@ from kvtransfer.reader import ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig
 from worker import receiving
-from worker.kv_peers import KnownPeer, KVPeers, Targets
+from worker.peers.kv_peers import KnownPeer, KVPeers, Targets
 from worker.process import Worker
 from worker.receiving import OfferRefusedError
 from worker.thread import EngineThread

@@ -11,8 +11,8 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.kernels.sampling_fields import PARAMS
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import PARAMS
 
 ARE_ON = bool(os.environ.get("BATON_CHECK_STEPS"))
 

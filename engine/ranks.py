@@ -131,8 +131,8 @@ def join_group(rendezvous: str, rank: int, size: int, device: torch.device, time
     group = dist.group.WORLD
     assert group is not None
     if is_cuda:
-        from engine.kv.gpu import Gpu
-        from engine.one_shot import open_ranks
+        from engine.cuda.gpu import Gpu
+        from engine.cuda.one_shot import open_ranks
 
         return open_ranks(group, device, Gpu(device)) or GroupRanks(group)
     return GroupRanks(group)

@@ -66,7 +66,6 @@ def build_served_model(
         images=_build_images(tokenizer, options, offload),
         dialect=dialect,
         reasoning=reasoning,
-        keeps_header=options.keep_billing_header,
         ring=ring,
         names=ServedNames(served_names, adapters, others[0].names.table if others else None),
         options=options,

@@ -27,9 +27,9 @@ from gateway.loop_watch import LoopWatch
 from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
+from gateway.router.admission import Admission
 from gateway.router.autoscaling import Goals
 from gateway.router.discovery import Discovery
-from gateway.router.drain_gate import DrainGate
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
@@ -93,10 +93,8 @@ async def _serve(
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
     fleet, discovery = _build_fleet(config, trust, tokenizers, registry)
-    gate = DrainGate()
-    shutdown = Shutdown(config.drain_s, lambda: len(gate))
-    gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
-    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, gate, tracing)
+    shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
+    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, routers, served))
@@ -128,14 +126,12 @@ async def _serve(
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
     reading = [*served.start_images(), asyncio.create_task(served.models[0].templates.start())]
-    first_loads = [
-        asyncio.create_task(keep_running(partial(loader.load_first, paths[name]), "loading adapters of --lora"))
-        for name, loader in loaders.items()
-    ]
-    ops.follow(Probes(lambda: None, served.check_ready, registry))
+    for name, loader in loaders.items():
+        loader.expect(paths[name])
+    ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
-    if (reason := served.check_ready()) is not None:
+    if (reason := served.readiness()) is not None:
         log.warning("not ready yet", reason=reason)
     if batches:
         batches.start()
@@ -150,11 +146,12 @@ async def _serve(
         await batches.close()  # its lines are for the next gateway: the drain does not wait for them
     await shutdown.wait()
     watch.close()
-    gate.cut_off()
+    for router in routers.values():
+        router.admission.cut_off()
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
-    for task in (*first_loads, *following, *reading):
+    for task in (*following, *reading):
         task.cancel()
     await discovery.close()
     await fleet.close()
@@ -168,7 +165,7 @@ def _build_models(
     fleet: Fleet,
     tokenizers: Mapping[str, Tokenizer],
     registry: CollectorRegistry,
-    gate: DrainGate,
+    shutdown: Shutdown,
     tracing: Tracing | None,
 ) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
     """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
@@ -184,7 +181,6 @@ def _build_models(
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
-        keep_billing_header=config.keep_billing_header,
         max_image_pixels=config.image_limit_pixels,
         image_hosts=config.allow_image_url,
         itl_goal_s=config.itl_goal_ms / 1e3,
@@ -201,8 +197,8 @@ def _build_models(
             own_fleet, own_registry = fleet.parts[name], labelled.add(name)
             names = (name, *(() if models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
-        model = ModelGate(name if can_sleep or labelled else "")
-        router = routers[name] = _build_router(config, own_fleet, own_registry, gate, model)
+        model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
+        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
         models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
@@ -248,20 +244,19 @@ async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[Mod
 
 
 def _build_router(
-    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, gate: DrainGate, model: ModelGate
+    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate
 ) -> Router:
     """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
     return Router(
         fleet,
-        config.max_queue,
+        Admission(config.max_queue, lambda: shutdown.is_draining, shutdown.look_soon),
         config.request_timeout_s,
         config.patience_s,
         registry,
         goals,
         placer,
-        gate=gate,
         model=model,
     )
 
@@ -279,10 +274,10 @@ async def _wait_until_ready(fleet: Fleet, models: Sequence[ServedModel]) -> None
     is_ready = asyncio.Event()
 
     def look() -> None:
-        is_served = all(model.ring.check_ready() is None for model in models)
+        is_served = all(model.ring.readiness() is None for model in models)
         if is_served and all(worker.was_asked for worker in fleet.workers()):
             is_ready.set()
 
-    fleet.subscribe(look)
+    fleet.changes.follow(look)
     with suppress(TimeoutError):
         await asyncio.wait_for(is_ready.wait(), START_PATIENCE_S)

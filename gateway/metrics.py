@@ -66,8 +66,6 @@ class RequestMetrics:
         meaning = "From a request's arrival to each choice's last token."
         self.e2e_request_latency = time("e2e_request_latency", meaning, _REQUEST_BUCKETS_S)
         self.request_success = count("request_success", "Choices answered in full.", "finished_reason")
-        meaning = "Header lines of the system's text that were left out of prompts."
-        self.headers_left_out = count("prompt_headers_left_out", meaning)
         meaning = "Choices their client gave up, before the first token (waiting) or after it (decode)."
         self.cancelled = count("cancelled", meaning, "phase")
         meaning = "Tokens after a choice's first, by whether they came within --itl-goal-ms."

@@ -20,11 +20,11 @@ from protos import kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from wire.page_keys import PageKey
 from worker.kv_cache import Restore, plan_loan
-from worker.kv_peers import HandshakeRefusedError, KnownPeer, KVPeers
-from worker.peer_links import PeerLinks
+from worker.peers.kv_peers import HandshakeRefusedError, KnownPeer, KVPeers
+from worker.peers.links import PeerLinks
 from worker.process import Worker
-from worker.reading import RECHECK_S, Reading
 from worker.thread import EngineThread
+from worker.tiers.reading import RECHECK_S, Reading
 
 LEND_S = 2.0  # until a lender answers
 BORROW_S = 10.0  # until all is read: more is rarely worth it, and a lender may hang

@@ -15,7 +15,7 @@ from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
 from prefill_worker.loans import Borrower, Lender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
-from protos import prefill_pb2_grpc
+from protos import prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
 from worker.loop import StepExtras, WorkerLoop
@@ -64,6 +64,7 @@ class PrefillRole(Role):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, server)
         self._pages.add_to(server)
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ import structlog
 from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.loans import Borrower, Lender, LoanRefusedError
 from prefill_worker.metrics import PrefillMetrics
-from protos import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import pack_logprobs, unpack_images
@@ -97,8 +97,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         except LoanRefusedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
-        self._borrower.peers.add_to_status(status)
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         status.restored_tokens += self._borrower.reading.num_tokens
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:

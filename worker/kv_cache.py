@@ -1,6 +1,6 @@
 """The pages and slots of a worker's sequences: found by key, given out, and named once their KV is complete. Pure.
 
-prefix_cache.py describes a page, states.py a slot. The scheduler decides which sequence gets them.
+prefix_cache.py describes a page, states/slots.py a slot. The scheduler decides which sequence gets them.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from wire.images import name_images
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
 from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.sequences import ANY_NUMBER, Phase, Sequence, SequenceParams
-from worker.states import StateSlots, no_states
+from worker.states.slots import StateSlots, no_states
 
 
 class Hit(NamedTuple):

@@ -49,7 +49,7 @@ def build_budget(
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
     """The next token of every active answer, oldest first, then as many prompt positions as the budget allows.
 
-    An answer may have to compute tokens of its last step again, after a wrong draft (states.py): that is no prompt.
+    An answer may have to compute tokens of its last step again, after a wrong draft (states/): that is no prompt.
 
     Makes room page by page: on the way, sequences may be preempted (newest first) or resumed. Calls `begin_step` for
     everything planned.

@@ -11,8 +11,8 @@ import structlog
 import torch
 import uvloop
 
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, Place, build_engine, choose_device
-from engine.layers.adapters import AdapterLimits
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
@@ -24,18 +24,18 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.adapters import AdapterSlots
-from worker.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.adapters.slots import AdapterSlots
 from worker.kv_cache import KVCacheManager
-from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
+from worker.peers.pools import RankedPool, build_pools
 from worker.prefix_cache import PrefixCache
-from worker.rank_children import RANKS_S, RankChildren
-from worker.ranked_pool import RankedPool, build_pools
-from worker.ranks import Leader, LedHeadRunner, LedInputBatch, LedRunner
+from worker.ranks.children import RANKS_S, RankChildren
+from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
-from worker.states import StateSlots, choose_spacing, no_states
+from worker.startup.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.startup.limits import limits_of, resolve_context
+from worker.states.slots import StateSlots, choose_spacing, no_states
 from worker.thread import call_in_thread
 
 log = structlog.get_logger()

@@ -1,7 +1,7 @@
 """All sequences of a worker: admission, room, steps and ends. Pure: `now` is passed in; the caller serialises calls.
 
-sequences.py draws a sequence's life and what frees its pages; kv_cache.py owns these, adapters.py what computes them;
-receiving.py takes offers.
+sequences.py draws a sequence's life and what frees its pages; kv_cache.py owns these, adapters/ what computes
+them; receiving.py takes offers.
 """
 
 from array import array
@@ -12,7 +12,7 @@ from math import inf
 
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import PageKey
-from worker.adapters import NO_ADAPTER, AdapterSlots
+from worker.adapters.slots import NO_ADAPTER, AdapterSlots
 from worker.kv_cache import KVCacheManager, Restore
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update

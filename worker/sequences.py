@@ -25,7 +25,7 @@ from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
-from worker.adapters import NO_ADAPTER, HeldAdapter
+from worker.adapters.slots import NO_ADAPTER, HeldAdapter
 
 ANY_NUMBER = 2**32
 
@@ -69,7 +69,7 @@ class SequenceParams:
     grammar: object | None = None  # what the answer must match; only the decode worker looks inside
     grammar_s: float = 0.0  # waited for the grammar
     images: Seq[ImageSpan] = ()  # in the prompt, by position
-    encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> engine.image_rows.Encoding, of those here
+    encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> its Encoding, of those here
     num_prompt: int = field(init=False)  # tokens
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class SequenceParams:
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence's slots. Empty where the model keeps no state; states.py draws it."""
+    """One sequence's slots. Empty where the model keeps no state; states/slots.py draws it."""
 
     held: list[int] = field(default_factory=list)  # the two below, and those that the next steps write to
     source: int = -1  # has the state after all launched steps; -1: there were none, or it has not arrived

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import gpu_linear
-from engine.kernels.gpu_layers import round_rows
+from engine.cuda import gpu_linear
+from engine.cuda.gpu_layers import round_rows
+from engine.cuda.ops import multiply_rounded
+from engine.formats.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, has_fp8, quantise_rows
 from engine.ops.base import Ops
-from engine.ops.cuda import multiply_rounded
-from engine.weights.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, has_fp8, quantise_rows
 
 LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
 SMALL_SHAPES = ((256, 192),)

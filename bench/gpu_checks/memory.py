@@ -1,20 +1,20 @@
-"""A worker's GPU memory at its limits, against what its plan allows. The arithmetic is worker/limits.py's."""
+"""A worker's GPU memory at its limits, against what its plan allows. The arithmetic is worker/startup/limits.py's."""
 
 import torch
 
 from bench.gpu_checks.card import GIB, scale_for
 from bench.gpu_checks.models import PAGE_TOKENS, load_random
 from bench.roofline import SHAPES
+from engine.cuda.largest_step import run
 from engine.engine import assemble_engine
-from engine.largest_step import run
 from engine.models.read_config import build_config
 from runtime.config import DecodeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import find_card
 from runtime.hardware import available_memory_bytes
-from worker.device_limits import largest_step_of
-from worker.limits import GpuRoom, complete, estimate_room, limits_of, reserve_bytes, shape_of
-from worker.pool_size import resolve_pools
+from worker.startup.device_limits import largest_step_of
+from worker.startup.limits import GpuRoom, complete, estimate_room, limits_of, reserve_bytes, shape_of
+from worker.startup.pool_size import resolve_pools
 
 TRIAL_MIB = 16  # of a pool on a CPU
 

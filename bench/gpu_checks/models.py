@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from bench.roofline import SHAPES
+from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.engine import Engine, Loaded, assemble_engine
-from engine.graph_shapes import PIECE_TOKENS
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
 from engine.models.read_config import build_config

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.gpu_checks.card import MissedError, require, synchronize, time_calls
 from bench.gpu_checks.ipc import MISSED_STATUS, PART_S
-from engine.graphs import CudaCapture
+from engine.cuda.graphs import CudaCapture
 from engine.ranks import GroupRanks, join_group
 
 SIZE, WIDTH, NUM_ROWS = 2, 4096, (1, 8, 64)

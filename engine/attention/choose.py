@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.layered import LayeredAttention
-from engine.attention.modules import choose_kernels, explain_no_compiler, find_built
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kernels.build import BuildError, load_kernel
-from engine.kernels.cpu_math import choose_math, describe_math
+from engine.cpu.build import BuildError, load_kernel
+from engine.cpu.cpu_math import choose_math, describe_math
+from engine.cpu.cpu_paged import CpuPagedAttention
+from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _choose_for_gpu(
     kv_dtype: torch.dtype, has_sinks: bool,
 ) -> AttentionChoice:  # fmt: skip
     try:
-        from engine.attention import flashinfer
+        from engine.cuda import flashinfer
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
         return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.cuda_memory import CudaError, DeviceBytes
-from engine.kv.gpu import Gpu, GpuPages, T
+from engine.cuda.cuda_memory import CudaError, DeviceBytes
+from engine.cuda.gpu import Gpu, GpuPages, T
 from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
 from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes

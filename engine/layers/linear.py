@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
+from engine.adapters.rows import AdapterTiles, AdapterWeights
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import StoredGroups
 from engine.layers.config import Activation
 from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import StoredGroups
 from wire.names import Quantization as Quantization
 
 MAX_CODE = 127  # of 8 bits

@@ -5,7 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.layers.adapters import Adapters
+from engine.adapters.slots import Adapters
+from engine.cpu.packed import PackedLinear
+from engine.experts.moe import Experts, MixtureOfExperts
+from engine.heads.decoder import HeadDecoder, HeadInputs
+from engine.hybrids.recurrent import DeltaNet, GatedConv
 from engine.layers.config import DeltaNetConfig
 from engine.layers.embedding import Embedding, SummedEmbedding
 from engine.layers.linear import (
@@ -19,17 +23,13 @@ from engine.layers.linear import (
     SummedLinear,
     WidenedLinear,
 )
-from engine.layers.moe import Experts, MixtureOfExperts
-from engine.layers.recurrent import DeltaNet, GatedConv
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.head import HeadDecoder, HeadInputs
 from engine.models.table import Table, build_table, find_optional, shard_config
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
-from engine.weights.packed import PackedLinear
 from engine.weights.table import Product, Shard
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it

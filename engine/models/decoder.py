@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.adapters.slots import Adapters
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch
-from engine.image_rows import BatchImages
-from engine.layers.adapters import Adapters
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.layers.rope import build_rope_table, gather_rotation
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
+from engine.vision.image_rows import BatchImages
 from wire.sampling import MAX_DRAFT_TOKENS
 
 

@@ -15,18 +15,22 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from engine.kernels.build import cache_folder
-from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters
+from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters
+from engine.cpu.build import cache_folder
+from engine.cpu.packed import can_pack
+from engine.formats.fp8 import check_fp8
+from engine.formats.gguf import GgufCheckpoint
+from engine.formats.gguf_config import PAIRED, architecture_of
+from engine.formats.gguf_file import read_gguf
+from engine.formats.gguf_folder import GGUF, gguf_cache, make_gguf_folder
+from engine.formats.quantised import QuantisedCheckpoint
+from engine.heads.decoder import HeadDecoder
+from engine.heads.read_head import name_eagle3, name_mtp, read_head
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, build_head, check_tensors
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.gguf import GgufCheckpoint
-from engine.models.gguf_config import PAIRED, architecture_of
-from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
-from engine.models.head import HeadDecoder
 from engine.models.read_config import has_native_code, load_config
-from engine.models.read_head import name_eagle3, name_mtp, read_head
 from engine.models.sizes import check_sizes
 from engine.models.table import build_table, shard_config
 from engine.ops.choose import ops_for
@@ -36,10 +40,6 @@ from engine.weights.checkpoint import FLOATS, Checkpoint, RenamedCheckpoint, Saf
 from engine.weights.files import is_path, list_shards
 from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import choose_format
-from engine.weights.fp8 import check_fp8
-from engine.weights.gguf_file import read_gguf
-from engine.weights.packed import can_pack
-from engine.weights.quantised import QuantisedCheckpoint
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
 from wire.files import check_folder, named, read_json_object
@@ -60,7 +60,7 @@ def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
     """`load_config` for any model. Without native code: by transformers on the meta device, in seconds."""
     if has_native_code(folder):
         return load_config(folder)
-    from engine.models.fallback_probe import probe
+    from engine.fallback.probe import probe
 
     return probe(folder)
 
@@ -175,7 +175,7 @@ def load_head(
         path = folder / "config.json"
         raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
     if is_mtp and not is_native:
-        from engine.models.fallback_head import build_fallback_head  # imports transformers
+        from engine.fallback.head import build_fallback_head  # imports transformers
 
         return build_fallback_head(config, checkpoint, cast(Any, model)), config.kv_parts
     with named(list_shards(folder)[0]):
@@ -238,7 +238,7 @@ def _load_without_native_code(
         raise ValueError(f"{lacking}, so its weights cannot be rounded: set --quantization none")
     if dtype != "auto":
         check_dtype(dtype)
-    from engine.models.fallback import load_fallback  # imports transformers, seconds
+    from engine.fallback.load import load_fallback  # imports transformers, seconds
 
     return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress, has_mtp))
 

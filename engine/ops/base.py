@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
-from engine.kernels.sampling_fields import SamplingTensors
-from engine.layers import recurrent
+from engine.adapters.rows import AdapterTiles, AdapterWeights
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import StoredGroups
+from engine.hybrids import recurrent
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.layers.config import Activation
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import SamplingTensors
 from engine.sampling.sample import read_fields, sample
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import StoredGroups
 
 LIMIT, SLOPE = 7.0, 1.702  # gpt-oss's clamp, and the steepness of its sigmoid
 BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time

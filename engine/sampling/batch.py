@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import ROW_FIELDS
+from engine.sampling.fields import ROW_FIELDS
 
 
 class SamplingBatch(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engine import checks
-from engine.kernels.sampling_fields import MOST, PARAMS, SamplingTensors
+from engine.cpu.cpu_sampling import load_cpu_sampling
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.cpu import load_cpu_sampling
+from engine.sampling.fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
 from wire.sampling import LEAST_TEMPERATURE
@@ -73,7 +73,7 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
 
 
 def keep_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """By sorting all tokens: the slow twin of the floors in kernels/cpu_sampling.cpp.
+    """By sorting all tokens: the slow twin of the floors in cpu/cpu_sampling.cpp.
 
     [R, V] scaled logits with maxima 0, [R] int64, [R] float64, [R] float64 -> [R, V] bool, the tokens to keep.
 

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import Groups
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import Groups
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
 

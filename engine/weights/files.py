@@ -6,8 +6,8 @@ Imports no torch, so that commands can look at a checkpoint at once.
 from pathlib import Path
 from typing import Any
 
+from engine.formats.gguf_file import read_gguf
 from engine.weights.entry import TensorEntry
-from engine.weights.gguf_file import read_gguf
 from wire.files import check_file, parse_json, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"

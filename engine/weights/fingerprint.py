@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from engine.kernels.build import cache_folder
+from engine.cpu.build import cache_folder
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, locked
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header

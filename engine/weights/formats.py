@@ -9,6 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cpu.packed import (
+    NEVER,
+    PANEL_COLUMNS,
+    Epilogue,
+    Matrix,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    PackedShape,
+    choose_torch_rows,
+    panel_order,
+)
+from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
+from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts
+from engine.formats.fp8 import E4M3, Fp8Matrix, has_fp8, quantise_rows
+from engine.formats.groups import GROUP, Groups, join_groups, round_to_8_bits, store_groups
 from engine.layers.config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import (
@@ -23,24 +39,8 @@ from engine.layers.linear import (
     WidenedLinear,
     round_rows,
 )
-from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts
 from engine.ops.base import Ops
 from engine.weights.cache import Weights
-from engine.weights.fp8 import E4M3, Fp8Matrix, has_fp8, quantise_rows
-from engine.weights.groups import GROUP, Groups, join_groups, round_to_8_bits, store_groups
-from engine.weights.packed import (
-    NEVER,
-    PANEL_COLUMNS,
-    Epilogue,
-    Matrix,
-    PackedEmbedding,
-    PackedLinear,
-    PackedMatrix,
-    PackedShape,
-    choose_torch_rows,
-    panel_order,
-)
-from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product
 

@@ -6,9 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import Groups
 from engine.weights.checkpoint import FLOATS, Checkpoint, StoredMatrix
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import Groups
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint

@@ -124,8 +124,8 @@ class Service(Protocol):
     def live_gaps(self) -> Gaps:
         """Between tokens of answers that are not of lines."""
 
-    def find_obstacle(self) -> str | None:
-        """Why no model can be served now; None when one can."""
+    def can_serve(self) -> bool:
+        """Whether a request for one of the models would be served now."""
 
     def load(self) -> Load:
         """Of all models together."""
@@ -259,7 +259,7 @@ class BatchRunner:
 
     def _fill(self, now: float) -> None:
         """Lets answers of lines run, or drops some for live answers. More of lines that run come before new lines."""
-        if self._served.find_obstacle() is not None:  # draining, or no worker is there
+        if not self._served.can_serve():  # draining, or no worker is there
             return
         running = [(job, number, turns) for job in self._jobs for number, (_, turns) in job.running.items()]
         load, num_answers = self._served.load(), self._pace.num_answers

@@ -42,7 +42,6 @@ class ApiOptions:
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
-    keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
@@ -196,7 +195,7 @@ class ServedModel(Prompts):
             raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
-        """What a conversation has without effect on this model. Counts the headers that are left out."""
+        """What a conversation has without effect on this model."""
         if raw.max_reasoning_tokens is not None and not self.reasoning:
             yield f"{raw.max_reasoning_param} has no effect on this model"
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -204,9 +203,6 @@ class ServedModel(Prompts):
             for name, variable in chat.wishes.items():
                 if not (variable in known if variable else self.reasoning):
                     yield f"{name} has no effect on this model"
-            if chat.header and not self.keeps_header:
-                self.metrics.headers_left_out.inc()
-                yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
 
 def may_use(key: Key, served: ServedModel, name: str | None) -> bool:
@@ -282,26 +278,23 @@ class ServedModels:
         return self.models[0].metrics.live_gaps
 
     def load(self) -> Load:
-        """Of all models together; requests are counted where they enter, once for all."""
+        """Of all models together."""
         loads = [one.ring.load() for one in self.models]
         return Load(
-            loads[0].num_inside,
+            sum(load.num_inside for load in loads),
             sum(load.num_waiting for load in loads),
             sum(load.num_places for load in loads),
             sum(load.num_free for load in loads),
         )
 
-    def check_ready(self) -> str | None:
+    def readiness(self) -> str | None:
         """Why no model is ready; None when one is."""
-        return _join_reasons([one.ring.check_ready() for one in self.models])
+        reasons = [one.ring.readiness() for one in self.models]
+        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
-    def find_obstacle(self) -> str | None:
-        """Why no model can be served now; None when one can."""
-        return _join_reasons([one.ring.find_obstacle() for one in self.models])
-
-
-def _join_reasons(reasons: Sequence[str | None]) -> str | None:
-    return None if None in reasons else "; ".join(reason for reason in reasons if reason)
+    def can_serve(self) -> bool:
+        """Whether a request for one of the models would be served now."""
+        return any(one.ring.can_serve() for one in self.models)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest, key: Key) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ What waits in the gateway's queue belongs to decode while no decode worker has r
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -81,14 +81,15 @@ def _decode_load(workers: Sequence[WorkerView], num_queued: int, tokens_queued: 
 class FleetMetrics(Collector):
     """Metrics of the queue and of the fleet, read at scrape time on the asyncio thread."""
 
-    def __init__(self, queue: Queue, goals: Goals) -> None:
+    def __init__(self, queue: Queue, count_waiting: Callable[[], int], goals: Goals) -> None:
         self._queue = queue
+        self._count_waiting = count_waiting
         self._goals = goals
 
     def collect(self) -> Iterable[Metric]:
         queue = self._queue
         views = queue.views()
-        num_queued, tokens_queued = queue.num_waiting, queue.num_tokens_waiting
+        num_queued, tokens_queued = self._count_waiting(), queue.num_tokens_waiting
         yield GaugeMetricFamily("baton:num_requests_running", "Requests placed on workers", queue.num_placed)
         yield GaugeMetricFamily("baton:num_requests_waiting", "Requests that wait for a worker", num_queued)
         yield GaugeMetricFamily("baton:prompt_tokens_waiting", "Tokens of requests in the queue", tokens_queued)

@@ -126,11 +126,11 @@ class EngineClient(Protocol):
     def load(self) -> Load:
         """Now, of this gateway's requests and all workers."""
 
-    def check_ready(self) -> str | None:
-        """Why the service is not ready: the first obstacle to a request for the base model or any adapter."""
+    def readiness(self) -> str | None:
+        """Why the service is not ready: the first obstacle to a request for the base model or any adapter.
 
-    def find_obstacle(self, adapter: str = "") -> str | None:
-        """Why a request, for the base model or an adapter, cannot be served now; None when it can, or makes it so."""
+        None when it is, also where the model is asleep: the next request wakes it.
+        """
 
-    def is_awake(self) -> bool:
-        """Whether workers run; else requests wait until they do."""
+    def can_serve(self, adapter: str = "") -> bool:
+        """Whether a request, for the base model or an adapter, would be served now, and not first wait for workers."""

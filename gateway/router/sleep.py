@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import structlog
 
 from gateway.errors import not_ready
+from gateway.router.changes import Changes
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role, find_unready
 from gateway.router.sleep_policy import ModelView, State, decide
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 class ModelGate:
     """Where the requests of one model wait until it is awake; without `Sleepers` it is always open."""
 
-    def __init__(self, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, changes: Changes, name: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.state: State = "awake"
         self.percent = 0  # of the weights that the workers of a waking model have read
@@ -32,9 +33,10 @@ class ModelGate:
         self.is_closed = False  # lets no new requests in, although it is awake: others are to have their turn
         self.num_inside = 0
         self.idle_since = self.awake_since = clock()
-        self.on_change: Callable[[], None] = lambda: None  # called when a request comes or goes
+        self._changes = changes
         self._clock = clock
-        self._waiting: dict[asyncio.Future[None], float] = {}  # since when, in order
+        self._failure = ""  # why the last wake failed
+        self._wishes: dict[object, float] = {}  # of each request that waits |-> since when, in order
 
     @property
     def is_open(self) -> bool:
@@ -52,7 +54,7 @@ class ModelGate:
         return f"failed: {self.reason}" if self.state == "failed" else self.state
 
     def view(self) -> ModelView:
-        since = next(iter(self._waiting.values()), None)
+        since = next(iter(self._wishes.values()), None)
         return ModelView(self.name, self.state, self.num_inside, since, self.idle_since, self.awake_since)
 
     async def enter(self, timeout_s: float) -> float:
@@ -60,22 +62,22 @@ class ModelGate:
 
         Raises ApiError, 503, where the model does not wake, or not in time.
         """
-        began = self._clock()
+        began, ends_at, wish = self._clock(), self._clock() + timeout_s, object()
         was_open = self.is_open
         while not self.is_open:
-            opened = asyncio.get_running_loop().create_future()
-            self._waiting[opened] = began
-            self.on_change()
+            self._wishes[wish] = began
+            self._changes.mark()
             try:
-                async with asyncio.timeout(began + timeout_s - self._clock()):
-                    await opened
-            except BaseException as error:
-                self._waiting.pop(opened, None)
-                self.on_change()
-                if not isinstance(error, TimeoutError):
-                    raise
-                raise not_ready(f"model '{self.name}' was not awake in time: it is {self.describe()}") from None
-            del self._waiting[opened]
+                is_over = await self._changes.until(
+                    lambda: self.is_open or wish not in self._wishes, ends_at - self._clock()
+                )
+                if not is_over:
+                    raise not_ready(f"model '{self.name}' was not awake in time: it is {self.describe()}")
+                if wish not in self._wishes:
+                    raise not_ready(f"model '{self.name}' could not be woken: {self._failure}")
+            finally:
+                self._wishes.pop(wish, None)
+                self._changes.mark()
         self.num_inside += 1
         return 0.0 if was_open else self._clock() - began
 
@@ -88,7 +90,7 @@ class ModelGate:
             self.num_inside -= 1
             if not self.num_inside:
                 self.idle_since = self._clock()
-                self.on_change()
+                self._changes.mark()
 
     def change(self, state: State, reason: str = "") -> None:
         """Those that wait go on, or get the error."""
@@ -96,14 +98,8 @@ class ModelGate:
             self.awake_since = self.idle_since = self._clock()
         self.state, self.percent, self.reason, self._changed_at = state, 0, reason, self._clock()
         if state == "failed":
-            failed, self._waiting = self._waiting, {}
-            for opened in failed:
-                if not opened.done():
-                    opened.set_exception(not_ready(f"model '{self.name}' could not be woken: {reason}"))
-        elif self.is_open:
-            for opened in self._waiting:  # they count as waiting until they are inside
-                if not opened.done():
-                    opened.set_result(None)
+            self._failure = reason
+            self._wishes.clear()
 
 
 class Sleepers:
@@ -133,12 +129,9 @@ class Sleepers:
         self._linked_by: dict[str, float] = {}  # model |-> when it counts as awake, whether or not we reach a worker
         self._closing = set[asyncio.Task[None]]()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_looking = False
         for gate in list(gates)[self._max_awake :]:
             gate.change("asleep")
-        for gate in gates:
-            gate.on_change = self.look
-            self._part_of(gate).subscribe(self.look)
+        fleet.changes.follow(self.look)
 
     def _part_of(self, gate: ModelGate) -> Fleet:
         return self._fleet.parts.get(gate.name, self._fleet)
@@ -159,18 +152,12 @@ class Sleepers:
             self._linked_by.pop(gate.name, None)
             (log.error if event.reason else log.info)(f"model is {event.state}", model=gate.name, reason=event.reason)
             gate.change(event.state, event.reason)
-        self.look()
+        self._fleet.changes.mark()
 
     def look(self) -> None:
         """Something has changed, or it is time to: open gates, and have models put to sleep and woken."""
-        if self._is_looking:
-            return
-        self._is_looking = True
-        try:
-            self._open_linked()
-            self._decide()
-        finally:
-            self._is_looking = False
+        self._open_linked()
+        self._decide()
 
     def _open_linked(self) -> None:
         for name, linked_by in list(self._linked_by.items()):
@@ -186,7 +173,6 @@ class Sleepers:
         for gate in gates.values():
             if gate.is_closed != (gate.name in decision.closed):
                 gate.is_closed = not gate.is_closed
-                gate.change(gate.state, gate.reason)
         for name in decision.sleep:
             log.info("model goes to sleep", model=name)
             gates[name].is_closed = False
@@ -202,7 +188,7 @@ class Sleepers:
             self._timer = None
         times = [*self._linked_by.values(), *([] if decision.look_again is None else [decision.look_again])]
         if times:
-            self._timer = asyncio.get_running_loop().call_later(max(min(times) - now, 0.001), self.look)
+            self._timer = asyncio.get_running_loop().call_later(max(min(times) - now, 0.001), self._fleet.changes.mark)
 
     def _leave(self, gate: ModelGate) -> None:
         """Its workers are about to end, which is no outage."""

@@ -31,11 +31,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decode_worker.grammar.vocabulary import read_vocabulary
+from engine.adapters.peft import PeftReader, find_digest
 from engine.engine import build_engine
+from engine.formats.gguf_folder import make_gguf_folder
 from engine.llm import GREEDY, LLM
-from engine.models.gguf_folder import make_gguf_folder
 from engine.models.load import open_model
-from engine.models.peft import PeftReader, find_digest
 from engine.models.table import build_table
 from engine.weights.table import Shard
 from gateway.app import build_served_model
@@ -54,7 +54,7 @@ from tests.support.instruction_sets import link_kernels
 from tests.support.lora import write_adapter
 from tests.support.quantised import write_models
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
-from worker.models import check_models
+from worker.startup.models import check_models
 
 LIMITS = Limits(cpu_s=60.0, wall_s=150.0, memory_bytes=12 << 30)
 TEXTS = ("tokenizer.json", "tokenizer_config.json")

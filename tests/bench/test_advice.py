@@ -16,8 +16,8 @@ from runtime.config import ServeConfig
 from runtime.gpus import CARDS, Card, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
-from worker.limits import ModelShape
-from worker.pool_size import plan_pools
+from worker.startup.limits import ModelShape
+from worker.startup.pool_size import plan_pools
 
 EIGHT, SEVENTY, ONE = load_shape("8B"), load_shape("70B"), load_shape("1B")
 TRIES = 8

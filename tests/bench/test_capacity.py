@@ -25,7 +25,7 @@ from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
-from worker.limits import ModelShape, estimate_room, limits_of
+from worker.startup.limits import ModelShape, estimate_room, limits_of
 
 EIGHT = load_shape("8B")
 SEVENTY = load_shape("70B")

@@ -15,9 +15,9 @@ from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_tab
 from bench.gpu_checks import attention, engine, ipc, sampling, speed
 from bench.gpu_checks.card import MissedError, choose_scale, require
 from bench.gpu_checks.speed import compare_to_reading
-from engine.attention import flashinfer as backend_module
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
+from engine.cuda import flashinfer as backend_module
 from engine.sampling.sample import sample_slowly
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.flashinfer_doubles import Decode, Prefill

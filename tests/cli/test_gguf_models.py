@@ -10,8 +10,8 @@ import pytest
 
 from runtime.settings import ConfigError
 from tests.support.gguf_files import write_gguf_models
-from worker import models
-from worker.models import MEMBER, check_model, choose_served_name, locate_gguf, locate_model
+from worker.startup import models
+from worker.startup.models import MEMBER, check_model, choose_served_name, locate_gguf, locate_model
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
-from worker.models import (
+from worker.startup.models import (
     check_model,
     choose_served_name,
     choose_served_names,

@@ -23,7 +23,7 @@ from tests.support.real_workers import (
     gateway,
     prefill_worker,
 )
-from worker import kv_peers
+from worker.peers import kv_peers
 
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 

@@ -20,8 +20,8 @@ from tests.support.decoding import LyingDrafter, build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
-from worker.models import locate_draft, locate_model
 from worker.sequences import SequenceParams
+from worker.startup.models import locate_draft, locate_model
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("What is 12 plus 30?", "Tell me a story about a fox and a fox and a fox.", "abc abc abc abc", "1 2 3 4 5 6")

@@ -12,8 +12,8 @@ from kvtransfer.reader import PageRef
 from protos import decode_pb2, kv_pb2
 from tests.support.handover import OTHER, PROMPT, answer, refusal, workers
 from tests.support.real_workers import DecodeWorker, PrefillWorker, expected_answer
-from worker import ranked_pool
-from worker.ranked_pool import RankedPool
+from worker.peers import pools as ranked_pool
+from worker.peers.pools import RankedPool
 
 CHANGED = r"refused the offer \(checksum\): page \d+ \(positions 0 to \d+; bytes 0 to 511 of rank 0, read by rank 0\) "
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from demo.paths import TARGET_DIR
-from engine.kernels.build import FOLDER as KERNELS
+from engine.cpu.build import FOLDER as KERNELS
 from tests.support.instruction_sets import link_kernels
 from tests.support.live import CHECKOUT, HTTP, Live, serve
 

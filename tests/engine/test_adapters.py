@@ -12,17 +12,17 @@ import torch
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
+from engine.adapters import peft
+from engine.adapters.peft import find_alphas, find_digest
+from engine.adapters.rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
+from engine.adapters.slots import AdapterLimits
 from engine.batch import ForwardRow, take_turns
+from engine.cpu import cpu_adapters
+from engine.cpu.ops import CpuOps
+from engine.cuda.graph_shapes import Shape
+from engine.cuda.ops import CudaOps
 from engine.engine import Engine, build_engine
-from engine.graph_shapes import Shape
-from engine.kernels import cpu_adapters
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
-from engine.layers.adapters import AdapterLimits
-from engine.models import peft
-from engine.models.peft import find_alphas, find_digest
 from engine.ops.base import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.cuda import CudaOps
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import VOCAB

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
-from engine.kernels import build
-from engine.kernels.build import NATIVE, BuildError, load_kernel
-from engine.kernels.cpu_math import Math, choose_math
+from engine.cpu import build
+from engine.cpu.build import NATIVE, BuildError, load_kernel
+from engine.cpu.cpu_math import Math, choose_math
+from engine.cpu.cpu_paged import CpuPagedAttention
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import BUILDS, Build, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS

@@ -20,13 +20,13 @@ from engine.attention.choose import reference_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
+from engine.fallback import probe as fallback_probe
+from engine.fallback.load import check
+from engine.fallback.model import FallbackModel
+from engine.fallback.probe import probe_config
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models import fallback_probe
 from engine.models.decoder import Decoder
-from engine.models.fallback import check
-from engine.models.fallback_model import FallbackModel
-from engine.models.fallback_probe import probe_config
 from engine.models.load import load_any_config, load_model
 from engine.ranks import Ranks
 from engine.runner import Runner

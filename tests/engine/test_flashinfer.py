@@ -13,13 +13,14 @@ import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
-from engine.attention import choose, modules
-from engine.attention import flashinfer as backend_module
+from engine.attention import choose
 from engine.attention.choose import choose_attention
-from engine.attention.flashinfer import FlashInferAttention, find_obstacle
-from engine.attention.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.cuda import flashinfer as backend_module
+from engine.cuda import modules
+from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
+from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
@@ -93,8 +94,8 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "engine.attention.flashinfer", None)
-    monkeypatch.delattr("engine.attention.flashinfer", raising=False)
+    monkeypatch.setitem(sys.modules, "engine.cuda.flashinfer", None)
+    monkeypatch.delattr("engine.cuda.flashinfer", raising=False)
     choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
     assert "cannot be imported" in choice.reason and "baton[cuda]" in choice.reason

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.cuda import gpu_blocks, gpu_linear
+from engine.cuda import ops as ops_module
+from engine.cuda.gpu_layers import round_rows
+from engine.cuda.ops import CudaOps, multiply_rounded
 from engine.engine import Engine, build_engine
-from engine.kernels import gpu_blocks, gpu_linear
-from engine.kernels.gpu_layers import round_rows
+from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
 from engine.layers.config import Activation
 from engine.layers.linear import Fp8Linear, GatedLinear, Mlp, PlainLinear, Quantization
 from engine.models.load import load_model
-from engine.ops import cuda as ops_module
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps, multiply_rounded
-from engine.weights.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import gpu_pages, gpu_states
+from engine.cuda import gpu_pages, gpu_states
 from tests.support.cross_compile import CASES, HOPPER, SHARED_KIB, Compiled, compile_kernels
 
 KERNELS = Path(gpu_pages.__file__).parent

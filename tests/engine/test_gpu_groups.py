@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_groups
+from engine.cuda import gpu_groups
+from engine.cuda.ops import CudaOps
+from engine.formats.fp8 import has_fp8
+from engine.formats.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
 from engine.layers.linear import Fp8Linear, GroupsLinear, Linear, PlainLinear, Quantization
 from engine.models.assemble import build_decoder
 from engine.models.load import check_quantization, load_model, open_model
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps
 from engine.weights.formats import GpuFormat, choose_format
-from engine.weights.fp8 import has_fp8
-from engine.weights.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
 from engine.weights.reader import ShardReader
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.formats.scheme import read_scheme
 from engine.models.assemble import check_tensors
 from engine.models.load import choose_dtype, open_model
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import ShardReader
-from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 

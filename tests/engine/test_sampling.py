@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.build import BuildError, find_compiler
-from engine.kernels.sampling_fields import PARAMS
-from engine.sampling.cpu import load_cpu_sampling
+from engine.cpu.build import BuildError, find_compiler
+from engine.cpu.cpu_sampling import load_cpu_sampling
+from engine.sampling.fields import PARAMS
 from engine.sampling.noise import build_keys, gumbel_noise, hash_ids
 from engine.sampling.sample import sample
 from tests.support.batches import build_sampling_batch

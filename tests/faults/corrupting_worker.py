@@ -31,7 +31,7 @@ def run() -> None:
     file = Path(sys.argv.pop(1))
     wait_without_spinning()
     from prefill_worker import kv_sender  # deferred: it imports torch
-    from worker.ranked_pool import RankedPool
+    from worker.peers.pools import RankedPool
 
     send = kv_sender.KVSender.send
     changed: list[tuple[Any, int]] = []

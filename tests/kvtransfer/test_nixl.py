@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.kv.gpu import GpuPages
+from engine.cuda.gpu import GpuPages
 from engine.kv.pool import HostPages
 from kvtransfer import nixl_agent
 from kvtransfer.nixl import MAX_METADATA_BYTES, MAX_PAGES, NixlMemory, NixlReader

@@ -206,7 +206,7 @@ async def test_a_gateway_that_leaves_takes_its_sessions_along() -> None:
 
 
 async def other_reserve(opened: Gateway) -> None:
-    await Gateway(opened.stub, "other", opened.signal).reserve(2, PROMPT)
+    await Gateway(opened.stub, opened.worker, "other", opened.signal).reserve(2, PROMPT)
 
 
 async def test_a_second_stream_of_a_gateways_name_is_refused_and_does_not_harm_the_first() -> None:

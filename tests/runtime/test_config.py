@@ -10,8 +10,8 @@ import pytest
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.settings import ConfigError, Settings, field_names, flag
-from worker.limits import complete
-from worker.pool_size import resolve_pools
+from worker.startup.limits import complete
+from worker.startup.pool_size import resolve_pools
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cli.certs import certs
-from protos import decode_pb2
+from protos import worker_pb2
 from runtime.config_parts import ProcessConfig
 from runtime.events import Ready
 from runtime.trust import Trust, load_trust
@@ -41,7 +41,7 @@ RUBBISH = [
     b"\x00" * 100,
     bytes(range(256)) * 40,
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST /baton.v1.Decode/Status HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+    b"POST /baton.v1.Worker/Status HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -88,14 +88,14 @@ async def disturb(ready: Ready, trust: Trust) -> None:
     assert (await ask_status(trust, ready)).used_pages == 0
 
 
-async def ask_status(trust: Trust, ready: Ready) -> decode_pb2.WorkerStatus:
+async def ask_status(trust: Trust, ready: Ready) -> worker_pb2.WorkerStatus:
     async with trust.open_channel(ready.address) as channel:
         ask: Any = channel.unary_unary(
-            f"/baton.v1.{ready.role.capitalize()}/Status",
-            request_serializer=decode_pb2.StatusRequest.SerializeToString,
-            response_deserializer=decode_pb2.WorkerStatus.FromString,
+            "/baton.v1.Worker/Status",
+            request_serializer=worker_pb2.StatusRequest.SerializeToString,
+            response_deserializer=worker_pb2.WorkerStatus.FromString,
         )
-        status: decode_pb2.WorkerStatus = await ask(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+        status: worker_pb2.WorkerStatus = await ask(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
         return status
 
 

@@ -10,12 +10,13 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
+from gateway.router.admission import Admission
 from gateway.router.autoscaling import Goals
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, prefill_pb2, worker_pb2
 from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
@@ -61,8 +62,9 @@ class SimGateway(Process):
     def build_routers(self) -> None:
         self.placer = Placer(*self._routing)
         self.router = Router(
-            self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer, self.loop.time
-        )
+            self.fleet, Admission(MAX_QUEUE), TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer,
+            self.loop.time,
+        )  # fmt: skip
         self.queue = self.router._queue
 
     def find_router(self, wanted: TokenizedRequest) -> Router:
@@ -81,7 +83,8 @@ class SimGateway(Process):
         return self._num_names
 
     def check(self) -> None:
-        seen = self.queue.num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
+        num_waiting = len(self.queue._waiting)
+        seen = num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
         if seen == self._seen:
             return
         self._seen = seen
@@ -89,7 +92,7 @@ class SimGateway(Process):
         for request in (waiter.request for waiter in self.queue._waiting if waiter.request.is_retry):
             if not (request.emitted or request.avoid or request.mistaken):
                 raise ViolationError(f"{request.wanted.request_id} was refused for want of room and goes before others")
-        if self.queue.num_waiting + self.queue.num_placed > len(self.tasks):
+        if num_waiting + self.queue.num_placed > len(self.tasks):
             raise ViolationError(f"{self.name} keeps places of requests that are over")
 
     def crash(self) -> None:
@@ -151,7 +154,7 @@ class SimChannel(MemoryChannel):
     def __init__(self, gateway: SimGateway, worker: Any) -> None:
         self.gateway, self.worker, self.epoch = gateway, worker, gateway.epoch
 
-    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> Any:
+    async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
         return await self.call(lambda answer: answer(self.worker.status()), timeout)
 
     async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:

@@ -23,19 +23,19 @@ from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator import prefill
 from tests.simulator.decode import SimDecode
-from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.files import Files, SavedPage
 from tests.simulator.prefill import HandOver, Lent, SimPrefill
 from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
-from worker import kv_cache, loop, rank_reads, receiving
+from worker import kv_cache, loop, receiving
 from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
+from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
@@ -80,6 +80,7 @@ states_of = KVCacheManager.states_of
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
 change = ModelGate.change
+enter = ModelGate.enter
 decide = sleep_policy.decide
 inside = ModelGate.inside
 
@@ -212,13 +213,6 @@ def _launch_draft_last(self: Any, requests: Any) -> Any:
 def _launch_without_settling(self: BothRunners, requests: Any, launch: Any) -> Any:
     self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
     return launch(requests)
-
-
-def _launch_without_waiting(self: VirtualDraftRunner, requests: Any) -> Any:
-    launched = VirtualRunner.launch(self, requests)
-    if not any(part.num_logits for part in requests):
-        launched.collect = lambda: None  # type: ignore[method-assign, assignment, return-value]
-    return launched
 
 
 # -- states --------------------------------------------------------------------------------------------------------
@@ -359,9 +353,9 @@ def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int, adap
     return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt, adapter)
 
 
-def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:
+def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float, on_over: Any) -> Session:
     """The first session's handle for all: its stream names the request's sessions alike."""
-    session = Session(1, attempt, self._stream, silent_since)
+    session = Session(1, attempt, self._stream, silent_since, on_over)
     self._sessions[session.handle] = session
     return session
 
@@ -404,18 +398,22 @@ def _decide_ignoring_falls(models: Sequence[ModelView], *args: Any) -> Decision:
     return decide([replace(one, state="asleep") if one.state == "falling asleep" else one for one in models], *args)
 
 
-def _open_silently(self: ModelGate, state: State, reason: str = "") -> None:
-    """Only a change of state lets in those that wait."""
-    if state != self.state:
-        change(self, state, reason)
+async def _enter_after_a_change_of_state(self: ModelGate, timeout_s: float) -> float:
+    before, wish = self.state, object()
+    if not self.is_open:
+        self._wishes[wish] = self._clock()
+        self._changes.mark()
+        try:
+            await self._changes.until(lambda: self.state != before, timeout_s)
+        finally:
+            del self._wishes[wish]
+    return await enter(self, timeout_s)
 
 
 def _fail_silently(self: ModelGate, state: State, reason: str = "") -> None:
-    waiting = self._waiting
-    if state == "failed":
-        self._waiting = {}
+    wishes = dict(self._wishes)
     change(self, state, reason)
-    self._waiting = waiting
+    self._wishes = wishes
 
 
 @contextmanager
@@ -495,7 +493,6 @@ MUTATIONS: dict[str, Mutation] = {
     "prefill offers the slots of an earlier attempt": _patched((KVCacheManager, "states_of", _offer_states_of_request)),
     "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
     "a wrong draft stays in the state": _patched((StateSlots, "take_back", _take_back_undrafted)),
-    "what drafts is not waited for": _patched((VirtualDraftRunner, "launch", _launch_without_waiting)),
     "a step writes into the slot that it reads": _patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
     ),
@@ -541,7 +538,7 @@ MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
     ),
     "a model that falls asleep counts as asleep": _patched((sleep, "decide", _decide_ignoring_falls)),
     "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
-    "requests wait on when a closed model opens": _patched((ModelGate, "change", _open_silently)),
+    "requests wait on when a closed model opens": _patched((ModelGate, "enter", _enter_after_a_change_of_state)),
     "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
     "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
     "a model is awake although no worker is linked": _patched((sleep, "find_unready", _nothing)),

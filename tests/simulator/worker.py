@@ -8,20 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer import reader
-from protos import decode_pb2, kv_pb2
+from protos import kv_pb2, worker_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
 from tests.simulator.world import Action, Process, ViolationError, World
-from worker import rank_reads, receiving
+from worker import receiving
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
+from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 from worker.thread import Progress
 
 WEIGHTS = "weights"  # fingerprint of the model
@@ -170,11 +171,11 @@ class SimWorker(Process):
         """A step's duration."""
         return self.world.delay()
 
-    def status(self) -> decode_pb2.WorkerStatus:
+    def status(self) -> worker_pb2.WorkerStatus:
         """The answer to a poll."""
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages, model=self.model)
-        return decode_pb2.WorkerStatus(
+        return worker_pb2.WorkerStatus(
             peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
         )  # fmt: skip

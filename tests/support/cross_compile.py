@@ -27,24 +27,25 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from engine import kernels, ops, sampling
+from engine import cuda, ops, sampling
+from engine.adapters import rows as adapter_rows
+from engine.adapters.rows import AdapterTiles, AdapterWeights
 from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
-from engine.kernels import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
-from engine.kernels.build import cache_folder
-from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
-from engine.kernels.gpu_experts import add_slots, mix
-from engine.kernels.gpu_layers import join_pages, rope_and_write, round_rows
-from engine.kernels.gpu_linear import MAX_ROWS, multiply
-from engine.kernels.gpu_logits import BLOCK
-from engine.kernels.gpu_pages import copy_pages
-from engine.layers import recurrent
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
-from engine.ops.cuda import CudaOps
-from engine.sampling.gpu import sample
-from engine.weights import fp8
-from engine.weights.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
+from engine.cpu.build import cache_folder
+from engine.cuda import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
+from engine.cuda.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
+from engine.cuda.gpu_experts import add_slots, mix
+from engine.cuda.gpu_layers import join_pages, rope_and_write, round_rows
+from engine.cuda.gpu_linear import MAX_ROWS, multiply
+from engine.cuda.gpu_logits import BLOCK
+from engine.cuda.gpu_pages import copy_pages
+from engine.cuda.ops import CudaOps
+from engine.cuda.sampling import sample
+from engine.formats import fp8
+from engine.formats.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
+from engine.hybrids import recurrent
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from tests.support.batches import build_sampling_batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
@@ -66,8 +67,8 @@ def compile_kernels(architecture: int = HOPPER, timeout_s: float = 240) -> dict[
 
     Recompiled when what launches kernels, or Triton, has changed.
     """
-    sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], recurrent, qkv, fp8)]
-    for package in (kernels, ops, sampling):
+    sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], recurrent, qkv, fp8, adapter_rows)]
+    for package in (cuda, ops, sampling):
         sources += sorted(Path(package.__path__[0]).glob("*.py"))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + triton.__version__.encode()).hexdigest()
     folder = cache_folder() / f"triton-{key[:16]}-{architecture}"

@@ -139,7 +139,7 @@ def find_ranks_of(worker: int) -> list[int]:
         children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()  # of its main thread
     except OSError:  # it has ended
         return []
-    return [int(pid) for pid in children if "worker.rank_main" in _read_command(pid)]
+    return [int(pid) for pid in children if "worker.ranks.main" in _read_command(pid)]
 
 
 def _read_command(pid: str) -> str:

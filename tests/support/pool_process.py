@@ -22,7 +22,7 @@ import torch
 from google.protobuf.json_format import MessageToJson, Parse
 from numpy.typing import NDArray
 
-from engine.kv.gpu import Gpu
+from engine.cuda.gpu import Gpu
 from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer

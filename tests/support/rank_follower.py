@@ -13,8 +13,8 @@ from engine.engine import Place
 from engine.ranks import join_group
 from runtime.child import die_with_parent
 from tests.support.decode_bench import build, capture
-from worker.rank_ring import RingError, RingFollower
-from worker.ranks import follow
+from worker.ranks.leader import follow
+from worker.ranks.ring import RingError, RingFollower
 
 CPU = torch.device("cpu")
 MEET_S = 60

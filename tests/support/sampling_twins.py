@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import SEEN_BIT
-from engine.sampling import gpu
+from engine.cuda import sampling as gpu
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import SEEN_BIT
 from engine.sampling.logits import allowed_words
 from engine.sampling.sample import sample, sample_slowly
 from tests.support.batches import build_sampling_batch

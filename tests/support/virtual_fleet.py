@@ -12,6 +12,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
+from gateway.router.admission import Admission
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.autoscaling import Goals
 from gateway.router.engine_client import TokenizedRequest, Tokens
@@ -131,7 +132,7 @@ class VirtualFleet:
         self.registry = CollectorRegistry()
         self.router = Router(
             self.fleet,
-            max_queue,
+            Admission(max_queue),
             timeout_s,
             patience_s,
             self.registry,
@@ -206,7 +207,8 @@ class VirtualFleet:
     def check(self) -> None:
         """All that requests held was given back."""
         self.router._queue.check()
-        assert self.router._queue.num_waiting == 0 and len(self.router.gate) == 0
+        assert self.router.admission.num_waiting == self.router.admission.num_inside == 0
+        assert not self.fleet.changes._waiting, "tasks still wait"
         assert not any(one.num_mine for one in self.fleet.workers()), "places are still held"
         assert not any(one._sessions for one in self.fleet.decode.values()), "sessions are still open"
         assert not self.placer._coming, "equal prompts are still held back"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sequence_params import answer, awaited, build_scheduler, plan, prompt, run, step
-from worker.adapters import AdapterSlots, HeldAdapter, NoSlotError, UnknownAdapterError
+from worker.adapters.slots import AdapterSlots, HeldAdapter, NoSlotError, UnknownAdapterError
 from worker.prefix_cache import NoRoomError
 from worker.scheduler import Scheduler
 from worker.sequences import Phase

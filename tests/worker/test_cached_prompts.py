@@ -9,7 +9,7 @@ from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
-from protos import decode_pb2
+from protos import decode_pb2, worker_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, used, workers
 from tests.support.real_workers import (
@@ -79,7 +79,7 @@ async def test_metrics_and_status_tell_what_was_found() -> None:
             await answer(opened, prefill, handle)
         for handle in (4, 5):
             await answer(opened, prefill, handle, OTHER[:3])
-        status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
+        status: worker_pb2.WorkerStatus = await opened.worker.Status(worker_pb2.StatusRequest())
         queries, hits = 3 * END + 2 * 2, 2 * CACHED
         assert (status.prefix_queries, status.prefix_hits) == (queries, hits)
         assert (count(decode, "prefix_cache_queries"), count(decode, "prefix_cache_hits")) == (queries, hits)
@@ -87,10 +87,10 @@ async def test_metrics_and_status_tell_what_was_found() -> None:
         assert status.cached_pages == 6 + 1
         assert (status.free_pages, status.used_pages) == (NUM_PAGES, 0), "cached pages count as free"
         assert decode.metrics.registry.get_sample_value("baton:kv_cache_cached_pages") == 7
-        status = await prefill.stub.Status(decode_pb2.StatusRequest())
+        status = await prefill.worker.Status(worker_pb2.StatusRequest())
         assert (status.prefix_queries, status.prefix_hits) == (END + 2 * 2, 0)
         await opened.signal.until(lambda: used(prefill) == 0)
-        assert (await prefill.stub.Status(decode_pb2.StatusRequest())).cached_pages == 5
+        assert (await prefill.worker.Status(worker_pb2.StatusRequest())).cached_pages == 5
 
 
 async def test_a_long_prompt_holds_the_event_loop_little_longer_than_its_pages_keys_take() -> None:

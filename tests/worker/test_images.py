@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import build_engine
-from engine.image_rows import Encoding, ImageRules, find_turns, place_images
-from engine.vision import PixelInputs
+from engine.vision.image_rows import Encoding, ImageRules, find_turns, place_images
+from engine.vision.tower import PixelInputs
 from tests.support.checkpoints_vision import write_vlm_checkpoint
 from tests.support.decoding import decode
 from tests.support.families import IMAGE as IMAGE_TOKEN
@@ -24,8 +24,8 @@ from tests.support.vision import picture
 from wire.images import ImageSpan
 from wire.page_keys import PageKey, page_keys, root_key
 from wire.sampling import SamplingParams
-from worker import images as images_module
-from worker.images import ImageEncoder
+from worker.images import encoder as images_module
+from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
 from worker.receiving import expire

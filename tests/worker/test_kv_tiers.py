@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.sequence_params import build_scheduler
 from worker.kv_cache import RestorePlan, plan_restore
-from worker.kv_tiers import KVTiers
 from worker.metrics import WorkerMetrics
-from worker.reading import prefers_reading
 from worker.thread import EngineThread
+from worker.tiers.files import KVTiers
+from worker.tiers.reading import prefers_reading
 
 WAIT_S = 10.0
 KEYS = [bytes([number]) * 16 for number in range(8)]

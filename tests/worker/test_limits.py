@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.bench import load_shape
+from engine.adapters.slots import AdapterLimits
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
+from engine.cuda.graph_shapes import PIECE_TOKENS
+from engine.cuda.largest_step import LargestStep, find_step_bytes, split
 from engine.engine import _measure_step, build_engine
-from engine.graph_shapes import PIECE_TOKENS
-from engine.largest_step import LargestStep, find_step_bytes, split
-from engine.layers.adapters import AdapterLimits
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
 from tests.support.checkpoints import write_checkpoint
-from worker import limits
-from worker.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
-from worker.limits import (
+from worker.scheduler import num_rows_for
+from worker.startup import limits
+from worker.startup.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
+from worker.startup.limits import (
     LEAST_SESSIONS,
     SESSION_TOKENS,
     Limits,
@@ -36,8 +37,7 @@ from worker.limits import (
     limits_of,
     with_context,
 )
-from worker.models import locate, locate_model
-from worker.scheduler import num_rows_for
+from worker.startup.models import locate, locate_model
 
 GIB = 1 << 30
 SHAPES = {name: load_shape(name) for name in ("1B", "8B", "70B")}

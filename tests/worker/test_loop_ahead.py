@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import worker.ranks
+import worker.ranks.leader
 from engine.engine import Engine, Place
 from engine.kv.pool import create_file
 from engine.prepared import Prepared
@@ -34,8 +34,8 @@ from tests.support.draft_heads import write_oracle
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
-from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
-from worker.ranks import Leader, LedHeadRunner, LedInputBatch, LedRunner
+from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
+from worker.ranks.ring import RingError, RingFollower, RingLeader, open_ring
 from worker.sequences import SequenceParams
 
 __all__ = ["one_thread"]  # a fixture
@@ -270,7 +270,7 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pyt
     def fail(_self: Runner, _step: Prepared) -> Launched:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(worker.ranks, "end_process", lambda: pytest.fail("the process ended without a word"))
+    monkeypatch.setattr(worker.ranks.leader, "end_process", lambda: pytest.fail("the process ended without a word"))
     monkeypatch.setattr(Runner, "_run", fail)
     fds = open_ring(1)
     runner = LedRunner(Leader(RingLeader(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))

@@ -13,9 +13,10 @@ from runtime.rpc import MAX_WATCHES, bind, build_server, open_channel
 from tests.support.fake_workers import PATIENCE_S
 from tests.support.handover import OTHER, PROMPT, answer, workers
 from tests.support.real_workers import expected_answer
-from worker import kv_peers, peer_links
-from worker.kv_peers import HandshakeRefusedError
-from worker.peer_links import PeerLinks
+from worker.peers import kv_peers
+from worker.peers import links as peer_links
+from worker.peers.kv_peers import HandshakeRefusedError
+from worker.peers.links import PeerLinks
 
 
 def invented(peer: kv_pb2.Peer, number: int, incarnation: str = "") -> kv_pb2.Peer:

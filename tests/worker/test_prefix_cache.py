@@ -12,7 +12,7 @@ from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.receiving import OfferRefusedError, begin_read
 from worker.scheduler import Scheduler
 from worker.sequences import Phase
-from worker.states import StateSlots, choose_spacing
+from worker.states.slots import StateSlots, choose_spacing
 
 KEYS = [bytes([i]) * 16 for i in range(6)]
 

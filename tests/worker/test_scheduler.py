@@ -27,7 +27,7 @@ from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
 from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
 from worker.scheduler import OverGoalError
 from worker.sequences import Phase, ScheduledSequence
-from worker.states import StateSlots
+from worker.states.slots import StateSlots
 
 
 @pytest.mark.parametrize(

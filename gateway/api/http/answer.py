@@ -99,9 +99,7 @@ async def respond(
         if raw.deadline_ms is not None:
             hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
         ring, adapter = served.ring, totals.job.generations[0].adapter
-        response: Response = EventStream(
-            pieces, writer, hold_s, lambda: ring.is_awake() and ring.find_obstacle(adapter) is None, totals.warnings
-        )
+        response: Response = EventStream(pieces, writer, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
     else:
 
         async def whole() -> bytes:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import gpu_experts
+from engine.cuda import gpu_experts
+from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
 from engine.layers.config import Activation, Routing
-from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
 from engine.ops.base import activate
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import cpu_states
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
+from engine.cpu import cpu_states
+from engine.cpu.ops import CpuOps
+from engine.cuda.ops import CudaOps
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.cuda import CudaOps
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from gateway.router import discovery
+from gateway.router.admission import Admission
 from gateway.router.discovery import MISSES, Discovery, is_leaving, reconcile
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role
@@ -61,7 +62,7 @@ async def named_workers(
     """A gateway whose decode workers have these names."""
     registry = CollectorRegistry()
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
-    router = Router(fleet, 8, PATIENCE_S, PATIENCE_S, registry, GOALS, Placer(0))
+    router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, GOALS, Placer(0))
     decode: Role = "decode"
     parsed = [(decode, name) for name in map(parse_dns_name, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)
@@ -194,7 +195,7 @@ async def test_names_that_nothing_knows_are_logged_once_and_counted(monkeypatch:
     with dns_server() as server, capture_logs() as logs:
         async with named_workers(signal, server, "dns:nothing.test:9000") as built:
             await until(lambda: built.failed_lookups() >= 3)
-            reason = built.router.check_ready()
+            reason = built.router.readiness()
             assert reason is not None and "no decode worker is known" in reason
             monkeypatch.setattr(discovery, "ANSWER_S", 0.1)
             server.is_silent = True

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from gateway.router.admission import Admission
 from gateway.router.placer import Placer
 from gateway.router.router import Router
 from gateway.router.sleep import UNREADY_S, ModelGate, Sleepers
@@ -24,16 +25,14 @@ class Models:
         self.fleet, self.sent = fleet, list[SetAwake]()
         self._num_answered: dict[int, int] = {}  # of sessions, by worker
         clock = fleet.loop.time
-        self.gates = {name: ModelGate(name, clock) for name in names}
+        self.gates = {name: ModelGate(fleet.fleet.changes, name, clock) for name in names}
         self.addresses = {name: f"D{number}" for number, name in enumerate(names, start=1)}
         self.routers: dict[str, Router] = {}
         for decode, (name, gate) in zip(fleet.decodes, self.gates.items(), strict=True):
             decode.peer.model = name
             part = fleet.fleet.add_part(name, 0) if len(names) > 1 else fleet.fleet
             registry, placer = CollectorRegistry(), Placer(0, expects_prefill=False)
-            self.routers[name] = Router(
-                part, 8, TIMEOUT_S, PATIENCE_S, registry, GOALS, placer, clock, fleet.router.gate, gate
-            )
+            self.routers[name] = Router(part, Admission(8), TIMEOUT_S, PATIENCE_S, registry, GOALS, placer, clock, gate)
         self.sleepers = Sleepers(
             fleet.fleet, list(self.gates.values()), max_awake, sleep_after_s, PATIENCE_S, self.sent.append, clock
         )
@@ -154,7 +153,7 @@ def test_a_wake_that_fails_is_a_503_with_the_reason_and_is_tried_again() -> None
         assert client.error is not None and client.error.status == 503
         assert client.error.message == "model 'b' could not be woken: no memory"
         assert both.gates["b"].describe() == "failed: no memory" and both.sent[1:] == [SetAwake("b", True)]
-        assert both.routers["b"].check_ready() is not None and both.routers["a"].check_ready() is None
+        assert both.routers["b"].readiness() is not None and both.routers["a"].readiness() is None
         client = both.ask("b")
         assert both.sent[2:] == [SetAwake("b", True)]
         both.start_workers("b")
@@ -168,9 +167,9 @@ def test_after_a_wake_that_failed_the_service_is_ready_again_soon_so_that_a_requ
         both.end_workers("a")
         both.tell("b", "failed", reason="no memory")
         router = both.routers["b"]
-        assert router.check_ready() == router.find_obstacle() == "the model could not be woken: no memory"
+        assert router.readiness() == "the model could not be woken: no memory" and not router.can_serve()
         both.fleet.run(UNREADY_S)
-        assert router.check_ready() is router.find_obstacle() is None
+        assert router.readiness() is None and not router.can_serve(), "the next request wakes it"
 
 
 def test_a_deadline_holds_while_the_model_is_not_awake() -> None:

@@ -1,0 +1,137 @@
+"""Loads adapters (LoRA) into the memory of all ranks of a worker, one at a time. Runs on the asyncio thread."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import structlog
+
+from engine.adapters.peft import WEIGHTS, find_digest
+from engine.adapters.slots import HostAdapter
+from engine.engine import Engine
+from runtime.hardware import available_memory_bytes
+from worker.adapters.slots import AdapterSlots
+from worker.ranks.children import RankChildren
+from worker.ranks.reads import run_all
+from worker.thread import EngineThread
+
+log = structlog.get_logger()
+
+MOST_LOADED = 1024  # Status has the name of each
+MOST_BYTES = 16 << 30  # of all together; a rank of 16 on all products of a model of 8 G parameters takes 84 MB
+MOST_NAME_CHARS = 256
+
+
+class AdapterRefusedError(Exception):
+    """`code`: the status of the call."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+def read_adapter(engine: Engine, folder: Path, digest: str) -> HostAdapter:
+    """This rank's part. ValueError or OSError says why the folder cannot be used, or that it changed meanwhile."""
+    assert engine.read_adapter is not None
+    adapter = engine.read_adapter(folder)
+    if (found := find_digest(folder)) != digest:
+        raise ValueError(f"{folder} changed while it was loaded: its digest was {digest}, and is {found}")
+    return adapter
+
+
+class AdapterLoader:
+    """Hosts what it reads under keys of `slots`; the engine thread frees it (WorkerLoop.step)."""
+
+    def __init__(
+        self, engine: Engine, slots: AdapterSlots, children: RankChildren | None, thread: EngineThread
+    ) -> None:
+        """`thread`: its lock guards `slots`."""
+        self._engine = engine
+        self._slots = slots
+        self._children = children
+        self._thread = thread
+        self._is_loading = asyncio.Lock()
+        self._loads: set[asyncio.Task[str]] = set()
+
+    async def load(self, name: str, path: str, digest: str) -> str:
+        """See LoadAdapterRequest. Returns the digest. Raises AdapterRefusedError. A cancelled load goes on."""
+        task = asyncio.create_task(self._load(name, Path(path), digest))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        return await asyncio.shield(task)
+
+    async def _load(self, name: str, folder: Path, expected: str) -> str:
+        if not self._slots.num_slots:
+            raise AdapterRefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION, "this worker takes no adapters: set --max-loras to 1 or more"
+            )
+        if not 0 < len(name) <= MOST_NAME_CHARS:
+            raise AdapterRefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, f"name has {len(name)} characters, expected 1 to {MOST_NAME_CHARS}"
+            )
+        async with self._is_loading:
+            if self._rename(expected, name):
+                return expected
+            try:
+                digest = await asyncio.to_thread(find_digest, folder)
+                if expected not in ("", digest):
+                    raise AdapterRefusedError(
+                        grpc.StatusCode.FAILED_PRECONDITION, f"{folder} has the digest {digest}, expected {expected}"
+                    )
+                if not self._rename(digest, name):
+                    self._check_room((folder / WEIGHTS).stat().st_size)
+                    await self._host(name, folder, digest)
+            except (ValueError, OSError) as error:
+                log.warning("adapter refused", adapter=name, path=str(folder), reason=str(error))
+                raise AdapterRefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        return digest
+
+    def _rename(self, digest: str, name: str) -> bool:
+        with self._thread.lock:
+            return self._slots.rename(digest, name)
+
+    def _check_room(self, num_bytes: int) -> None:
+        taken, free = self._slots.num_bytes, available_memory_bytes()
+        if taken + num_bytes > MOST_BYTES or num_bytes > free // 2 or self._slots.num_loaded >= MOST_LOADED:
+            raise AdapterRefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"no memory for an adapter of {num_bytes >> 20} MiB: {self._slots.num_loaded} adapters take "
+                f"{taken >> 20} MiB, of at most {MOST_LOADED} and {MOST_BYTES >> 20} MiB, and half of {free >> 20} MiB "
+                "of free memory may be taken; unload others",
+            )
+
+    async def _host(self, name: str, folder: Path, digest: str) -> None:
+        """All ranks read their parts; if one cannot, none keeps its own."""
+        with self._thread.lock:
+            key = self._slots.new_key(digest)
+        try:
+            others = [] if self._children is None else self._children.load_adapter(key, str(folder), digest)
+            await run_all([self._host_here(key, folder, digest), *others])
+        except BaseException:
+            with self._thread.lock:
+                self._slots.drop(key)
+                self._thread.wake()
+            raise
+        num_bytes = self._count_bytes(key)
+        with self._thread.lock:
+            self._slots.add(digest, key, name, num_bytes)
+        log.info("adapter loaded", adapter=name, digest=digest, path=str(folder), bytes=num_bytes)
+
+    async def _host_here(self, key: str, folder: Path, digest: str) -> None:
+        adapter = await asyncio.to_thread(read_adapter, self._engine, folder, digest)
+        assert self._engine.adapters is not None
+        with self._thread.lock:
+            self._engine.adapters.hosted[key] = adapter
+
+    def _count_bytes(self, key: str) -> int:
+        """Over all ranks."""
+        assert self._engine.adapters is not None
+        sites = self._engine.adapters.hosted[key].values()
+        return self._engine.pool.num_ranks * sum(part.nbytes for site in sites for part in (site.a, *site.b))
+
+    def unload(self, digest: str) -> None:
+        """New sequences cannot have it. Idempotent."""
+        with self._thread.lock:
+            self._slots.unload(digest)
+            self._thread.wake()
+        log.info("adapter unloaded", digest=digest)

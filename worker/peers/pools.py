@@ -1,0 +1,182 @@
+"""One pool of a worker, of pages or of slots, over all its ranks: described to peers, read into, and checksummed.
+
+The other ranks' processes do their part when rank 0 asks them (ranks/children.py).
+"""
+
+import asyncio
+import os
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.engine import Engine
+from engine.kv.pool import Pool
+from kvtransfer.checksums import OfferPart, check_checksums, compute_checksums
+from kvtransfer.layout import Run, build_layout, plan_all_runs
+from kvtransfer.page_files import PageFiles, PageTiers, host_folder, identify
+from kvtransfer.reader import Local, Reader
+from kvtransfer.transports import describe_rank, open_reader
+from protos import kv_pb2
+from runtime import rpc
+from runtime.addresses import is_loopback
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.settings import ConfigError
+from runtime.trust import Trust
+from wire.kv_layout import KvPart
+from wire.page_keys import NamedPage
+from wire.private_folders import UnsafeFolderError
+from worker.ranks.children import RankChildren
+from worker.ranks.reads import RanksReader, find_failure
+
+
+class PageBytes(NamedTuple):
+    """Bytes of each page in one rank's pool."""
+
+    rank: int
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPool:
+    """`children`: the other ranks; None if there are none, or in one of them."""
+
+    incarnation: str  # what peers read it under
+    own: Pool  # this rank's
+    layout: kv_pb2.KvLayout
+    local: Local
+    children: RankChildren | None
+    is_states: bool
+    tiers: PageTiers  # this rank's
+
+    def describe(self, role: str, address: str, others: Sequence[kv_pb2.Rank]) -> kv_pb2.Peer:
+        """The worker with this pool, for handshakes and Status. `others`: ranks 1 and up."""
+        pool = self.own
+        return kv_pb2.Peer(
+            role=role, address=address, incarnation=self.incarnation, pid=os.getpid(), host=rpc.host_identity(),
+            layout=self.layout, num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
+            ranks=[describe_rank(self.local, address), *others],
+        )  # fmt: skip
+
+    async def open(self, transport: str, peer: kv_pb2.Peer) -> Reader:
+        """A reader for all ranks. `peer`: of its pages or slots, as this pool's are. Raises ReadError."""
+        own = await open_reader(self.local, transport, peer)
+        if self.children is None:
+            return own
+        try:
+            return RanksReader([own, *await self.children.open(transport, peer, self.is_states)])
+        except BaseException:
+            await own.close()
+            raise
+
+    async def offer(self, part: OfferPart, held: Sequence[int], num_readers: int) -> None:
+        """Add pages that the caller holds; with checksums for a worker of `num_readers` ranks, unless that is 0."""
+        generations = self.own.generations
+        part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in held)
+        if num_readers:
+            runs = plan_all_runs(self.own.parts, num_readers, self.own.num_ranks)
+            places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
+            part.checksums.extend(await self.compute_checksums(held, places))
+
+    def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
+        """What our ranks read from a peer's, and an offer has checksums of."""
+        return plan_all_runs(self.own.parts, self.own.num_ranks, len(peer.ranks))
+
+    async def verify(
+        self, offer: kv_pb2.OfferRequest, part: OfferPart, into: Sequence[int], peer: kv_pb2.Peer, way: str
+    ) -> None:
+        """Compare what landed in our ranks' pools with what `peer` offered. Raises ReadError("checksum")."""
+        runs = self.plan_runs(peer)
+        landed = await self.compute_checksums(into, [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs])
+        check_checksums(offer, part, self.layout.page_tokens, runs, landed, way)
+
+    async def save(self, entries: Sequence[NamedPage], writer: Executor) -> int:
+        """PageTiers.save of each rank; returns how many this one wrote. Raises ReadError."""
+        writing = asyncio.get_running_loop().run_in_executor(writer, self.tiers.save, entries)
+        if self.children is not None:
+            await self.children.save(entries, self.is_states)
+        return await writing
+
+    async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
+        """PageTiers.load of each rank: what all of them read. Raises ReadError."""
+        reading: Coroutine[Any, Any, list[bool]] = asyncio.to_thread(self.tiers.load, keys, into)
+        others = self.children.restore(keys, into, self.is_states) if self.children else []
+        results = await asyncio.gather(reading, *others, return_exceptions=True)  # all have ended: none writes any more
+        read = [result for result in results if not isinstance(result, BaseException)]
+        failure = find_failure([result for result in results if isinstance(result, BaseException)])
+        if failure is not None:
+            raise failure
+        return [all(drafts) for drafts in zip(*read, strict=False)]
+
+    async def compute_checksums(self, pages: Sequence[int], places: Sequence[PageBytes]) -> list[int]:
+        """The checksums of all pages at the first place, then at the second and so on; each rank computes its own.
+
+        Raises RuntimeError or ReadError if a GPU fails.
+        """
+
+        async def compute(place: PageBytes) -> list[int]:
+            rank, begin, num_bytes = place
+            if self.children is None or rank == 0:
+                return await asyncio.to_thread(compute_checksums, self.own, pages, begin, num_bytes)
+            return await self.children.compute_checksums(rank, pages, begin, num_bytes, self.is_states)
+
+        return list(chain.from_iterable(await asyncio.gather(*map(compute, places))))
+
+
+def build_pools(
+    engine: Engine, config: PrefillConfig | DecodeConfig, incarnation: str, trust: Trust,
+    children: RankChildren | None = None,
+) -> list[RankedPool]:  # fmt: skip
+    """The engine's pages and, of a model with states, its slots. What first parts do not show follows from the weights.
+
+    `incarnation`: of the worker.
+    """
+
+    def build(pool: Pool, incarnation: str, layout: kv_pb2.KvLayout, is_states: bool) -> RankedPool:
+        local = Local(
+            pool, f"{incarnation}.{pool.rank}", isinstance(config, PrefillConfig), config.transport,
+            trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp,
+            config.lease_s,
+        )  # fmt: skip
+        tiers = _build_tiers(config, pool, layout, engine)
+        return RankedPool(incarnation, pool, layout, local, children, is_states, tiers)
+
+    pool, states, first = engine.pool, engine.states, engine.pool.shape.parts[0]
+    assert isinstance(first, KvPart)
+    layout = build_layout(
+        weights=engine.weights, dtype=engine.kv_dtype, num_layers=first.num_layers,
+        num_kv_heads=pool.parts[0].num_heads, page_tokens=pool.shape.page_tokens, head_dim=first.head_dim,
+        draft_weights=engine.draft_weights, computed=engine.dtype,
+    )  # fmt: skip
+    pools = [build(pool, incarnation, layout, is_states=False)]
+    if states is not None:
+        kept = engine.config.state_parts[0]
+        layout = build_layout(
+            weights=engine.weights, dtype="float32", num_layers=kept.num_layers,
+            num_kv_heads=states.parts[0].num_heads, page_tokens=states.shape.page_tokens, head_dim=kept.sizes[-1],
+        )  # fmt: skip
+        pools.append(build(states, f"{incarnation}/states", layout, is_states=True))
+    return pools
+
+
+def _build_tiers(
+    config: PrefillConfig | DecodeConfig, pool: Pool, layout: kv_pb2.KvLayout, engine: Engine
+) -> PageTiers:
+    """Pages and slots, and the ranks, share what the worker may take. Raises ConfigError if a folder cannot be used."""
+    has_states, described = engine.states is not None, layout.SerializeToString(deterministic=True)
+    pages_of = identify(described, engine.dtype, pool.parts, pool.rank, pool.num_ranks)
+    tiers = []
+    for option, root, gib in (
+        ("kv_host_gib", host_folder(), config.kv_host_gib),
+        ("kv_disk", Path(config.kv_disk).expanduser(), config.kv_disk_gib if config.kv_disk else 0),
+    ):
+        try:
+            if gib:
+                tiers.append(PageFiles(root, pages_of, (gib << 30) // (1 + has_states) // pool.num_ranks))
+        except OSError as error:
+            why = error.strerror if isinstance(error, UnsafeFolderError) else f"{root}: {error.strerror}"
+            raise ConfigError(f"{option}={getattr(config, option)} cannot be used: {why}") from error
+    return PageTiers(pool, tiers)

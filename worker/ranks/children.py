@@ -1,0 +1,285 @@
+"""Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
+
+A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
+`ring.py`; the calls here, beside the steps, through `runtime/child.py`.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+
+from engine.kv.pool import create_file
+from engine.out_of_memory import end_process
+from kvtransfer.reader import PageRef, ReadError
+from protos import kv_pb2
+from runtime.child import ChildServer, describe_exit
+from runtime.config import DecodeConfig, PrefillConfig
+from wire.page_keys import NamedPage
+from worker.ranks.reads import run_all
+from worker.ranks.ring import RingLeader, open_ring
+
+log = structlog.get_logger()
+
+RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
+MARGIN_S = 10.0  # to answer, beyond the time that a read may take
+
+
+class Start(msgspec.Struct, tag=True):
+    """Configures a child; the answer is `Ready`."""
+
+    role: str
+    config: bytes  # PrefillConfig or DecodeConfig as JSON
+    incarnation: str  # of the worker
+    rank: int
+    size: int
+    rendezvous: str  # a file's path
+    ring_fds: list[int]  # inherited
+    pool_fds: tuple[int, int]  # of pages and of slots
+
+
+class OpenReader(msgspec.Struct, tag=True):
+    reader: int  # its number in later calls
+    transport: str
+    peer: bytes  # kv_pb2.Peer
+    is_states: bool  # it reads slots
+
+
+class ReadPages(msgspec.Struct, tag=True):
+    reader: int
+    pages: list[int]
+    generations: list[int]
+    into: list[int]  # pages of the rank's pool
+
+
+class ProbePages(msgspec.Struct, tag=True):
+    """Read pages and drop them."""
+
+    reader: int
+    num_pages: int
+
+
+class CloseReader(msgspec.Struct, tag=True):
+    reader: int
+
+
+class ComputeChecksums(msgspec.Struct, tag=True):
+    """Of bytes of pages, or slots, in the rank's pool."""
+
+    pages: list[int]
+    begin: int
+    num_bytes: int
+    is_states: bool
+
+
+class SavePages(msgspec.Struct, tag=True):
+    """The rank's part of pages, or slots, to its files."""
+
+    entries: list[NamedPage]
+    is_states: bool
+
+
+class RestorePages(msgspec.Struct, tag=True):
+    """Files into pages, or slots, of the rank's pool."""
+
+    keys: list[bytes]
+    into: list[int]
+    is_states: bool
+
+
+class LoadAdapter(msgspec.Struct, tag=True):
+    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in leader.py)."""
+
+    key: str
+    folder: str
+    digest: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The child has its part of the model and of the pages."""
+
+    ranks: list[bytes]  # kv_pb2.Rank: how peers reach its pages, and its slots if it has any
+
+
+class Done(msgspec.Struct, tag=True):
+    """A call is over; the child no longer works on it."""
+
+    reason: str = ""  # of the ReadError, or "adapter"; empty on success
+    detail: str = ""
+    is_gone: bool = False  # the reader cannot be used any more
+    checksums: list[int] = []
+    drafts: list[bool] = []  # of the pages restored
+
+
+ReaderCall = OpenReader | ReadPages | ProbePages | CloseReader
+Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter
+
+
+class RankChildren:
+    """Owns the processes of ranks 1 and up, and what they share with this one.
+
+    Create it on the main thread: the children die with the thread that creates them.
+    """
+
+    def __init__(self, role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> None:
+        """Starts them; they begin to load their parts of the model. Raises ValueError if memory cannot be shared."""
+        try:
+            meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
+            self.pool_fds = create_file(), create_file()
+            ring_fds = open_ring(config.tp - 1)
+        except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
+            raise ValueError(
+                f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
+            ) from error
+        self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
+        self.ring = RingLeader(ring_fds)
+        self.is_closing = False  # failures after this are expected
+        self._timeout_s = 0.0
+        self._reader_numbers = itertools.count()
+        self._children: list[ChildServer[Ready | Done]] = []
+        for rank in range(1, config.tp):
+            start = Start(
+                role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
+                list(ring_fds), self.pool_fds,
+            )  # fmt: skip
+            fds = (*self.pool_fds, *ring_fds)
+            child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
+            child.ended.add_done_callback(partial(self._on_end, rank, child))
+            self._children.append(child)
+
+    def _on_end(self, rank: int, child: ChildServer[Ready | Done], ended: Future[int]) -> None:
+        """On a thread of its own: while this process loads, there is no event loop."""
+        if not self.is_closing:
+            reason = child.trouble or f"ended with {describe_exit(ended.result())}"
+            log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result(), reason=reason)
+            end_process()
+
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self._children) + 1)
+
+    async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
+        """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
+        self._timeout_s = timeout_s + MARGIN_S
+        ranks: list[list[kv_pb2.Rank]] = []
+        for child in self._children:
+            ready = await child.wait_ready(RANKS_S)
+            assert isinstance(ready, Ready)
+            ranks.append([kv_pb2.Rank.FromString(rank) for rank in ready.ranks])
+        return ranks
+
+    async def ask(self, rank: int, call: Call, timeout_s: float | None = None) -> Done:
+        """Send a call and return its answer. Afterwards the child no longer works on it, even if this is cancelled.
+
+        Pages that a child may still write to can be neither used nor freed: if it does not answer, this process ends.
+        Raises ReadError while closing. `timeout_s`: None: a read's.
+        """
+        asking = asyncio.ensure_future(self._children[rank - 1].ask(call, timeout_s or self._timeout_s))
+        is_cancelled = False
+        while not asking.done():
+            try:
+                await asyncio.wait([asking])
+            except asyncio.CancelledError:
+                is_cancelled = True
+        error = asking.exception()
+        if error is not None and not self.is_closing:
+            log.error("a rank does not answer; this process ends", rank=rank, reason=str(error))
+            end_process()
+        if is_cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise ReadError("transport", f"rank {rank} {error}") from error
+        done = asking.result()
+        assert isinstance(done, Done)
+        return done
+
+    async def open(self, transport: str, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
+        """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
+        readers = [ChildReader(self, rank, next(self._reader_numbers), transport) for rank in self._ranks]
+        packed = peer.SerializeToString()
+        try:
+            await run_all([reader.ask(OpenReader(reader.number, transport, packed, is_states)) for reader in readers])
+        except BaseException:
+            await run_all([reader.close() for reader in readers])
+            raise
+        return readers
+
+    async def compute_checksums(
+        self, rank: int, pages: Sequence[int], begin: int, num_bytes: int, is_states: bool
+    ) -> list[int]:
+        """See kvtransfer/checksums.py; of the pool of `rank`. Raises ReadError with the driver's message."""
+        done = await self.ask(rank, ComputeChecksums(list(pages), begin, num_bytes, is_states))
+        if done.reason:
+            raise ReadError(done.reason, done.detail)
+        return done.checksums
+
+    async def save(self, entries: Sequence[NamedPage], is_states: bool) -> None:
+        """Each child saves its part. Raises ReadError."""
+        call = SavePages(list(entries), is_states)
+        for done in await asyncio.gather(*(self.ask(rank, call, RANKS_S) for rank in self._ranks)):
+            if done.reason:
+                raise ReadError(done.reason, done.detail)
+
+    def restore(
+        self, keys: Sequence[bytes], into: Sequence[int], is_states: bool
+    ) -> list[Coroutine[Any, Any, list[bool]]]:
+        """For each child: PageTiers.load of its part. Raises ReadError."""
+
+        async def restore(rank: int) -> list[bool]:
+            done = await self.ask(rank, RestorePages(list(keys), list(into), is_states), RANKS_S)
+            if done.reason:
+                raise ReadError(done.reason, done.detail)
+            return done.drafts
+
+        return [restore(rank) for rank in self._ranks]
+
+    def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
+        """For each child: it reads its part. Raises ValueError if it cannot."""
+
+        async def load(rank: int) -> None:
+            done = await self.ask(rank, LoadAdapter(key, folder, digest), RANKS_S)
+            if done.reason:
+                raise ValueError(f"rank {rank}: {done.detail}")
+
+        return [load(rank) for rank in self._ranks]
+
+    async def close(self) -> None:
+        self.is_closing = True
+        await asyncio.gather(*(child.close() for child in self._children))
+
+
+class ChildReader:
+    """One child's reader of one peer; see kvtransfer's Reader."""
+
+    def __init__(self, children: RankChildren, rank: int, number: int, transport: str) -> None:
+        self.number = number
+        self.transport = transport
+        self._children = children
+        self._rank = rank
+        self._is_gone = False
+
+    async def ask(self, call: Call) -> None:
+        done = await self._children.ask(self._rank, call)
+        self._is_gone = self._is_gone or done.is_gone
+        if done.reason:
+            raise ReadError(done.reason, done.detail)
+
+    async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        pages, generations = [source.page for source in sources], [source.generation for source in sources]
+        await self.ask(ReadPages(self.number, pages, generations, list(into)))
+
+    async def probe(self, num_pages: int) -> None:
+        await self.ask(ProbePages(self.number, num_pages))
+
+    def is_gone(self) -> bool:
+        return self._is_gone
+
+    async def close(self) -> None:
+        await self.ask(CloseReader(self.number))

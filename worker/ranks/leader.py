@@ -1,0 +1,257 @@
+"""Rank 0 leads, the others follow: the leader sends every change of rows and every step through a ring.
+
+The leader's scheduler and loop do not know this: they use `LedInputBatch` and `LedRunner` as rows and runner. Followers
+have the same rows and runners over their own shards, and get the same tokens, since ranks share their results.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.adapters.rows import NO_SLOT
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
+from engine.out_of_memory import end_process
+from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
+from engine.vision.image_rows import Encoding
+from wire.images import ImageSpan
+from wire.sampling import SamplingParams
+from worker.ranks.ring import RingFollower, RingLeader
+
+log = structlog.get_logger()
+
+SEND_S = 30.0  # for followers to make room in the ring: they lag by a few steps at most
+MOST_BEHIND = 2  # steps that a follower may launch before it collects one
+
+Array = NDArray[np.int32]
+
+
+class Open(msgspec.Struct, tag=True, array_like=True):
+    row: int
+    token_ids: Array
+    sampling: SamplingParams
+    answer_begin: int
+    slot: int
+    images: Sequence[tuple[ImageSpan, Encoding | None]]
+
+    def apply(self, rows: InputBatch) -> None:
+        images = [(span, own and own.to(rows.device)) for span, own in self.images]
+        rows.open(self.row, self.token_ids, self.sampling, self.answer_begin, self.slot, images)
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    row: int
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.close(self.row)
+
+
+class Tokens(msgspec.Struct, tag=True, array_like=True):
+    row: int
+    begin: int
+    token_ids: Array
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.write_tokens(self.row, self.begin, self.token_ids)
+
+
+class Pages(msgspec.Struct, tag=True, array_like=True):
+    row: int
+    first: int
+    pages: list[int]
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.write_pages(self.row, self.first, self.pages)
+
+
+class FillSlot(msgspec.Struct, tag=True, array_like=True):
+    slot: int
+    adapter: str
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.fill_slot(self.slot, self.adapter)
+
+
+class DropAdapter(msgspec.Struct, tag=True, array_like=True):
+    adapter: str
+
+    def apply(self, rows: InputBatch) -> None:
+        rows.drop_adapter(self.adapter)
+
+
+Delta = Open | Close | Tokens | Pages | FillSlot | DropAdapter
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """The changes of rows since the last step, and the step."""
+
+    deltas: list[Delta]
+    runner: int  # 0: the model's, 1: the draft model's
+    requests: Sequence[ForwardRow]  # empty: there are changes alone
+    is_begun: bool  # Choice follows, with further masks
+
+
+class Choice(msgspec.Struct, tag=True, array_like=True):
+    """Runner.choose for the last step."""
+
+    masks: dict[int, Array]
+
+
+def _pack(array: Array | Tensor) -> tuple[tuple[int, ...], bytes, str]:
+    if isinstance(array, Tensor):
+        name = str(array.dtype).removeprefix("torch.")
+        return tuple(array.shape), array.contiguous().view(torch.uint8).cpu().numpy().tobytes(), name
+    return array.shape, array.tobytes(), ""
+
+
+def _unpack(kind: type, packed: tuple[list[int], bytes, str]) -> Array | Tensor:
+    shape, data, name = packed
+    if kind is Tensor:
+        return torch.frombuffer(bytearray(data), dtype=getattr(torch, name)).view(shape)
+    return np.frombuffer(data, np.int32).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack)
+
+
+class Leader:
+    """Sends steps to followers. Owned by the engine thread once that runs."""
+
+    def __init__(self, ring: RingLeader, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """`is_closing`: whether the worker is ending; followers may be gone then."""
+        self._ring = ring
+        self.is_closing = is_closing
+        self._deltas: list[Delta] = []
+        self.is_leading = False  # False during warm-up, which all ranks do by themselves
+
+    def note(self, delta: Delta) -> None:
+        """Send it with the next step."""
+        if self.is_leading:
+            self._deltas.append(delta)
+
+    def send(self, runner: int, requests: Sequence[ForwardRow], is_begun: bool = False) -> None:
+        """Send a step, before rank 0 computes it. is_begun: `send_choice` follows. Raises RingError."""
+        if self.is_leading:
+            deltas, self._deltas = self._deltas, []
+            self._ring.write(_encoder.encode(Step(deltas, runner, requests, is_begun)), SEND_S)
+
+    def flush(self) -> None:
+        """Send what was noted, without a step. Raises RingError."""
+        self.send(0, [])
+
+    def send_choice(self, masks: Masks) -> None:
+        """Send what the last step may choose. Raises RingError."""
+        if self.is_leading:
+            self._ring.write(_encoder.encode(Choice(dict(masks))), SEND_S)
+
+
+class LedInputBatch(InputBatch):
+    """Rank 0's rows."""
+
+    def __init__(self, leader: Leader, *sizes: Any) -> None:
+        """sizes: see `InputBatch`."""
+        super().__init__(*sizes)
+        self._leader = leader
+
+    def open(
+        self, row: int, token_ids: Array, sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
+        images: Sequence[tuple[ImageSpan, Encoding | None]] = (),
+    ) -> None:  # fmt: skip
+        super().open(row, token_ids, sampling, answer_begin, slot, images)
+        self._leader.note(Open(row, token_ids, sampling, answer_begin, slot, images))
+
+    def close(self, row: int) -> None:
+        self._leader.note(Close(row))
+        super().close(row)
+
+    def write_tokens(self, row: int, begin: int, token_ids: Array) -> None:
+        self._leader.note(Tokens(row, begin, token_ids))
+        super().write_tokens(row, begin, token_ids)
+
+    def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        self._leader.note(Pages(row, first, list(pages)))
+        super().write_pages(row, first, pages)
+
+    def fill_slot(self, slot: int, digest: str) -> None:
+        self._leader.note(FillSlot(slot, digest))
+        super().fill_slot(slot, digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        self._leader.note(DropAdapter(digest))
+        self._leader.flush()
+        super().drop_adapter(digest)
+
+
+class LedRunner(Runner):
+    """Rank 0's runner of one model. If a step fails after it was sent, ranks differ, so the process ends."""
+
+    def __init__(self, leader: Leader, number: int, *parts: Any) -> None:
+        """number: see `Step.runner`; parts: see `Runner`."""
+        super().__init__(*parts)
+        self._leader = leader
+        self._number = number
+
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
+        step = self._prepare(requests)  # finds errors in requests before anything is sent
+        with self._ending():
+            self._leader.send(self._number, requests)
+            return self._run(step)
+
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        step = self._prepare(requests)
+        with self._ending():
+            self._leader.send(self._number, requests, is_begun=True)
+            return Begun(requests, step, self._begin(step))
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        with self._ending():
+            self._leader.send_choice(masks)
+            return super().choose(begun, masks)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the process on an error."""
+        try:
+            yield
+        except Exception:
+            if self._leader.is_leading and not self._leader.is_closing():
+                log.exception("a step of several ranks failed; this process ends")
+                end_process()
+            raise
+
+
+class LedHeadRunner(LedRunner, HeadRunner):
+    """Rank 0's runner of a draft head: only drafts are sent, since each rank's head follows its model by itself."""
+
+
+def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> None:
+    """Repeat the leader's steps until RingError or any failure; the process is useless then."""
+    behind: deque[Launched] = deque()
+    begun: tuple[Runner, Begun] | None = None
+    while True:
+        message = _decoder.decode(ring.read())
+        if isinstance(message, Choice):
+            assert begun is not None, "a choice without a step"
+            runner, step = begun
+            behind.append(runner.choose(step, message.masks))
+        else:
+            for delta in message.deltas:
+                delta.apply(rows)
+            if not message.requests:
+                continue
+            runner = runners[message.runner]
+            if message.is_begun:
+                begun = runner, runner.begin(message.requests)
+                continue
+            behind.append(runner.launch(message.requests))
+        if len(behind) > MOST_BEHIND:
+            behind.popleft().collect()

