@@ -16,7 +16,7 @@ from engine.cuda import ops as ops_module
 from engine.cuda.gpu_layers import round_rows
 from engine.cuda.ops import CudaOps, multiply_rounded
 from engine.engine import Engine, build_engine
-from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
+from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_rows
 from engine.layers.config import Activation
 from engine.layers.linear import Fp8Linear, GatedLinear, Mlp, PlainLinear, Quantization
 from engine.models.load import load_model
@@ -25,6 +25,7 @@ from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
+from tests.support.quantised import quantise_blocks
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")
