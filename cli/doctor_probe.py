@@ -13,13 +13,12 @@ import torch
 
 from bench.products import check_products
 from cli.doctor_rules import GpuFacts, Machine, Model
-from engine.attention.choose import choose_for_layers
+from engine.compose import choose_for_layers, load_any_config
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import check_kv_dtype, choose_device
 from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig
-from engine.models.load import load_any_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from gateway.text.trial import load_tokenizer

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
-from engine.attention.choose import AttentionChoice, choose_for_layers
+from engine.attention.choose import AttentionChoice
+from engine.compose import choose_for_layers, load_head, load_model, open_device, resolve_model_folder
 from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
 from engine.cuda.largest_step import LargestStep, find_step_bytes, measure_peak
@@ -25,7 +26,6 @@ from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import load_head, load_model, resolve_model_folder
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
@@ -301,17 +301,19 @@ def assemble_engine(
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
     pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts),
-        lends=place.lends,
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, open_device(device).open_memory(),
+        share(place.pool_fds[0], parts), place.lends,
     )  # fmt: skip
     states = None
     if config.state_parts:
         whole = slots.page_parts(model.state_parts)
         states = Pool(
-            slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole), lends=place.lends
-        )
+            slots.with_pages(num_slots + has_padding), device, gpu=open_device(device).open_memory(),
+            share=share(place.pool_fds[1], whole), lends=place.lends,
+        )  # fmt: skip
         rows.states = states.shape.split(states.pages)
-    adapters, read_adapter = decoder.adapters, None
+    additions, read_adapter = decoder.additions, None
+    adapters = additions if isinstance(additions, Adapters) else None
     if adapters is not None:
         rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)

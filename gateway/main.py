@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
-from gateway.api.openai.batches import build_batch_router
 from gateway.api.tls import ServerTls
-from gateway.app import build_app, build_served_model
+from gateway.app import add_model, build_app
+from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.loop_watch import LoopWatch
@@ -28,13 +28,14 @@ from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.admission import Admission
-from gateway.router.autoscaling import Goals
-from gateway.router.discovery import Discovery
 from gateway.router.fleet import Fleet
+from gateway.router.model_gate import ModelGate
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
+from gateway.scaling.autoscaling import FleetMetrics, Goals
+from gateway.scaling.discovery import Discovery
+from gateway.scaling.sleepers import Sleepers
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -100,7 +101,7 @@ async def _serve(
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
-    app.include_router(build_batch_router(served, store))
+    add_batches(app, served, store)
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
@@ -125,7 +126,7 @@ async def _serve(
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
-    reading = [*served.start_images(), asyncio.create_task(served.models[0].templates.start())]
+    reading = [*served.start_images(), asyncio.create_task(served.templates.start())]
     for name, loader in loaders.items():
         loader.expect(paths[name])
     ops.follow(Probes(lambda: None, served.readiness, registry))
@@ -187,7 +188,7 @@ def _build_models(
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )
-    models: list[ServedModel] = []
+    served = ServedModels(options, registry, keys)
     routers: dict[str, Router] = {}
     loaders: dict[str, AdapterLoader] = {}
     labelled = ModelMetrics() if len(tokenizers) > 1 else None
@@ -195,16 +196,16 @@ def _build_models(
         own_fleet, own_registry, names = fleet, registry, config.served_name
         if labelled is not None:
             own_fleet, own_registry = fleet.parts[name], labelled.add(name)
-            names = (name, *(() if models else config.served_name))  # "*" is the first's
+            names = (name, *(() if served.models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
         model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
         router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
-        models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
+        add_model(served, router, tokenizer, names, own_registry, tracing, adapters)
     if labelled is not None:
         registry.register(labelled)
-    return ServedModels(models, registry, keys), routers, loaders
+    return served, routers, loaders
 
 
 def _build_fleet(
@@ -249,16 +250,18 @@ def _build_router(
     """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
-    return Router(
+    router = Router(
         fleet,
         Admission(config.max_queue, lambda: shutdown.is_draining, shutdown.look_soon),
         config.request_timeout_s,
         config.patience_s,
         registry,
-        goals,
+        bool(config.itl_goal_ms),
         placer,
         model=model,
     )
+    registry.register(FleetMetrics(router.queue, lambda: router.admission.num_waiting, goals))
+    return router
 
 
 class RestServer(uvicorn.Server):
@@ -271,13 +274,9 @@ class RestServer(uvicorn.Server):
 
 async def _wait_until_ready(fleet: Fleet, models: Sequence[ServedModel]) -> None:
     """Waits until all models can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
-    is_ready = asyncio.Event()
 
-    def look() -> None:
+    def is_ready() -> bool:
         is_served = all(model.ring.readiness() is None for model in models)
-        if is_served and all(worker.was_asked for worker in fleet.workers()):
-            is_ready.set()
+        return is_served and all(worker.was_asked for worker in fleet.workers())
 
-    fleet.changes.follow(look)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(is_ready.wait(), START_PATIENCE_S)
+    await fleet.changes.until(is_ready, START_PATIENCE_S)

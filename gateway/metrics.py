@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.batches.pace import Gaps
 from gateway.errors import ApiError
 from gateway.router.engine_client import FinishReason
 
@@ -39,6 +39,18 @@ class ModelMetrics(Collector):
                 family = merged.setdefault(one.name, Metric(one.name, one.documentation, one.type))
                 family.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in one.samples]
         return merged.values()
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Times between tokens of live answers."""
+
+    total_s: float = 0.0
+    count: int = 0
+
+    def add(self, total_s: float, count: int) -> None:
+        self.total_s += total_s
+        self.count += count
 
 
 class RequestMetrics:

@@ -12,6 +12,7 @@ import torch
 import uvloop
 
 from engine.adapters.slots import AdapterLimits
+from engine.compose import open_device
 from engine.engine import Engine, Place, build_engine, choose_device
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
@@ -115,7 +116,8 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
         return Built(config, build_rank_engine(config, place, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
-    ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
+    device = choose_rank_device(config, 0)
+    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_device(device).open_ranks)
     place = Place(
         ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
         partial(LedHeadRunner, leader, 1),

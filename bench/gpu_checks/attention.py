@@ -11,11 +11,11 @@ from torch import Tensor
 
 from bench.gpu_checks.card import require, synchronize, time_calls
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
+from engine.compose import choose_attention
 from engine.cuda.graphs import Capture, CudaCapture
 from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.choose import ops_for
+from engine.compose import open_device
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SEEN_BIT
-from engine.sampling.sample import sample, sample_slowly
+from engine.sampling.sample import sample_slowly
 from tests.support.batches import build_sampling_batch
 from wire.sampling import SamplingParams
 
@@ -87,7 +88,7 @@ def _find_sampler(device: torch.device) -> Sampler:
         from engine.cuda import sampling as gpu  # imports Triton
 
         return gpu.sample
-    return sample_slowly if device.type == "cpu" else ops_for(device).sample
+    return sample_slowly if device.type == "cpu" else open_device(device).ops.sample
 
 
 def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:

@@ -26,7 +26,6 @@ from bench.simulate.workload import Conversation, build_conversations
 from gateway.errors import ApiError
 from gateway.router import fleet as gateway_fleet
 from gateway.router.admission import Admission
-from gateway.router.autoscaling import Goals
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.placement import Placement, Unready, Wait, WorkerView
 from gateway.router.placer import Held, Placer
@@ -37,7 +36,6 @@ from wire.sampling import SamplingParams
 from worker.sequences import ANY_NUMBER
 
 FOR_EVER = float("inf")
-NO_GOALS = Goals(1.0, 1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -113,7 +111,7 @@ class Simulation:
             FOR_EVER,
             FOR_EVER,
             CollectorRegistry(),
-            NO_GOALS,
+            False,
             self._placer,
             self._loop.time,
         )

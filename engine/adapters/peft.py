@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.adapters.slots import HostAdapter, SiteAdapter, SiteKey
+from engine.adapters.slots import HostAdapter, SiteAdapter
 from engine.json_values import Json, collection, flag, integer, number
+from engine.layers.additions import ProductKey
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
 from engine.weights.checkpoint import FLOATS
@@ -62,15 +63,15 @@ class PeftReader:
         self._dtype = dtype
         self._max_rank = max_rank
 
-    def read(self, folder: Path, sites: Mapping[SiteKey, object]) -> HostAdapter:
+    def read(self, folder: Path, sites: Mapping[ProductKey, object]) -> HostAdapter:
         """sites: the products that can have adapters. FileNotFoundError or ValueError say what is wrong."""
         with named(folder / WEIGHTS):
             return self._read(folder, sites)
 
-    def _read(self, folder: Path, sites: Mapping[SiteKey, object]) -> HostAdapter:
+    def _read(self, folder: Path, sites: Mapping[ProductKey, object]) -> HostAdapter:
         config = _read_config(folder)
         modules = self._load(folder, config)
-        found, used = dict[SiteKey, SiteAdapter](), set[str]()
+        found, used = dict[ProductKey, SiteAdapter](), set[str]()
         for layer, products in enumerate(self._products):
             for name, product in products.items():
                 own = {part: modules.get(_module_of(part)) for part in product.parts}

@@ -1,6 +1,6 @@
 """The slots for adapters (LoRA) that a model has on a device, and which rows of a step have which."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Site
+from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterWeights, HostTiles, divide_columns
 from engine.batch import Batch
-from engine.cpu.packed import PANEL_COLUMNS, interleave_panels
-from engine.layers.linear import AdaptersStep, Site
-from engine.ops.base import Ops
-
-SiteKey = tuple[int, str]  # layer, name of the product in its table
+from engine.cpu.packed import PANEL_COLUMNS, PackedLinear, interleave_panels
+from engine.layers.additions import Additions, ProductKey
+from engine.layers.linear import Gated, Linear
 
 
 class SiteAdapter(NamedTuple):
@@ -32,29 +32,35 @@ class AdapterLimits(NamedTuple):
 
 
 NO_ADAPTERS = AdapterLimits(0, 1)
-HostAdapter = Mapping[SiteKey, SiteAdapter]
+HostAdapter = Mapping[ProductKey, SiteAdapter]
 
 
 @dataclass(slots=True, eq=False)
-class Adapters:
+class Adapters(Additions):
     """Owns the slots. One caller at a time, between steps."""
 
     num_slots: int
     max_rank: int
     dtype: torch.dtype
     device: torch.device
-    ops: Ops
+    ops: AdapterOps
     step: AdaptersStep = field(default_factory=AdaptersStep)
-    sites: dict[SiteKey, Site] = field(default_factory=dict)
+    sites: dict[ProductKey, Site] = field(default_factory=dict)
     hosted: dict[str, HostAdapter] = field(default_factory=dict)  # digest |-> adapter, those that slots can get
 
-    def add_site(self, key: SiteKey, depth: int, part_sizes: list[int], *, is_panelled: bool = False) -> Site:
+    def wrap(self, own: Linear, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
+        return AdaptedLinear(own, self._add_site(key, depth, part_sizes))
+
+    def wrap_gated(self, own: Gated, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
+        return AdaptedGated(own, self._add_site(key, depth, part_sizes, is_panelled=isinstance(own, PackedLinear)))
+
+    def _add_site(self, key: ProductKey, depth: int, part_sizes: Sequence[int], *, is_panelled: bool = False) -> Site:
         """Allocate the slots of a product. part_sizes: columns of each part."""
         if is_panelled:
             part_sizes = [-(-size // PANEL_COLUMNS) * PANEL_COLUMNS for size in part_sizes]
             blocks = divide_columns(part_sizes, PANEL_COLUMNS, alternates=True)
         else:
-            blocks = divide_columns(part_sizes)
+            blocks = divide_columns(list(part_sizes))
         self.sites[key] = site = Site(
             AdapterWeights(
                 self._zeros(len(part_sizes) * self.max_rank, depth), self._zeros(self.max_rank, sum(part_sizes)),
@@ -89,8 +95,9 @@ class Adapters:
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
-        """Around a step with adapters."""
-        assert batch.adapters is not None
+        if batch.adapters is None:
+            yield
+            return
         tiles, outputs = batch.adapters
         if self.device.type == "cpu":  # whose kernel reads what the tiles say
             for own, num_rows in ((tiles, len(batch.positions)), (outputs, len(batch.logits_rows))):

@@ -30,7 +30,7 @@ def can_add(out: Tensor, rows: Tensor) -> bool:
 
 
 def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
-    """See `Ops.add_adapters_` and `can_add`."""
+    """See `AdapterOps.add_adapters_` and `can_add`."""
     check_product(out, rows, tiles, weights)
     kernel, (_, width, depth), max_rank = load(), weights.a.shape, weights.b.shape[1]
     assert kernel is not None

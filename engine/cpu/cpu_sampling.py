@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.cpu.build import BuildError, load_kernel
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import MOST
+from engine.sampling.sample import sample
 from wire.sampling import LEAST_TEMPERATURE
 
 log = structlog.get_logger()
@@ -63,3 +64,9 @@ def load_cpu_sampling() -> CpuSampling | None:
     except BuildError as error:
         log.warning("sampling is slow", reason=str(error))
         return None
+
+
+def sample_on_cpu(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See `Ops.sample`."""
+    kernel = load_cpu_sampling()
+    return sample(logits, batch, None if kernel is None else kernel.sample)

@@ -53,7 +53,7 @@ class _DeltaNet(ctypes.Structure):
 def gated_conv(
     rows: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor, starts: Tensor, states: Tensor
 ) -> Tensor:
-    """See `Ops.gated_conv`. `fits_gated_conv` took them."""
+    """See `RecurrentOps.gated_conv`. `fits_gated_conv` took them."""
     kernel, out = load(), rows.new_empty(len(rows), len(weight))
     assert kernel is not None
     kernel.baton_gated_conv(
@@ -67,7 +67,7 @@ def delta_net(
     rows: Tensor, conv: Tensor, decay_rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
     sources: Tensor, targets: Tensor, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, memory: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See `Ops.delta_net`. `fits_delta_net` took them; the last four are the states."""
+    """See `RecurrentOps.delta_net`. `fits_delta_net` took them; the last four are the states."""
     kernel, out = load(), rows.new_empty(len(rows), value.shape[1] * value.shape[2])
     assert kernel is not None
     mixed = torch.empty(len(rows), len(conv), dtype=torch.float32)

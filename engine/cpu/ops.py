@@ -3,13 +3,20 @@
 import torch
 from torch import Tensor
 
+from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
 from engine.cpu import cpu_adapters, cpu_layers, cpu_states
-from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
-from engine.ops.base import Ops
+from engine.cpu.cpu_sampling import sample_on_cpu
+from engine.cpu.packed_groups import round_groups
+from engine.formats.groups import Groups
+from engine.formats.ops import FormatOps
+from engine.hybrids.ops import RecurrentOps
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
+from engine.layers.mixer import StateRows
+from engine.sampling.batch import SamplingBatch
 
 
-class CpuOps(Ops):
+class CpuOps(FormatOps, AdapterOps, RecurrentOps):
     """See `Ops`. `gate` is torch's: packed products have their own."""
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,3 +43,9 @@ class CpuOps(Ops):
         if cpu_states.fits_delta_net(rows, *layer[4:], *at[:3], *states):
             return cpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
         return super().delta_net(rows, layer, at, states)
+
+    def round_groups(self, rows: Tensor) -> Groups:
+        return round_groups(rows)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return sample_on_cpu(logits, batch)

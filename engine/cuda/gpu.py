@@ -25,7 +25,7 @@ ENGINE_BYTES = 64 << 10
 
 
 class Gpu:
-    """Tests use one over host memory (tests/support/fake_cuda.py)."""
+    """A pool's `DeviceMemory`. Tests use one over host memory (tests/support/fake_cuda.py)."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError without a libcudart."""
@@ -42,6 +42,20 @@ class Gpu:
         self.uuid = self.readable[0]
         # of priority 0, which is CUDA's lowest: steps go first if their stream has a negative one
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        whole = self.view(DeviceBytes(self.cudart, num_bytes))
+        self.run(whole.zero_)
+        return whole
+
+    def export(self, address: int) -> bytes:
+        return self.cudart.export(address)
+
+    def open_peer(self, handle: bytes, num_bytes: int, ours: Tensor, page_bytes: int) -> "GpuPages":
+        return GpuPages(self, ours, self.cudart.open(handle, num_bytes), page_bytes, self.cudart.close)
+
+    def open_landing(self, num_pages: int, ours: Tensor, page_bytes: int) -> "GpuPages":
+        return GpuPages(self, ours, self.cudart.allocate(num_pages * page_bytes), page_bytes, self.cudart.free)
 
     def view(self, memory: DeviceBytes) -> Tensor:
         """[memory.num_bytes] uint8, the same memory."""

@@ -1,7 +1,7 @@
 """What adapters add to products on a GPU: a tile of rows with one adapter per program, for any number of adapters.
 
 Sums are float32, in an order that depends on the product's shape alone. Tiles without an adapter do nothing, so that a
-captured step can have fewer than it was captured with. Twin: `Ops.add_adapters_`.
+captured step can have fewer than it was captured with. Twin: `AdapterOps.add_adapters_`.
 """
 
 import torch
@@ -18,7 +18,7 @@ STAGES = 3
 
 
 def add_adapters_(out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:
-    """See `Ops.add_adapters_`. ValueError for shapes that do not fit. Only launches."""
+    """See `AdapterOps.add_adapters_`. ValueError for shapes that do not fit. Only launches."""
     check_product(out, rows, tiles, weights)
     a, b, ranks, blocks = weights
     (_, width, depth), max_rank = a.shape, b.shape[1]

@@ -212,7 +212,7 @@ def gate_norm_kernel(
 def gated_conv(
     rows: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor, starts: Tensor, states: Tensor
 ) -> Tensor:
-    """See `Ops.gated_conv`."""
+    """See `RecurrentOps.gated_conv`."""
     (num_rows, num_columns), (width, taps) = rows.shape, weight.shape
     _check(rows, [weight], [states])
     if num_columns != 3 * width or (states.shape[1] * states.shape[2], states.shape[3]) != (width, taps - 1):
@@ -230,7 +230,7 @@ def delta_net(
     rows: Tensor, conv: Tensor, decay_rate: Tensor, dt_bias: Tensor, norm: Tensor, eps: float,
     sources: Tensor, targets: Tensor, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, memory: Tensor,
 ) -> Tensor:  # fmt: skip
-    """See `Ops.delta_net`; the last four are the states."""
+    """See `RecurrentOps.delta_net`; the last four are the states."""
     num_rows, taps = len(rows), conv.shape[1]
     num_key_heads, (num_heads, key_dim, value_dim) = key.shape[1], memory.shape[1:]
     key_width, value_width = num_key_heads * key_dim, num_heads * value_dim

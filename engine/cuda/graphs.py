@@ -337,7 +337,7 @@ class DecodeGraphs:
         """Captures all, the largest first, so that the others fit into its memory. Parameters: see `DecodeGraph`."""
         rows.reserve_counts()
         self._graphs: dict[tuple[Shape, bool], DecodeGraph] = {}  # shape, whether rows have adapters
-        kinds = [False] if model.adapters is None else [False, True]
+        kinds = [False, True] if model.additions.num_slots else [False]
         for shape in sorted(shapes, key=prod, reverse=True):
             for kind in kinds:
                 graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, kind, head, carried)

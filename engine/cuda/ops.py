@@ -1,10 +1,12 @@
-"""Operations on a GPU, by Triton's kernels. Imports Triton: only `ops_for` imports this, where there is a GPU."""
+"""Operations on a GPU, by Triton's kernels. Imports Triton: only `CudaDevice` imports this, where there is a GPU."""
 
 import torch
 from torch import Tensor
 
 from engine import checks
+from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
+from engine.cpu.packed_groups import round_groups
 from engine.cuda import (
     gpu_adapters,
     gpu_blocks,
@@ -16,16 +18,19 @@ from engine.cuda import (
     gpu_states,
 )
 from engine.cuda import sampling as gpu
+from engine.experts.ops import ExpertOps
 from engine.formats.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
-from engine.formats.groups import StoredGroups
-from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
+from engine.formats.groups import Groups, StoredGroups
+from engine.formats.ops import FormatOps
+from engine.hybrids.ops import RecurrentOps
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
 from engine.layers.config import Activation
-from engine.ops.base import Ops
+from engine.layers.mixer import StateRows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SamplingTensors
 
 
-class CudaOps(Ops):
+class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps):
     """See `Ops`."""
 
     expert_kernels = gpu_experts
@@ -68,6 +73,9 @@ class CudaOps(Ops):
 
     def delta_net(self, rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
         return gpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
+
+    def round_groups(self, rows: Tensor) -> Groups:
+        return round_groups(rows)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         if checks.ARE_ON:

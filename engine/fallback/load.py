@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, build_batch, lay_out, take_turns
+from engine.device import Device
 from engine.fallback.model import FallbackModel, find_layers
 from engine.fallback.probe import probe_config, read_config, refuse
 from engine.input_batch import InputBatch
@@ -34,7 +35,7 @@ LIMITS = {torch.float32: (2e-3, 1.0), torch.float16: (0.05, 0.5), torch.bfloat16
 
 
 def load_fallback(
-    folder: Path, dtype: torch.dtype | None, device: torch.device, on_progress: OnProgress | None = None,
+    folder: Path, dtype: torch.dtype | None, device: Device, on_progress: OnProgress | None = None,
     has_mtp: bool = False,
 ) -> FallbackModel:  # fmt: skip
     """Load the checkpoint in `folder` onto `device` and compare it with transformers alone.
@@ -64,9 +65,9 @@ def load_fallback(
         raise ValueError(f"{folder}: the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
     mtp_layer = None
     if has_mtp:
-        mtp_layer = find_layers(loaded, shape).to(device).pop(-1)
+        mtp_layer = find_layers(loaded, shape).to(device.torch).pop(-1)
         loaded.config.get_text_config(decoder=True).num_hidden_layers -= 1
-    model = FallbackModel(loaded.to(device), shape, mtp_layer)
+    model = FallbackModel(loaded.to(device.torch), shape, device.ops, mtp_layer)
     if model.dtype not in LIMITS:
         supported = ", ".join(str(known).removeprefix("torch.") for known in LIMITS)
         raise refuse(shape.family, f"its weights are {model.dtype}", f"set --dtype to one of {supported}")

@@ -15,10 +15,11 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch, select
 from engine.fallback.hooks import SERVE, build_cache, find_cache_name, load_states, store_states
+from engine.layers.additions import NO_ADDITIONS
 from engine.layers.embedding import Embedding
 from engine.layers.linear import WidenedLinear
 from engine.models.config import FallbackConfig
-from engine.ops.choose import ops_for
+from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 
 
@@ -27,7 +28,7 @@ class FallbackModel:
 
     is_capturable = False  # transformers' code may read values on the host
 
-    def __init__(self, model: Any, config: FallbackConfig, mtp_layer: torch.nn.Module | None = None) -> None:
+    def __init__(self, model: Any, config: FallbackConfig, ops: Ops, mtp_layer: torch.nn.Module | None = None) -> None:
         """model: a PreTrainedModel with its weights on their device; this object takes it over.
 
         mtp_layer: of the same class as its layers, for a draft head.
@@ -35,10 +36,10 @@ class FallbackModel:
         self.config = config
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.ops = ops_for(self.device)
+        self.ops = ops
         self.ranks: Ranks = ONE_RANK
         self.mapped_bytes = 0
-        self.adapters = None
+        self.additions = NO_ADDITIONS
         self.why_unshared: str | None = None
         if self.device.type == "cpu":
             self.why_unshared = f"{config.family} runs by transformers' code, which shares no weights"

@@ -56,7 +56,7 @@ def can_round(codes: Tensor, scale: Tensor) -> bool:
 
 
 def multiply_codes(rows: Tensor, row_scale: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`Ops.multiply_fp8` of rows * row_scale: matrix units run at twice their bfloat16 speed.
+    """`FormatOps.multiply_fp8` of rows * row_scale: matrix units run at twice their bfloat16 speed.
 
     rows: [T, K] e4m3; row_scale: [T, 1]; scale: [N] |-> [T, N] bfloat16. Rounding x and w puts an output off by about
     2.6 % of the root of the sum of its terms' squares for each of the two.

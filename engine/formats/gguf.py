@@ -5,21 +5,25 @@ and keys in pairs are ordered anew like those of models whose rope is interleave
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from torch import Tensor
 
 from engine.formats.gguf_blocks import QUANTISED, read_dense, read_groups
-from engine.formats.gguf_config import OTHERS
+from engine.formats.gguf_config import OTHERS, PAIRED, architecture_of
+from engine.formats.gguf_file import read_gguf
 from engine.formats.groups import Groups, round_to_8_bits
 from engine.models.config import ModelConfig
+from engine.models.sizes import check_sizes
 from engine.models.table import build_table
-from engine.weights.checkpoint import FLOATS, Checkpoint
+from engine.weights.checkpoint import FLOATS, Checkpoint, FormT
 from engine.weights.entry import TensorEntry
+from wire.files import named
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -77,12 +81,13 @@ class Blocks(NamedTuple):
         """[N, K]: floats as stored, others float32."""
         return read_dense(self.dtype, self.rows)
 
+    def find(self, form: type[FormT]) -> FormT | None:
+        """See `StoredMatrix`."""
+        return cast("FormT | None", self.groups() if issubclass(form, Groups) else None)
+
     def groups(self) -> Groups | None:
         """Those of more complicated formats, mostly of 6 bits, are rounded to 8."""
         return read_groups(self.dtype, self.rows) or round_to_8_bits(self.dense())
-
-    def fp8(self) -> None:
-        return None
 
 
 def _logical(place: _Place) -> TensorEntry:
@@ -100,3 +105,15 @@ def _blocks(place: _Place) -> Blocks:
     if place.expert is not None:
         data = data.view(entry.shape[0], -1)[place.expert]
     return Blocks(entry.dtype, data.view(shape[0] if len(shape) > 1 else 1, -1))
+
+
+def open_gguf(config: ModelConfig, shards: Sequence[Path]) -> tuple[ModelConfig, Checkpoint]:
+    """The model of a folder of GGUF files. ValueError for a damaged file."""
+    headers = [read_gguf(shard) for shard in shards]
+    architecture = architecture_of(headers[0].metadata)
+    if architecture in PAIRED:
+        config = replace(config, rope_is_interleaved=True)  # so the rows are ordered anew where they are read
+    stored = {name: entry for header in headers for name, entry in header.entries.items()}
+    with named(shards[0].resolve()):
+        check_sizes(config, stored)
+    return config, GgufCheckpoint(architecture, config, stored)

@@ -9,15 +9,14 @@ import struct
 import tempfile
 from pathlib import Path
 
-from engine.cpu.build import cache_folder
 from engine.formats.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.formats.gguf_file import GgufHeader, list_gguf_shards, read_gguf
 from engine.models.read_config import build_config
 from engine.models.sizes import check_sizes
 from engine.weights.entry import TensorEntry
+from engine.weights.folders import cache_folder
 from wire.files import blamed, check_file, named
 
-GGUF = ".gguf"
 VERSION = 1  # of what is written
 MAX_VECTOR_BYTES = 1 << 16
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.formats.quantised_forms import DTYPES, FORMS, Coded, CodeLayout, Form, Headers
 from engine.formats.scheme import Scheme
+from engine.models.config import ModelConfig
+from engine.models.table import build_table
 from engine.weights.checkpoint import FLOATS, Checkpoint
 
 LEFT_OUT = (
@@ -96,3 +98,9 @@ class QuantisedCheckpoint(Checkpoint):
             if torch.equal(order, torch.arange(layout.depth, dtype=order.dtype) // layout.block[1]):
                 order = None
         return Coded(layout, codes, scale.reshape(layout.table), zeros, order)
+
+
+def decode(config: ModelConfig, stored: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model that has a scheme."""
+    assert config.scheme is not None
+    return QuantisedCheckpoint(stored, config.scheme, {tensor.name for tensor in build_table(config).stored()})

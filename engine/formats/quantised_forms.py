@@ -7,7 +7,7 @@ https://github.com/casper-hansen/AutoAWQ, https://huggingface.co/openai/gpt-oss-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.formats.fp8 import BLOCK, E4M3, Fp8Matrix
 from engine.formats.groups import GROUP, Groups, with_zeros
 from engine.formats.scheme import Block, Scheme
+from engine.weights.checkpoint import FormT
 from engine.weights.entry import TensorEntry
 
 INTS, SCALES, FP8, INT8 = ("I32",), ("F32", "F16", "BF16", "F8_E8M0"), "F8_E4M3", "I8"
@@ -69,6 +70,11 @@ class Coded(NamedTuple):
         scale, zeros = (table[:, columns, None] for table in self._tables())
         found: Tensor = values.sub_(zeros).mul_(scale).flatten(1)
         return found
+
+    def find(self, form: type[FormT]) -> FormT | None:
+        """See `StoredMatrix`."""
+        found = self.groups() if issubclass(form, Groups) else self.fp8() if issubclass(form, Fp8Matrix) else None
+        return cast("FormT | None", found)
 
     def groups(self) -> Groups | None:
         """None if a block is no whole number of groups, or if floats would round twice."""

@@ -9,23 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from engine.layers.mixer import StateRows
+
 CHUNK = 64  # tokens whose changes of a memory are solved for at once: as wide as heads, so that products are square
 NORM_EPS = 1e-6  # of the norms of queries and keys
-
-
-class StateRows(NamedTuple):
-    """Where the states of B sequences are, and their rows among T."""
-
-    sources: Tensor  # [B] int64, slot with the state before the step; -1: the sequence begins, its state is zeros
-    targets: Tensor
-    """[B] int64, slot for the state after the step. Several sequences may share a source; targets differ, and are no
-    sequence's source. Only surplus rows of captured graphs share one padding target with each other."""
-    starts: Tensor  # [B + 1] int32, first row of each sequence; ends with T
-    counts_host: NDArray[np.int32]  # [B] rows of each sequence, on the host, >= 1
 
 
 class GatedConv(NamedTuple):
@@ -59,7 +49,7 @@ class DeltaStates(NamedTuple):
 
 
 def gated_conv(rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
-    """See `Ops.gated_conv`."""
+    """See `RecurrentOps.gated_conv`."""
     gate, out_gate, value = rows.float().chunk(3, dim=-1)  # [T, C] each
     out = convolve(gate * value, layer.weight, at, [states])
     if layer.bias is not None:
@@ -68,7 +58,7 @@ def gated_conv(rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) ->
 
 
 def delta_net(rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
-    """See `Ops.delta_net`."""
+    """See `RecurrentOps.delta_net`."""
     num_key_heads, num_heads, key_dim, value_dim = layer[:4]
     mixed, z, b, a = torch.split(rows.float(), [len(layer.conv), num_heads * value_dim, num_heads, num_heads], dim=-1)
     mixed = functional.silu(convolve(mixed, layer.conv, at, states[:3]))

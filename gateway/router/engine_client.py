@@ -8,12 +8,15 @@ from typing import Literal, Protocol
 from gateway.router.attempt_record import AttemptRecord
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
+from wire.page_keys import PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
 
 FinishReason = Literal["stop", "length"]
 DEFAULT_PRIORITY = 5  # of 0, which goes first, to 9
 Drafter = Literal["auto", "off", "ngram", "draft"]
+# of a model's workers; failed: like asleep, the last wake failed
+State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,15 @@ class PromptImage:
     data: bytes  # the file
 
 
+@dataclass(slots=True, eq=False)
+class PromptMemo:
+    """What the router has computed of a prompt, shared by the choices that answer it."""
+
+    packed: bytes = b""
+    # (weights, adapter, page_tokens) |-> keys of its whole pages
+    keys: dict[tuple[str, str, int], list[PageKey]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """What to generate: one answer."""
@@ -63,6 +75,7 @@ class TokenizedRequest:
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
+    memo: PromptMemo = field(default_factory=PromptMemo, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,6 @@ class Places:
 
     def __post_init__(self) -> None:
         self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
-        for worker in self.held:
-            worker.num_mine += 1
 
     def release(self, worker: PlaceOwner, is_refused: bool = False) -> None:
         """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
@@ -71,11 +69,8 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
+    is_over: bool = False  # it has one of the two
     without_since: float | None = None  # when it was first seen that no worker has its adapter and weights
-
-    @property
-    def is_over(self) -> bool:
-        return self.places is not None or self.error is not None
 
 
 class Queue:
@@ -192,17 +187,18 @@ class Queue:
             self._last_ready["decode"] = now
             if unready is None:
                 self._last_ready["prefill"] = now
-            decided = self._place_all(views, unready is not None, now) if self._waiting else []
-            self._forecast.note_places(now, sum(waiter.error is None for waiter in decided), bool(self._waiting))
+            num_before = len(self._placed)
+            if self._waiting:
+                self._place_all(views, unready is not None, now)
+            self._forecast.note_places(now, len(self._placed) - num_before, bool(self._waiting))
         elif self._is_given_up("decode", now):
             self._stuck = set()
             for waiter in list(self._waiting):
                 self._refuse(waiter, not_ready(unready.detail))
 
-    def _refuse(self, waiter: Waiter, error: ApiError) -> bool:
+    def _refuse(self, waiter: Waiter, error: ApiError) -> None:
         self._waiting.remove(waiter)
-        waiter.error = error
-        return True
+        waiter.error, waiter.is_over = error, True
 
     def _is_given_up(self, role: Role, now: float) -> bool:
         """Whether requests stop waiting for a worker of the role: none could serve for too long."""
@@ -211,13 +207,12 @@ class Queue:
     def _patience(self, role: Role) -> float:
         return 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
 
-    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
-        """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
+    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> None:
+        """Place requests in order; refuse those for which a prefill worker, an adapter or time was lacking too long.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
         back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
-        decided: list[Waiter] = []
         self.placer.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
@@ -229,11 +224,9 @@ class Queue:
             if waiter in self._stuck:
                 continue
             if request.due < request.deadline and self._give_up_late(waiter, views, now):
-                decided.append(waiter)
                 continue
             if (lacking := self.placer.find_unusable(views, request)) is not None:
-                if self._give_up_unusable(waiter, lacking, now):
-                    decided.append(waiter)
+                self._give_up_unusable(waiter, lacking, now)
                 continue
             waiter.without_since = None
             if self.placer.find_key(views, request) in held:
@@ -244,14 +237,12 @@ class Queue:
             choice = self.placer.choose(usable, request)
             if isinstance(choice, Placement):
                 self._place(waiter, choice)
-                decided.append(waiter)
                 views = self.views()
             elif isinstance(choice, Held):
                 held.add(choice.key)
             elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
                 if self._is_given_up("prefill", now):
                     self._refuse(waiter, not_ready(choice.detail))
-                    decided.append(waiter)
                 else:
                     self._stuck.add(waiter)
             elif not request.adapter or all(view.has_slots for view in views):
@@ -259,18 +250,19 @@ class Queue:
                 spared = frozenset(unusable) if spared is None else spared & unusable
                 if not spared:
                     break
-        return decided
 
     def _give_up_late(self, waiter: Waiter, views: Sequence[WorkerView], now: float) -> bool:
         """Whether the waiter gets an error: its prompt alone takes longer than there is time until its first token."""
         left_s, prompt_s = waiter.request.due - now, self._predict_prompt_s(waiter.request, views)
-        return prompt_s > left_s and self._refuse(waiter, cannot_keep_deadline(prompt_s, left_s))
+        if prompt_s > left_s:
+            self._refuse(waiter, cannot_keep_deadline(prompt_s, left_s))
+        return waiter.is_over
 
-    def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
-        """Whether the waiter gets an error: no worker has had its adapter, or its weights, for too long."""
+    def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> None:
+        """Refuse it where no worker has had its adapter, or its weights, for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
-        is_given_up = now - waiter.without_since >= self._patience(lacking.role)
-        return is_given_up and self._refuse(waiter, not_ready(lacking.detail))
+        if now - waiter.without_since >= self._patience(lacking.role):
+            self._refuse(waiter, not_ready(lacking.detail))
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         request = waiter.request
@@ -282,6 +274,9 @@ class Queue:
         decode = self._workers["decode"][choice.decode.address]
         prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
         waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
+        for worker in waiter.places.held:
+            worker.num_mine += 1
+        waiter.is_over = True
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
@@ -289,5 +284,5 @@ class Queue:
         for worker in self._find_workers():
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
-        assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
+        assert not any(waiter in self._placed or waiter.places or waiter.is_over for waiter in self._waiting)
         self._waiting.check(len(self._placed))

@@ -12,14 +12,13 @@ from gateway.errors import ApiError, missed_deadline, not_ready
 from gateway.router.admission import DRAINING, Admission
 from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
-from gateway.router.autoscaling import FleetMetrics, Goals
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
+from gateway.router.model_gate import ModelGate
 from gateway.router.placement import Role, count_places, find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
-from gateway.router.sleep import ModelGate
 from gateway.router.worker_client import WorkerClient
 from runtime.ops import SECONDS_BUCKETS
 
@@ -36,14 +35,14 @@ class Router:
         request_timeout_s: float,
         patience_s: float,
         registry: CollectorRegistry,
-        goals: Goals,
+        has_goal: bool,
         placer: Placer,
         clock: Callable[[], float] = time.monotonic,
         model: ModelGate | None = None,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `goals`: of the desired numbers of workers. `model`: where requests wait until it is awake.
+        `has_goal`: as in Queue. `model`: where requests wait until it is awake.
         """
         self.admission = admission
         self.model = model or ModelGate(fleet.changes, clock=clock)
@@ -51,12 +50,11 @@ class Router:
         self._changes = fleet.changes
         self._placer = placer
         workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
-        self._queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal=bool(goals.itl_s))
-        fleet.changes.follow(lambda: self._queue.decide(clock()))
+        self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal)
+        fleet.changes.follow(lambda: self.queue.decide(clock()))
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._clock = clock
-        registry.register(FleetMetrics(self._queue, lambda: admission.num_waiting, goals))
         text = "Time a request waits for a worker"
         self._queue_seconds = Histogram(
             "baton:request_queue_time_seconds", text, registry=registry, buckets=SECONDS_BUCKETS
@@ -85,7 +83,7 @@ class Router:
 
     def load(self) -> Load:
         admission = self.admission
-        return Load(admission.num_inside, admission.num_waiting, *count_places(self._queue.views()))
+        return Load(admission.num_inside, admission.num_waiting, *count_places(self.queue.views()))
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
@@ -123,7 +121,7 @@ class Router:
                     if waiter.places and waiter.places.placement.is_fallback and self._placer.expects_prefill:
                         admitted.note(f"{waiter.places.placement.why}: a decode worker computes the prompt")
                     try:
-                        with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
+                        with Attempt(request, waiter, self.queue, record, self._clock) as attempt:
                             with self.admission.cuttable():
                                 await attempt.reserve()
                             while True:
@@ -171,9 +169,9 @@ class Router:
             await asyncio.sleep(request.resumes_at - began)
         if request.due <= began:
             raise request.end_late()
-        if request.attempt == 1 and (error := self._queue.find_refusal(request, began)) is not None:
+        if request.attempt == 1 and (error := self.queue.find_refusal(request, began)) is not None:
             raise error
-        waiter = self._queue.join(request)
+        waiter = self.queue.join(request)
         self._changes.mark()
         timeout_s = request.due - self._clock()
         try:
@@ -185,7 +183,7 @@ class Router:
             if waiter.error is not None:
                 raise request.end_with(waiter.error)
         except BaseException:
-            self._queue.leave(waiter)
+            self.queue.leave(waiter)
             raise
         waited_s = self._clock() - began
         request.queue_s += waited_s

@@ -23,7 +23,7 @@ from tests.support.live import CHECKOUT, HTTP, Live, serve
 WAIT_S = 120.0
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 VERSION = PROJECT["project"]["version"]
-BUILT = {"cpu_layers", "cpu_math"}  # kernels that the wheel must build itself
+BUILT = {"cpu_layers"}  # kernels that the wheel must build itself
 PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["sources"]  # in the checkout |-> in the wheel
 
 

@@ -14,9 +14,9 @@ import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
 from engine.attention import choose
-from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.compose import choose_attention
 from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
@@ -44,11 +44,18 @@ def build(problem: Problem, *windows: int | None) -> FlashInferAttention:
     return FlashInferAttention(problem.shape, windows, problem.query.dtype, CPU)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (2, 2)])
+DECODE, PROMPT, MIXED = [(1, 1), (1, 40), (1, 16), (1, 17)], [(24, 24)], [(5, 33), (1, 9), (3, 3), (16, 48)]
+
+
 @pytest.mark.parametrize(
-    "lens", [[(1, 1), (1, 40), (1, 16), (1, 17)], [(24, 24)], [(5, 33), (1, 9), (3, 3), (16, 48)]], ids=str
-)
+    ("lens", "heads", "window"),  # each two of a lens, of heads and of a window in one of them
+    [
+        (DECODE, (6, 2), None), (DECODE, (7, 1), 1), (DECODE, (2, 2), 20),
+        (PROMPT, (6, 2), 1), (PROMPT, (7, 1), 20), (PROMPT, (2, 2), None),
+        (MIXED, (6, 2), 20), (MIXED, (7, 1), None), (MIXED, (2, 2), 1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_steps_are_those_of_torch_sdpa(lens: list[tuple[int, int]], heads: tuple[int, int], window: int | None) -> None:
     problem = Problem(lens, heads=heads, head_dim=16)
     check(problem, build(problem, None, 1, 20), window)

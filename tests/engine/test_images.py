@@ -16,14 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.attention.choose import choose_for_layers, reference_attention
+from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, lay_out, take_turns
+from engine.compose import choose_for_layers, load_model
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.engine import Engine, build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models.load import load_model
 from engine.runner import Runner
 from engine.vision import tower as vision
 from engine.vision.image_rows import Encoding, ImageRules, gather

@@ -23,7 +23,7 @@ from engine.cpu.packed import (
 )
 from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from engine.formats.groups import GROUP, Groups, Tables, round_to_4_bits
-from engine.layers.linear import Int8Linear, round_rows
+from engine.formats.linear import Int8Linear, round_rows
 from engine.ops.base import multiply_widened
 from engine.weights.cache import Weights
 from tests.support.attention import needs_compiler

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
 from gateway.router.admission import Admission
-from gateway.router.autoscaling import Goals
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
@@ -28,7 +26,6 @@ STALL_S = 60.0
 PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
 MAX_QUEUE = 100
-GOALS = Goals(1.0, 0.8)
 SLACK_S = 0.1  # a message within a process
 GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -41,7 +38,7 @@ class SimGateway(Process):
         local_prefill_max_tokens: int, uses_cache: bool, has_goal: bool,
     ) -> None:  # fmt: skip
         self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
-        self._goals = replace(GOALS, itl_s=0.05) if has_goal else GOALS
+        self._has_goal = has_goal
         self._routing = (local_prefill_max_tokens, uses_cache)
         self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
@@ -62,10 +59,10 @@ class SimGateway(Process):
     def build_routers(self) -> None:
         self.placer = Placer(*self._routing)
         self.router = Router(
-            self.fleet, Admission(MAX_QUEUE), TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer,
+            self.fleet, Admission(MAX_QUEUE), TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._has_goal, self.placer,
             self.loop.time,
         )  # fmt: skip
-        self.queue = self.router._queue
+        self.queue = self.router.queue
 
     def find_router(self, wanted: TokenizedRequest) -> Router:
         return self.router

@@ -10,11 +10,12 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from gateway.router.admission import Admission
-from gateway.router.engine_client import TokenizedRequest
+from gateway.router.engine_client import State, TokenizedRequest
+from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
-from gateway.router.sleep_policy import TURN_S, State
+from gateway.scaling.sleep_policy import TURN_S
+from gateway.scaling.sleepers import Sleepers
 from protos import decode_pb2
 from runtime.events import ModelState, SetAwake
 from tests.simulator.decode import SimDecode
@@ -167,7 +168,7 @@ class ModelsGateway(SimGateway):
         self.routers = {
             name: Router(
                 self.fleet.add_part(name, 0), Admission(MAX_QUEUE), self._timeout_s, PATIENCE_S, CollectorRegistry(),
-                self._goals, Placer(0, expects_prefill=False), clock, model=gate,
+                self._has_goal, Placer(0, expects_prefill=False), clock, model=gate,
             )
             for name, gate in self.gates.items()
         }  # fmt: skip
@@ -205,7 +206,7 @@ class ModelsGateway(SimGateway):
         changes = self.fleet.changes
         is_quiet = not changes._is_marked and not any(woken.done() for woken in changes._waiting)
         for name, router in self.routers.items():
-            if (num_inside := len(router._queue._waiting) + router._queue.num_placed) and states[name] != "awake":
+            if (num_inside := len(router.queue._waiting) + router.queue.num_placed) and states[name] != "awake":
                 raise ViolationError(f"{num_inside} requests are let into {name}, which is {states[name]}")
             if is_quiet and self.gates[name].is_open and self.gates[name]._wishes:
                 raise ViolationError(f"requests wait for {name}, which is open")
@@ -214,8 +215,8 @@ class ModelsGateway(SimGateway):
         """No request is left anywhere, and no model stays closed or between two states."""
         for name, gate in self.gates.items():
             router = self.routers[name]
-            if gate.num_inside or gate._wishes or router.admission.num_waiting or router._queue.num_placed:
-                raise ViolationError(f"{name} still has requests: {gate.view()}")
+            if gate.num_inside or gate._wishes or router.admission.num_waiting or router.queue.num_placed:
+                raise ViolationError(f"{name} still has requests: {gate.num_inside} inside")
             if gate.is_closed or gate.state not in ("awake", "asleep", "failed"):
                 raise ViolationError(f"{name} stays {'closed' if gate.is_closed else gate.state}")
         if self.tasks or self.sleepers._closing:

@@ -12,13 +12,14 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from gateway.router import sleep, sleep_policy
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.engine_client import State
+from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
-from gateway.router.sleep import ModelGate
-from gateway.router.sleep_policy import Decision, ModelView, State
+from gateway.scaling import sleep_policy, sleepers
+from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator import prefill
@@ -536,10 +537,10 @@ MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
     "a model with requests falls asleep": _patched(
         (ModelView, "is_idle", property(lambda self: self.state == "awake" and self.waiting_since is None))
     ),
-    "a model that falls asleep counts as asleep": _patched((sleep, "decide", _decide_ignoring_falls)),
+    "a model that falls asleep counts as asleep": _patched((sleepers, "decide", _decide_ignoring_falls)),
     "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
     "requests wait on when a closed model opens": _patched((ModelGate, "enter", _enter_after_a_change_of_state)),
     "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
     "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
-    "a model is awake although no worker is linked": _patched((sleep, "find_unready", _nothing)),
+    "a model is awake although no worker is linked": _patched((sleepers, "find_unready", _nothing)),
 }

@@ -39,7 +39,7 @@ class Routed:
 
     async def is_idle(self) -> None:
         await self.signal.until(lambda: not any(worker.num_mine for worker in self.fleet.workers()))
-        self.router._queue.check()
+        self.router.queue.check()
         assert self.router.admission.num_waiting == 0
 
 

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 
 from engine.cpu import build, cpu_layers, cpu_math, cpu_states, packed, packed_groups
-from engine.cpu.build import NATIVE, cache_folder, runnable_instruction_sets
+from engine.cpu.build import NATIVE, runnable_instruction_sets
 from engine.cpu.cpu_math import Math
 from engine.cpu.cpu_sampling import load_cpu_sampling
+from engine.weights.folders import cache_folder
 
 
 @dataclass(frozen=True)

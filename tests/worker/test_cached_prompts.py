@@ -94,6 +94,7 @@ async def test_metrics_and_status_tell_what_was_found() -> None:
 
 
 async def test_a_long_prompt_holds_the_event_loop_little_longer_than_its_pages_keys_take() -> None:
+    """In CPU time of its thread: others may have the core meanwhile."""
     num_tokens = 128 << 10
     num_pages = num_tokens // PAGE_TOKENS + 2
     prompt = (np.arange(num_tokens) % VOCAB).tolist()
@@ -103,18 +104,18 @@ async def test_a_long_prompt_holds_the_event_loop_little_longer_than_its_pages_k
     built = build_kv_engine(num_pages=num_pages, context_tokens=num_tokens + 8)
     async with decode_worker(signal, built=built) as decode, gateway(decode, signal) as opened:
         for handle in range(1, 6):
-            began = time.perf_counter()
+            began = time.thread_time()
             list(page_keys(b"", packed(prompt), PAGE_TOKENS))
-            longest["keys"] = min(longest["keys"], time.perf_counter() - began)
+            longest["keys"] = min(longest["keys"], time.thread_time() - began)
             request = decode_pb2.ReserveRequest(
                 gateway="g", handle=handle, prompt=packed(prompt), max_tokens=4,
                 sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
             )  # fmt: skip
             call = asyncio.ensure_future(opened.stub.Reserve(request))
-            gap, last = 0.0, time.perf_counter()
+            gap, last = 0.0, time.thread_time()
             while not call.done():
                 await asyncio.sleep(0)
-                now = time.perf_counter()
+                now = time.thread_time()
                 gap, last = max(gap, now - last), now
             assert (await call).needs_prefill
             longest["reserve"] = min(longest["reserve"], gap)

@@ -25,8 +25,8 @@ from gateway.access.allowance import LIMIT_HEADERS, Allowance
 from gateway.access.key_file import MAX_KEYS, KeyFile, read_entries
 from gateway.access.keys import ANYBODY, Key, Keys
 from gateway.answer import choices
-from gateway.api.openai.batches import build_batch_router
 from gateway.batches import runner
+from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.errors import ApiError, overloaded
@@ -218,7 +218,7 @@ def test_lines_of_batches_count_as_requests_of_their_key(
         served.models[0].ring.reset(Script([min(served.models[0].tokenizer.eos_token_ids)]))
         store = BatchStore(tmp_path / "batches", 1 << 20)
         stores.append(store)
-        app.include_router(build_batch_router(served, store))
+        add_batches(app, served, store)
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:

@@ -318,7 +318,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, offload: Offload) -> dict[
     files = [picture("red", (90, 60)), picture("blue", (60, 120), "WEBP")]
     parts = [ImagePart(data_uri(files[0]), "first"), ImagePart(files[1], "second")]
     content = ["Compare ", parts[0], " and ", parts[1], ", please."]
-    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
 
     async def read() -> dict[str, Prompt]:
         found, first = dict[str, Prompt](), None
@@ -332,7 +332,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory, offload: Offload) -> dict[
             if first is not None:
                 images._child = first._child
                 started = await images._child.ask(ReaderStart(str(folder), family, 1 << 20), WAIT_S)
-                images._child.ready = partial(asyncio.sleep, 0, started)  # type: ignore[method-assign]
+                images._child.ready = partial(asyncio.sleep, 0, started)  # type: ignore[assignment, method-assign]
             first = first or images
             found[name] = Prompt(folder, tokenizer, images, chat, files, await images.read(parts, "messages"))
         assert first is not None

@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.admission import Admission
-from gateway.router.autoscaling import Goals
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue
@@ -62,7 +61,7 @@ async def ring() -> AsyncIterator[Ring]:
         servers.append(server)
     fleet = Fleet(addresses[:1], addresses[1:], PATIENCE_S, PATIENCE_S, 0)
     router = Router(
-        fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, Goals(prefill_wait_s=1.0, kv_usage=0.8),
+        fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False,
         Placer(0, True, "fallback", True),
     )  # fmt: skip
     built = Ring(fleet, router, signal)

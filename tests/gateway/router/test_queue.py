@@ -332,7 +332,7 @@ def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_
 def test_standing_in_counts_where_prefill_workers_are_expected(expects_prefill: bool) -> None:
     with virtual_fleet(expects_prefill=expects_prefill) as fleet:
         fleet.ask()
-        assert fleet.registry.get_sample_value("baton:local_prefill_fallbacks_total") == expects_prefill
+        assert fleet.router.queue.num_fallbacks == expects_prefill
         finish(fleet)
 
 
@@ -384,7 +384,7 @@ def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: boo
     with virtual_fleet(patience_s=20.0) as fleet:
         (decode,) = fleet.decodes
         if not was_ready:
-            fleet.router._queue._last_ready.clear()
+            fleet.router.queue._last_ready.clear()
         fleet.kill(decode)
         fleet.run(HEARTBEAT_S + 1)
         client = fleet.ask()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.router.autoscaling import Goals, advise
 from gateway.router.placement import WorkerView
+from gateway.scaling.autoscaling import Goals, advise
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
 
 GOALS = Goals(prefill_wait_s=1.0, kv_usage=0.8)

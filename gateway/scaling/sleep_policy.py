@@ -7,9 +7,9 @@ are busy and one has waited for TURN_S, the one that has been awake longest lets
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]  # failed: like asleep, the last wake failed
+from gateway.router.engine_client import State
 
 TURN_S = 10.0  # that a model stays awake while others wait: several times what a small one takes to wake
 

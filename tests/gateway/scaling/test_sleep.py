@@ -8,12 +8,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gateway.router.admission import Admission
+from gateway.router.model_gate import UNREADY_S, ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import UNREADY_S, ModelGate, Sleepers
+from gateway.scaling.sleepers import Sleepers
 from runtime.events import ModelState, SetAwake
 from tests.support.fake_workers import FakeDecode
-from tests.support.virtual_fleet import GOALS, Client, VirtualFleet, virtual_fleet, wanted
+from tests.support.virtual_fleet import Client, VirtualFleet, virtual_fleet, wanted
 
 PATIENCE_S, TIMEOUT_S = 3.0, 60.0
 
@@ -32,7 +33,7 @@ class Models:
             decode.peer.model = name
             part = fleet.fleet.add_part(name, 0) if len(names) > 1 else fleet.fleet
             registry, placer = CollectorRegistry(), Placer(0, expects_prefill=False)
-            self.routers[name] = Router(part, Admission(8), TIMEOUT_S, PATIENCE_S, registry, GOALS, placer, clock, gate)
+            self.routers[name] = Router(part, Admission(8), TIMEOUT_S, PATIENCE_S, registry, False, placer, clock, gate)
         self.sleepers = Sleepers(
             fleet.fleet, list(self.gates.values()), max_awake, sleep_after_s, PATIENCE_S, self.sent.append, clock
         )

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.router.sleep_policy import TURN_S, Decision, ModelView, State, decide
+from gateway.router.engine_client import State
+from gateway.scaling.sleep_policy import TURN_S, Decision, ModelView, decide
 
 Policy = Callable[[Sequence[ModelView], int, float, float], Decision]
 LONGEST_S, WAKE_S = 8.0, 2.0  # of a request, of a wake or a fall

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway.router import discovery
 from gateway.router.admission import Admission
-from gateway.router.discovery import MISSES, Discovery, is_leaving, reconcile
 from gateway.router.fleet import Fleet
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.scaling import discovery
+from gateway.scaling.discovery import MISSES, Discovery, is_leaving, reconcile
 from runtime import rpc
 from runtime.addresses import parse_dns_name
 from tests.gateway.router.test_requests import answer
 from tests.support.dispatching import Routed, bounded
 from tests.support.dns_server import DnsServer, dns_server
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakeWorker, Signal, serving
-from tests.support.virtual_fleet import GOALS, wanted
+from tests.support.virtual_fleet import wanted
 
 PORTS = ("a:1", "b:1", "c:1")
 some_addresses = st.sets(st.sampled_from(PORTS))
@@ -62,7 +62,7 @@ async def named_workers(
     """A gateway whose decode workers have these names."""
     registry = CollectorRegistry()
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
-    router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, GOALS, Placer(0))
+    router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False, Placer(0))
     decode: Role = "decode"
     parsed = [(decode, name) for name in map(parse_dns_name, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches. What runs the batches: gateway/batches/."""
+"""OpenAI's files and batches."""
 
 import re
 from collections.abc import AsyncGenerator, Callable
@@ -7,7 +7,7 @@ from math import ceil
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, FastAPI, Query
 from pydantic import Field
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -58,7 +58,19 @@ class Deleted(msgspec.Struct):
     object: Literal["file"] = "file"
 
 
-def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRouter:
+_ANSWERS: dict[str, type[msgspec.Struct]] = {  # as those of openapi.py
+    "POST /v1/files": FileObject,
+    "GET /v1/files": Page,
+    "GET /v1/files/{file_id}": FileObject,
+    "DELETE /v1/files/{file_id}": Deleted,
+    "GET /v1/batches": Page,
+    "POST /v1/batches": Batch,
+    "/v1/batches/{batch_id}": Batch,
+    "/v1/batches/{batch_id}/cancel": Batch,
+}
+
+
+def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) -> None:
     """`store`: None refuses everything."""
     router = APIRouter(route_class=limited_route(served))
 
@@ -153,7 +165,8 @@ def build_batch_router(served: ServedModels, store: BatchStore | None) -> APIRou
         await kept.cancel(batch)
         return json_response(batch)
 
-    return router
+    app.include_router(router)
+    app.state.answers |= _ANSWERS
 
 
 async def _read_form(served: ServedModels, request: Request, take: Callable[[int], None]) -> FormData:
