@@ -12,8 +12,8 @@ import torch
 import uvloop
 
 from engine.adapters.slots import AdapterLimits
-from engine.compose import open_device
-from engine.engine import Engine, Place, build_engine, choose_device
+from engine.compose import FullEngine, build_engine, open_device
+from engine.engine import Engine, Place, choose_device
 from engine.ranks import end_group_member, join_group
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
@@ -48,7 +48,7 @@ class Built(Generic[ConfigT]):
     """What takes long to build at start."""
 
     config: ConfigT  # complete: no limit is 0
-    engine: Engine
+    engine: FullEngine
     incarnation: str
     children: RankChildren | None  # the other ranks
 
@@ -57,7 +57,7 @@ class Built(Generic[ConfigT]):
 class Worker:
     """What a role builds on."""
 
-    engine: Engine
+    engine: FullEngine
     me: kv_pb2.Peer
     scheduler: Scheduler
     shutdown: Shutdown
@@ -136,7 +136,7 @@ def build_rank_engine(
     config: PrefillConfig | DecodeConfig,
     place: Place,
     on_progress: Callable[..., None] = lambda done, total, what="": None,
-) -> Engine:
+) -> FullEngine:
     """What each rank of a worker builds, all ranks in parallel."""
     if choose_rank_device(config, place.ranks.rank).type == "cuda":
         return _build_here(config, place, on_progress)
@@ -145,7 +145,7 @@ def build_rank_engine(
     return call_in_thread(partial(_build_here, config, place, on_progress))
 
 
-def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> Engine:
+def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> FullEngine:
     engine = build_engine(
         config.model,
         "" if config.draft_model == NO_DRAFT else config.draft_model,
@@ -229,7 +229,7 @@ def build_probes(parts: Role, shutdown: Shutdown, stall_s: float) -> Probes:
 def build_worker(
     role: str,
     config: PrefillConfig | DecodeConfig,
-    engine: Engine,
+    engine: FullEngine,
     address: str,
     trust: Trust,
     incarnation: str,

@@ -1,6 +1,6 @@
 """Attention by the C++ kernel in cpu_paged.cpp: reads pages in place, uses torch's thread count.
 
-The kernel checks nothing: see engine/checks.py.
+The kernel checks nothing: see engine/attention/checks.py.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import checks
+from engine.attention import checks
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch

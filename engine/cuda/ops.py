@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from engine import checks
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
 from engine.cpu.packed_groups import round_groups
@@ -24,8 +23,9 @@ from engine.formats.groups import Groups, StoredGroups
 from engine.formats.ops import FormatOps
 from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
+from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SamplingTensors
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine import checks
+from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_

@@ -8,7 +8,7 @@ import structlog
 
 from engine.adapters.peft import WEIGHTS, find_digest
 from engine.adapters.slots import HostAdapter
-from engine.engine import Engine
+from engine.compose import FullEngine
 from runtime.hardware import available_memory_bytes
 from worker.adapters.slots import AdapterSlots
 from worker.ranks.children import RankChildren
@@ -30,7 +30,7 @@ class AdapterRefusedError(Exception):
         self.code = code
 
 
-def read_adapter(engine: Engine, folder: Path, digest: str) -> HostAdapter:
+def read_adapter(engine: FullEngine, folder: Path, digest: str) -> HostAdapter:
     """This rank's part. ValueError or OSError says why the folder cannot be used, or that it changed meanwhile."""
     assert engine.read_adapter is not None
     adapter = engine.read_adapter(folder)
@@ -43,7 +43,7 @@ class AdapterLoader:
     """Hosts what it reads under keys of `slots`; the engine thread frees it (WorkerLoop.step)."""
 
     def __init__(
-        self, engine: Engine, slots: AdapterSlots, children: RankChildren | None, thread: EngineThread
+        self, engine: FullEngine, slots: AdapterSlots, children: RankChildren | None, thread: EngineThread
     ) -> None:
         """`thread`: its lock guards `slots`."""
         self._engine = engine

@@ -10,56 +10,10 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from engine.batch import Batch
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS
 
 ARE_ON = bool(os.environ.get("BATON_CHECK_STEPS"))
-
-
-def check_batch(batch: Batch, num_pages: int, page_tokens: int) -> None:
-    """ValueError names the first value of a batch on the CPU that would reach outside a pool of that size."""
-    num_tokens, num_sequences = batch.token_ids.shape[0], len(batch.query_lens_host)
-    width = batch.page_table.shape[-1]
-    check_tensor("cu_seqlens_q", batch.cu_seqlens_q, torch.int32, num_sequences + 1)
-    check_tensor("seq_lens", batch.seq_lens, torch.int32, num_sequences)
-    check_tensor("page_table", batch.page_table, torch.int32, num_sequences, width)
-    check_tensor("slot_mapping", batch.slot_mapping, torch.int64, num_tokens)
-    query_lens, seq_lens = batch.query_lens_host, batch.seq_lens_host
-    if (batch.seq_lens.numpy() != seq_lens).any():
-        raise ValueError(f"seq_lens {batch.seq_lens.tolist()} differ from the host's {seq_lens}")
-    wrong = (query_lens < 0) | (query_lens > seq_lens)
-    if wrong.any():
-        raise ValueError(f"{query_lens[wrong][0]} new tokens in a context of {seq_lens[wrong][0]}")
-    if (seq_lens > width * page_tokens).any():
-        raise ValueError(f"context of {seq_lens.max()} tokens in a page table of {width} pages of {page_tokens}")
-    starts = batch.cu_seqlens_q.numpy()
-    if starts[0] != 0 or starts[-1] != num_tokens or (starts[1:] != query_lens.cumsum()).any():
-        raise ValueError(f"cu_seqlens_q {starts.tolist()} do not match {num_tokens} tokens in {query_lens} a sequence")
-    _check_range("page_table", batch.page_table.numpy(), 0, num_pages)
-    _check_range("slot_mapping", batch.slot_mapping.numpy(), 0, num_pages * page_tokens)
-    if batch.states is not None:
-        (part, *_), sources, targets = batch.states
-        _check_range("state_from", sources.numpy(), -1, len(part))
-        _check_range("state_to", targets.numpy(), 0, len(part))
-
-
-def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-            f"expected contiguous {dtype} {shape} on cpu"
-        )
-
-
-def check_heads(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Each head is contiguous."""
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected {dtype} {shape} on cpu"
-        )
-    if tensor.stride(-1) != 1 and shape[-1] > 1:
-        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous last dimension")
 
 
 def check_sampling(batch: SamplingBatch, logits: Tensor) -> None:
@@ -98,7 +52,7 @@ def _check_array(name: str, array: NDArray[np.generic] | None, dtype: DTypeLike,
         raise ValueError(f"{name} has shape {array.shape} of {array.dtype}, expected {expected}")
 
 
-def _check_range(name: str, values: NDArray[np.integer], low: int, high: int) -> None:
+def check_range(name: str, values: NDArray[np.integer], low: int, high: int) -> None:
     wrong = values[(values < low) | (values >= high)]
     if wrong.size:
         raise ValueError(f"{name} holds {wrong[0]}, expected {low} to {high - 1}")
@@ -107,7 +61,7 @@ def _check_range(name: str, values: NDArray[np.integer], low: int, high: int) ->
 def _check_lines(name: str, lines: NDArray[np.int32] | None, rows: int, num_lines: int) -> None:
     _check_array(name, lines, np.int32, rows)
     assert lines is not None
-    _check_range(name, lines, -1, num_lines)
+    check_range(name, lines, -1, num_lines)
 
 
 def _check_ragged(name: str, starts: NDArray[np.int32], ids: NDArray[np.int32] | Tensor | None, logits: Tensor) -> None:
@@ -119,6 +73,6 @@ def _check_ragged(name: str, starts: NDArray[np.int32], ids: NDArray[np.int32] |
     else:
         _check_array(f"{name}_ids", ids, np.int32, 0 if ids is None else len(ids))
         assert ids is not None
-        _check_range(f"{name}_ids", ids, 0, logits.shape[1])
+        check_range(f"{name}_ids", ids, 0, logits.shape[1])
     if starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
         raise ValueError(f"{name}_starts do not rise from 0 to {len(ids)}")
