@@ -80,12 +80,18 @@ class Proposal:
     decode: Role
 
 
+def _can_divide(model: ModelShape, tp: int) -> bool:
+    """Whether a worker of `tp` ranks can compute it."""
+    is_shared = model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0
+    return is_shared and all(size % tp == 0 for size in model.divisible)
+
+
 def propose(model: ModelShape, gpu: Card, goals: Goals, num_gpus: int) -> Proposal:
     """The fewest GPUs for each role; among equals the fewest ranks. Where these are too many, workers that do both.
 
     Raises UnreachableError.
     """
-    sizes = [size for size in SIZES if size <= num_gpus and model.can_have(size)]
+    sizes = [size for size in SIZES if size <= num_gpus and _can_divide(model, size)]
     decode = _choose_size(sizes, lambda tp: plan_decode(model, gpu, goals, tp))
     prefill = _choose_size(sizes, lambda tp: plan_prefill(model, gpu, goals, tp, decode))
     wanted = prefill.num_gpus + decode.num_gpus

@@ -59,8 +59,7 @@ PARTS = (
     Part("ipc", 100, ("ipc:check_ipc_copy", "ipc:check_ipc_kill")),
     Part("host", 60, ("speed:time_host",)),
     Part("attention", 60, (
-        "attention:time_fa3", "attention:check_attention", "attention:check_captured", "attention:check_borders",
-        "attention:check_captured_half",
+        "attention:time_fa3", "attention:check_attention", "attention:check_captured", "attention:check_captured_half",
     )),
     Part("one stream", 60, ("speed:time_one_stream",)),
     Part("kernels", 60, ("layers:check_layers", "sampling:check_sampling", "fp8:check_rounding", "fp8:check_fp8")),

@@ -66,15 +66,12 @@ class SyntheticDrafter(Drafter):
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = self._inner.propose(wanted)
-        return [
-            replace(draft, token_ids=self._swap(one, draft), num_unseen=0)
-            for one, draft in zip(wanted, drafts, strict=True)
-        ]
+        return [replace(draft, token_ids=self._swap(one, draft)) for one, draft in zip(wanted, drafts, strict=True)]
 
     def _swap(self, one: Wanted, draft: Draft) -> tuple[int, ...]:
         params = one.sequence.params
         begin = one.end - params.num_prompt
-        right = self._truth[params.handle][begin : begin + len(draft.token_ids) + draft.num_unseen]
+        right = self._truth[params.handle][begin : begin + len(draft.token_ids)]
         return tuple(
             token if self._random.random() < self._acceptance else (token + 1) % self._vocab_size for token in right
         )
@@ -82,14 +79,8 @@ class SyntheticDrafter(Drafter):
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
         return self._inner.num_behind(sequence, begin)
 
-    def settle(self) -> None:
-        self._inner.settle()
-
     def cost(self) -> CostCurve | None:
         return self._inner.cost()
-
-    def hidden_s(self, lengths: Seq[int]) -> float:
-        return self._inner.hidden_s(lengths)
 
     def end_step(self) -> None:
         self._inner.end_step()

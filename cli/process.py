@@ -12,7 +12,7 @@ import msgspec
 from cli.plan import ProcessSpec
 from runtime.child import ChildProcess
 from runtime.events import Event, ModelState, Ready, parse_event
-from runtime.hardware import CPU_ISA
+from runtime.hardware import CHECK_STEPS, CPU_ISA
 from wire.private_folders import IS_PRIVATE
 
 READ_BYTES = 1 << 16
@@ -32,7 +32,7 @@ class Process(ChildProcess):
         inherited = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith("BATON_") or name in (CPU_ISA, IS_PRIVATE)
+            if not name.startswith("BATON_") or name in (CPU_ISA, CHECK_STEPS, IS_PRIVATE)
         }
         environment = {**inherited, **spec.environment}  # BATON_PORT is the service's port, not a worker's
         command = (*spec.command, f"--ready-fd={events_end.fileno()}")

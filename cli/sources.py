@@ -26,8 +26,8 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings, each
     "decode": DecodeConfig,
     "doctor": ServeConfig,
 }
-# Of the program itself, of commands that call a service, of kernels, of folders.
-OTHER_VARIABLES = ("config", "url", "cpu_isa", "cache_is_private")
+# Of the program itself, of commands that call a service, of kernels and what they are given, of folders.
+OTHER_VARIABLES = ("config", "url", "cpu_isa", "check_steps", "cache_is_private")
 
 Source = Callable[[App, tuple[str, ...], ArgumentCollection], Any]
 

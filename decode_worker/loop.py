@@ -25,10 +25,6 @@ class DraftsAndMasks(StepExtras):
         with lock:
             self._speculator.plan(self._scheduler, planned)
 
-    def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
-        """Drafts of some sequences are checked against more than the model's choice."""
-        return any((step.num_drafts or step.num_unjudged) and step.sequence.needs_outcome for step in planned)
-
     def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
         return any(map(self._constraints.concerns, planned))
 
@@ -41,14 +37,11 @@ class DraftsAndMasks(StepExtras):
             return planned
         kept = []
         standings = self._constraints.constrain(planned)
-        if any(standing is not Standing.OPEN for standing in standings):
-            self._speculator.settle()
         with lock:
             for step, standing in zip(planned, standings, strict=True):
                 if standing is Standing.OPEN:
                     kept.append(step)
                     continue
-                step.num_drafted = 0  # they are not launched
                 if standing is Standing.LATE:
                     self._scheduler.drop_step(step)
                 else:
@@ -73,8 +66,6 @@ class DraftsAndMasks(StepExtras):
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.planned, flight.num_rows, flight.seconds)
-        if failed:
-            self._speculator.settle()
         planned = flight.planned
         taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
         for i in taken:

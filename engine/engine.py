@@ -1,7 +1,7 @@
 """A model ready to compute, with its pool. A worker builds it once, at start."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +16,6 @@ from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from wire.kv_layout import KvPart, StatePart
 from wire.names import KvDType as KvDType
-
-NO_STEPS_AHEAD = "no step is launched ahead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class Engine:
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
-    trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
     def sees_whole_images(self) -> bool:
@@ -69,7 +66,7 @@ class Engine:
     @property
     def steps_ahead(self) -> int:
         """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
-        return 1 if self.device.type == "cuda" and NO_STEPS_AHEAD not in self.trouble else 0
+        return 1 if self.device.type == "cuda" else 0
 
     def describe(self) -> dict[str, str]:
         """What the log shows at start."""
@@ -88,7 +85,7 @@ class Engine:
 
     def find_weaknesses(self) -> dict[str, str]:
         """What works worse than it could on this machine |-> why, and what to change."""
-        found = dict(self.trouble)
+        found: dict[str, str] = {}
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:

@@ -45,12 +45,8 @@ class InputBatch:
         # The last row has no sequence: captured steps use it for surplus rows.
         self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
-        # How many drafts of the row's last step were wrong; 0 in the last row. Steps write and read it in launch order.
-        self.lag = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.states: tuple[torch.Tensor, ...] = ()  # see `batch.States`; the engine sets it once
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
-        self.pages_version = 0  # incremented by each change of `page_table`
-        self.version = 0  # incremented by each change of a field below, except `counts` and `num_counted`
         self.params = np.zeros(num_rows, PARAMS)
         self.has_bias = np.zeros(num_rows, np.bool_)
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # row |-> token ids, biases
@@ -74,16 +70,15 @@ class InputBatch:
         """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer. slot: of its adapter.
 
         images: in the prompt, by position; those whose KV comes from elsewhere have no encoding. ValueError for images
-        that the model cannot have. A bias beyond the vocabulary fails the steps that sample a token for it.
+        that the model cannot have. Biases of tokens beyond the vocabulary are dropped.
         """
         if images:
             self.images[row] = place_images(token_ids, images, self.image_rules)
-        self.version += 1
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
-            ids, values = zip(*sampling.logit_bias, strict=True)
-            self.bias[row] = np.array([min(token, self.vocab_size) for token in ids], np.int32), to_float32(values)
+            kept = [pair for pair in sampling.logit_bias if pair[0] < self.vocab_size]
+            self.bias[row] = np.array([token for token, _ in kept], np.int32), to_float32([bias for _, bias in kept])
             self.has_bias[row] = True
         if sampling.has_penalties:
             self.counts_line[row] = self._take_line()
@@ -93,8 +88,6 @@ class InputBatch:
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
-        self.version += 1
-        self.pages_version += 1
         self.page_table[row] = 0
         self.images.pop(row, None)
         if self.adapter_slots[row] != NO_SLOT:
@@ -106,18 +99,14 @@ class InputBatch:
             self._free_lines.append(int(self.counts_line[row]))
             self.counts_line[row] = -1
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
-        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards.
-
-        `is_lagging`: from the row's lag before `begin` on.
-        """
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
         if begin + len(token_ids) > self.width:
             raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
-        self._put(row, begin, token_ids, is_lagging)
+        self._put(row, begin, token_ids)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Write ids of the sequence's pages, from its `first`-th page on."""
-        self.pages_version += 1
         self.page_table[row, first : first + len(pages)] = pages
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
@@ -169,12 +158,8 @@ class InputBatch:
 
     # The methods below run on the device, after everything launched before.
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
-        if not is_lagging:
-            self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
-            return
-        ids, places = upload([token_ids, begin + np.arange(len(token_ids))], self.device)
-        self.tokens[row].index_copy_(0, places - self.lag[row], ids)
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
 
     def _clear(self, line: int) -> None:
         self.counts[line].zero_()

@@ -1,4 +1,4 @@
-"""A step's plan on the host before it runs, and a fast path for a step that continues the last.
+"""A step's plan on the host before it runs.
 
 Each row of logits is an output: a token to sample, or a given token to score. Outputs are processed in chunks, so that
 the logits of a long prompt do not fill the memory.
@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import STATE_FROM, ForwardRow, Layout, check_ends, find_slots, lay_out
+from engine.batch import ForwardRow, Layout, columns_of, lay_out
 from engine.input_batch import InputBatch
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.sampling.batch import SamplingBatch
 
-PLAIN = ForwardRow(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
-SIZES, MASK = (2, 3, 4, 5, 6, 8, 9), 7  # indices of the other fields, but for slots
 NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -44,7 +42,7 @@ class LogitsChunk(NamedTuple):
 
 
 class DraftSpec(NamedTuple):
-    """The J sequences of a step that have drafts."""
+    """The J sequences of a step that have drafts, for a head that has to know which are right."""
 
     requests: Ints  # [J] their indices
     rows: Ints  # [J]
@@ -69,8 +67,11 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
 
     ValueError if a request ends beyond its row, or a mask does not fit.
     """
-    layout, columns = lay_out(rows, requests), list(zip(*requests, strict=True))
-    row, num_logits, num_given, num_drafted = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
+    layout, columns = lay_out(rows, requests), columns_of(requests)
+    row, num_logits, num_given, num_drafted = (
+        np.array(values, np.int64)
+        for values in (columns.row, columns.num_logits, columns.num_given, columns.num_drafted)
+    )
     counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted
     is_choosing = num_logits > num_given
     rows.count_tokens(row[is_choosing], counted[is_choosing])
@@ -79,7 +80,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
         row[owners], layout.positions[layout.logits_rows] + 1, layout.places[layout.logits_rows] + 1
     )  # fmt: skip
     num_top: list[int | None] = []
-    if np.count_nonzero(num_given) or any(map(is_not, columns[6], repeat(None))):
+    if np.count_nonzero(num_given) or any(map(is_not, columns.chosen_logprobs, repeat(None))):
         num_top = [
             one.given_logprobs if rank < one.num_given else one.chosen_logprobs
             for one in requests
@@ -90,7 +91,7 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
         span = slice(begin, begin + chunk_rows)
         own = owners[span]
         chunks.append(_plan_chunk(rows, outputs, span, counted[own], ranks[span] < num_given[own], num_top[span]))
-    masks = {at: mask for at, mask in enumerate(columns[MASK]) if mask is not None}
+    masks = {at: mask for at, mask in enumerate(columns.mask) if mask is not None}
     chunks = with_masks(chunks, requests, masks, rows.vocab_size)
     return Prepared(layout, outputs, chunks, _plan_drafts(requests, layout), bool(np.count_nonzero(num_drafted)))
 
@@ -173,65 +174,3 @@ def _plan_drafts(requests: Sequence[ForwardRow], layout: Layout) -> DraftSpec | 
         np.maximum(layout.cu_seqlens_q[1:][which, None] + back, 0),
         np.maximum(ends[:, None] + back, 0),
     )
-
-
-class Preparer:
-    """Owns the last plain step: one new token per sequence, which samples the next. While the sequences are the same,
-    a plain step differs from the one before only by positions, and sometimes by a page. One caller at a time."""
-
-    def __init__(self, rows: InputBatch) -> None:
-        self._rows = rows
-        self._made_of: tuple[object, ...] = ()  # a step made of the same can follow the last
-        self._last: Prepared | None = None
-        self._pages_version = 0  # InputBatch.pages_version when the last step's page table was read
-        self._row_begins: Ints = np.zeros(0, np.int64)  # [B] of each row in the flat InputBatch.tokens
-
-    def prepare(self, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:
-        """Equal to `prepare`. Parts that a plain step shares with the one before are the same objects."""
-        columns, rows = list(zip(*requests, strict=True)), self._rows
-        if not is_plain(columns):
-            return prepare(rows, requests, chunk_rows)
-        made_of = columns[0], rows.version, chunk_rows
-        if self._last is not None and self._made_of == made_of:
-            step = self._follow(self._last, columns[1], columns[STATE_FROM:])
-        else:
-            step = prepare(rows, requests, chunk_rows)
-            self._row_begins = step.outputs.rows * rows.width
-        self._last, self._made_of, self._pages_version = step, made_of, rows.pages_version
-        if step.layout.images is not None:  # what follows has other ones
-            self._last = None
-        return step
-
-    def _follow(self, last: Prepared, begins: Sequence[int], slots: Sequence[Sequence[int]]) -> Prepared:
-        """[B], [2][B] -> the step at those positions of the same sequences. ValueError if one ends beyond its row."""
-        rows, layout, outputs, chunks = self._rows, last.layout, last.outputs, last.chunks
-        longest = max(begins) + 1
-        check_ends(rows, longest)
-        positions = np.array(begins, np.int64)  # [B]
-        ends = positions + 1
-        num_pages = -(-longest // rows.page_tokens)
-        page_table = layout.page_table
-        if self._pages_version != rows.pages_version or num_pages != page_table.shape[1]:
-            page_table = rows.page_table[outputs.rows, :num_pages]
-        if any(chunk.has_penalties for chunk in chunks):
-            rows.count_tokens(outputs.rows, ends)
-        return Prepared(
-            layout._replace(
-                places=self._row_begins + positions,
-                positions=positions,
-                seq_lens=ends.astype(np.int32),
-                page_table=page_table,
-                slot_mapping=rows.slots(outputs.rows, positions),
-                slots=find_slots(rows, slots),
-                turns=None if layout.turns is None else layout.turns + (positions - layout.positions),
-            ),
-            outputs._replace(positions=ends, places=self._row_begins + ends),
-            [chunk._replace(sampling=chunk.sampling._replace(positions=ends[chunk.span])) for chunk in chunks],
-        )
-
-
-def is_plain(columns: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether a step's requests, given field by field, form a plain step."""
-    if any(map(is_not, columns[MASK], repeat(None))):
-        return False
-    return all(columns[at] == (PLAIN[at],) * len(columns[at]) for at in SIZES)

@@ -5,7 +5,7 @@ out a step from lengths alone, and the device reads and writes `InputBatch` in l
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import reference_attention
-from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift
+from engine.batch import Batch, ForwardRow, build_batch
 from engine.cuda.graph_shapes import CHUNK_VALUES, Shape
 from engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.cuda.pieces import PieceGraphs
@@ -23,18 +23,16 @@ from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.out_of_memory import is_out_of_memory
-from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
+from engine.prepared import LogitsChunk, Prepared, prepare, with_masks
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
-from engine.staging import Stager, download, mark, upload
+from engine.staging import download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 log = structlog.get_logger()
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
-NO_PADDING = 1 << 62  # no slot is so high
-LAG_LENGTHS, WRONG_DRAFTS, LAG_ERROR = (16, 48, 512, 4096), 3, 0.1  # of find_lag_error; the last: rounding in bfloat16
 Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`
 
 
@@ -44,7 +42,6 @@ class ModelOutput:
 
     tokens: list[int]  # sampled or given; NOT_A_NUMBER where the logits are NaN
     logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
-    num_accepted: dict[int, int] = field(default_factory=dict)  # index of a request with drafts |-> how many were right
 
 
 Scores = tuple[list[int], FoundLogprobs]  # indices of some outputs of a step, and their log-probabilities
@@ -53,30 +50,22 @@ Scores = tuple[list[int], FoundLogprobs]  # indices of some outputs of a step, a
 class Launched:
     """A step that the device is computing."""
 
-    def __init__(
-        self, tokens: Tensor, scores: Sequence[Scores], drafted: Sequence[int] = (), accepted: Tensor | None = None
-    ) -> None:
-        """tokens: [S] on the device. Call this after all other launches of the step.
-
-        drafted: J requests with drafts; accepted: [J] on the device, how many of each one's drafts were right.
-        """
-        self._num_tokens = len(tokens)
-        self._numbers = download(tokens if accepted is None else torch.cat((tokens, accepted)))
+    def __init__(self, tokens: Tensor, scores: Sequence[Scores]) -> None:
+        """tokens: [S] on the device. Call this after all other launches of the step."""
+        self._tokens = download(tokens)
         self._scores = scores
-        self._drafted = drafted
         self._done = mark() if tokens.is_cuda else None
 
     def collect(self) -> ModelOutput:
         """Wait until the step is done; its KV is then in the pages. Raises errors from the device."""
         if self._done is not None:
             self._done.synchronize()
-        numbers: list[int] = self._numbers.tolist()
-        tokens, accepted = numbers[: self._num_tokens], numbers[self._num_tokens :]
+        tokens: list[int] = self._tokens.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if self._scores else []
         for outputs, found in self._scores:
             for output, one in zip(outputs, found.read(), strict=True):
                 logprobs[output] = one
-        return ModelOutput(tokens, logprobs, dict(zip(self._drafted, accepted, strict=True)))
+        return ModelOutput(tokens, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +86,9 @@ class Runner:
         self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch, drafts: bool = False,
         head: HeadFollower | None = None,
     ) -> None:  # fmt: skip
-        """pages: this model's part of a pool. Runners of two models may share rows; one that drafts judges nothing.
+        """pages: this model's part of a pool. Runners of two models may share rows.
 
-        head: follows each step.
+        drafts: it drafts, without adapters or images. head: follows each step.
         """
         self._model = model
         self._drafts = drafts
@@ -109,8 +98,6 @@ class Runner:
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
-        self._preparer = Preparer(rows)
-        self._stager = Stager(rows.device)
 
     def choose_shapes(self, shapes: Collection[Shape]) -> Collection[Shape]:
         """Those that its steps can have."""
@@ -125,8 +112,8 @@ class Runner:
     ) -> None:
         """Capture graphs; from now on steps that fit run as graphs. See `DecodeGraphs`."""
         self._graphs = DecodeGraphs(
-            shapes, self._model, self._attention, self._pages, self._rows, padding_page, not self._drafts, capture,
-            on_progress, self._head,
+            shapes, self._model, self._attention, self._pages, self._rows, padding_page, capture, on_progress,
+            self._head,
         )  # fmt: skip
 
     def capture_pieces(self, sizes: Collection[int], capture: Capture, on_captured: Callable[[], None]) -> None:
@@ -142,30 +129,6 @@ class Runner:
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
             self.launch([ForwardRow(0, 0, count, num_logits=1, state_to=0)]).collect()
             rows.close(0)
-
-    def find_lag_error(self) -> str | None:
-        """How a step that begins earlier than planned differs from one planned right; None if it does not. Uses page 0.
-
-        Where attention's kernels divide a context depends on the plan, so lengths end where a part may begin.
-        """
-        rows = self._rows
-        self._pages[0].zero_()
-        for length in LAG_LENGTHS:
-            if length + WRONG_DRAFTS > rows.width - MAX_DRAFT_TOKENS:
-                break
-            rows.open(0, np.zeros(length, np.int32), SamplingParams(temperature=0.0), length)
-            rows.write_pages(0, 0, [0] * -(-(length + WRONG_DRAFTS) // rows.page_tokens))
-            planned = ForwardRow(0, length - 1, 1, 1, chosen_logprobs=0)
-            rows.lag[0] = WRONG_DRAFTS
-            lagging = planned._replace(begin=planned.begin + WRONG_DRAFTS, num_unjudged=WRONG_DRAFTS)
-            right, found = (self.launch([one]).collect() for one in (planned, lagging))
-            rows.close(0)
-            (truth,), (told,) = right.logprobs, found.logprobs
-            assert truth is not None and told is not None
-            if right.tokens != found.tokens or not abs(truth.logprob - told.logprob) <= LAG_ERROR:
-                told_apart = f"token {found.tokens[0]} ({told.logprob:.3f}) for {right.tokens[0]} ({truth.logprob:.3f})"
-                return f"a context of {length} tokens that was planned {WRONG_DRAFTS} longer gives {told_apart}"
-        return None
 
     @property
     def graph_shapes(self) -> list[Shape]:
@@ -189,9 +152,8 @@ class Runner:
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         """Compute the requests' KV; sample or score the tokens after the rows of logits that they want.
 
-        At least one request, at most two per row (see `ForwardRow`). They do not affect each other otherwise. Sampled
-        tokens are written to InputBatch.tokens at their positions, or none if this raises. ValueError says what is
-        wrong with a request.
+        At least one request, at most one per row. They do not affect each other. Sampled tokens are written to
+        InputBatch.tokens at their positions, or none if this raises. ValueError says what is wrong with a request.
         """
         return self._run(self._prepare(requests))
 
@@ -207,8 +169,8 @@ class Runner:
         return begun.choose(replace(step, chunks=chunks))
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
-        """Plan the step on the host. Counts tokens for penalties. What drafts has no adapters and sees no images."""
-        step = self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
+        """Plan the step on the host. Counts tokens for penalties."""
+        step = prepare(self._rows, requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
         if not self._drafts:
             return step
         return replace(step, layout=step.layout._replace(adapters=None, turns=None, images=None))
@@ -223,9 +185,12 @@ class Runner:
         if graph is not None:
             rows = graph.forward(step)
             return lambda completed: self._finish_graph(graph, completed, rows)
-        batch = build_batch(step.layout, self._rows, self._stager)
-        hidden, shifted = self._forward(step, batch)
-        return lambda completed: self._finish(completed, shifted, hidden)
+        batch = build_batch(step.layout, self._rows)
+        if self._head is not None:
+            batch = replace(batch, taps=self._model.new_taps(len(step.layout.places)))
+            self._head.plan(batch)
+        hidden = self._forward(step, batch)
+        return lambda completed: self._finish(completed, batch, hidden)
 
     def _find_graph(self, step: Prepared) -> DecodeGraph | None:
         return None if self._graphs is None else self._graphs.find(step)
@@ -233,55 +198,36 @@ class Runner:
     @torch.inference_mode()
     def _finish_graph(self, graph: DecodeGraph, step: Prepared, rows: Ints) -> Launched:
         chunk = step.chunks[0]
-        tokens, logits, accepted = graph.choose(step, rows)
+        tokens, logits = graph.choose(step, rows)
         scores = []
         if chunk.scored:
             wanted = rows[chunk.scored].tolist()
             if self._model.ranks.size > 1:  # no rank has all logits
                 logits, wanted = self._model.logits(_take(graph.hidden, wanted)), list(range(len(wanted)))
             scores.append(_score(chunk, torch.log_softmax(_take(logits, wanted), -1), tokens))
-        drafted = [] if step.drafts is None or accepted is None else step.drafts.requests.tolist()
-        return Launched(tokens, scores, drafted, accepted)
+        return Launched(tokens, scores)
 
-    def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
-        """[S, H], and the batch at the positions that it really has."""
+    def _forward(self, step: Prepared, batch: Batch) -> Tensor:
+        """[S, H]"""
         layout, pieces, attention = step.layout, self._pieces, self._attention
         if batch.images is not None:
             pieces = None
             if batch.images.sees is not None:  # which other backends do not read
                 attention = reference_attention(self._model.config.attention_shapes, self._rows.page_tokens)
         piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
-        if self._head is not None:
-            batch = replace(batch, taps=self._model.new_taps(len(layout.places)))
-            self._head.plan(batch)
-        shifted, lag = self._shift(layout, batch)
-        if piece is None and lag is None:
-            return self._model.forward(batch, self._pages, attention), batch
-        run_planned = self._model.run_planned if piece is None else piece.run
+        if piece is None:
+            return self._model.forward(batch, self._pages, attention)
         attention.plan(self._pages, batch)
-        if lag is not None:
-            attention.correct(shifted, lag)
-            if self._head is not None:
-                self._head.correct(shifted, lag)
-        return run_planned(shifted, attention), shifted
-
-    def _shift(self, layout: Layout, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The batch at the positions that it really has, and how much earlier sequences begin, [B]; None: none does."""
-        if layout.lag_rows is None:
-            return batch, None
-        lag_rows, owners = upload([layout.lag_rows, layout.owners], self._rows.device)
-        lag = self._rows.lag.index_select(0, lag_rows)  # [B]
-        return shift(batch, lag, owners, self._rows, NO_PADDING), lag
+        return piece.run(batch, attention)
 
     @torch.inference_mode()
     def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:
         rows = self._rows
         if not step.chunks:
-            self._lead_head(batch, step)
-            return Launched(hidden.new_empty(0, dtype=torch.int64), [])
+            nothing = hidden.new_empty(0, dtype=torch.int64)
+            self._lead_head(batch, step, nothing)
+            return Launched(nothing, [])
         (places,) = upload([step.outputs.places], rows.device)  # [S]
-        if step.layout.lag_rows is not None:
-            step, places = self._shift_outputs(step, batch, places)
         parts: list[Tensor] = []
         scores: list[Scores] = []
         for chunk in step.chunks:
@@ -295,39 +241,19 @@ class Runner:
                 scores.append(_score(chunk, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
-        if step.drafts is None or self._drafts:
-            self._lead_head(batch, step)
-            return Launched(tokens, scores)
-        _, of_rows, num_drafts, inputs, outputs = upload(list(step.drafts), rows.device)
-        accepted = count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
-        rows.lag.index_copy_(0, of_rows, num_drafts - accepted)
-        self._lead_head(batch, step, num_drafts - accepted)
-        return Launched(tokens, scores, step.drafts.requests.tolist(), accepted)
+        self._lead_head(batch, step, tokens)
+        return Launched(tokens, scores)
 
-    def _lead_head(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
+    def _lead_head(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
         """Have the head follow. Drafts are worse if it cannot; ranks would differ then."""
         if self._head is None:
             return
         try:
-            self._head.follow(batch, step, num_wrong)
+            self._head.follow(batch, step, tokens)
         except Exception as error:
             if self._model.ranks.size > 1 or not is_out_of_memory(error):
                 raise
             log.warning("the draft head could not follow a step", reason=str(error))
-
-    def _shift_outputs(self, step: Prepared, batch: Batch, places: Tensor) -> tuple[Prepared, Tensor]:
-        """The outputs' positions and places as they really are."""
-        actual = batch.places.index_select(0, batch.logits_rows) + 1  # [S]
-        (laid_out,) = upload([step.outputs.positions], places.device)
-        positions = laid_out - (places - actual)
-        chunks = []
-        for chunk in step.chunks:
-            own = positions[chunk.span]
-            if chunk.chosen is not None:
-                own = own.index_select(0, upload([chunk.chosen], places.device)[0])
-            moved = chunk.sampling._replace(positions=own if own.is_cuda else own.numpy())
-            chunks.append(chunk._replace(sampling=moved))
-        return replace(step, chunks=chunks), actual
 
     def _choose(self, chunk: LogitsChunk, logits: Tensor, places: Tensor) -> Tensor:
         """[n, V], [n] places of the tokens in the flat InputBatch.tokens -> [n] int64. Modifies `logits`."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain, compress, repeat
-from operator import is_not
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,23 +52,6 @@ def _split(block: Tensor, arrays: Sequence[NDArray[Any]], begins: Sequence[int])
         block[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for array, begin in zip(arrays, begins, strict=False)
     ]
-
-
-class Stager:
-    """Uploads the arrays of successive steps and keeps the tensors of unchanged arrays. One caller at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrays: list[NDArray[Any] | None] = []  # of the last upload; kept alive so that ids stay unique
-        self._tensors: list[Tensor] = []
-
-    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """The arrays as tensors. An array that is the same object as last time, at the same index, keeps its tensor."""
-        is_new = list(map(is_not, arrays, chain(self._arrays, repeat(None))))
-        fresh = iter(upload(list(compress(arrays, is_new)), self._device))
-        tensors = [next(fresh) if new else self._tensors[at] for at, new in enumerate(is_new)]
-        self._arrays, self._tensors = list(arrays), tensors
-        return tensors
 
 
 class StaticBlock:

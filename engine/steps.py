@@ -27,7 +27,6 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
     failed: dict[int, StepFailedError]  # index of a request |-> why it was not computed
     begins: list[int]  # index of a request |-> its first row of logits
-    num_accepted: dict[int, int]  # index of a request with drafts |-> how many were right
 
 
 class NotNumbersError(Exception):
@@ -111,10 +110,10 @@ class LaunchedStep:
     def collect(self) -> StepOutput:
         """Wait for the device. A part that fails here is not repeated: later steps may have read its tokens."""
         begins = [0, *accumulate([one.num_logits for one in self._requests])]
-        answers = StepOutput([-1] * begins.pop(), [], self._failed, begins, {})
+        answers = StepOutput([-1] * begins.pop(), [], self._failed, begins)
         for part, launched in self._parts:
             try:
-                _place(answers, launched.collect(), begins[part.start], part.start)
+                _place(answers, launched.collect(), begins[part.start])
             except Exception as error:
                 self._fail(part, error)
         if NOT_A_NUMBER in answers.tokens:
@@ -144,8 +143,7 @@ def launch_step(
     return step
 
 
-def _place(step: StepOutput, part: ModelOutput, begin: int, first: int) -> None:
-    step.num_accepted.update((first + at, count) for at, count in part.num_accepted.items())
+def _place(step: StepOutput, part: ModelOutput, begin: int) -> None:
     end = begin + len(part.tokens)
     step.tokens[begin:end] = part.tokens
     if part.logprobs:

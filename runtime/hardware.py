@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/cpu/build.py
+CHECK_STEPS = "BATON_CHECK_STEPS"  # see engine/sampling/checks.py
 CGROUP = Path("/sys/fs/cgroup")
 
 

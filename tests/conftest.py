@@ -14,6 +14,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+os.environ.setdefault("BATON_CHECK_STEPS", "1")  # before anything imports the engine; services get it, too
+
 from runtime.hardware import wait_without_spinning
 from tests.support.interpreter import interpret_kernels
 

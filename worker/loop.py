@@ -2,7 +2,7 @@
 
 With `steps_ahead` 1 the next step is planned on counts and launched before the last one is collected. Its inputs come
 from the engine's rows, ends take effect one step late, and pages stay held until no launched step can touch them.
-Drafts count as right until their step is collected: the device knows better, and begins the next step where they end.
+A step with drafts is in flight alone: they follow the last token, and the next step follows those that were right.
 Masks are made while the forward runs, from the tokens of the step before:
 
     forward n+1 ─► collect n ─► masks n+1 ─► choice of tokens n+1
@@ -57,10 +57,6 @@ class StepExtras:
     def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
         """Reserve what the planned steps need beside their tokens."""
 
-    def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
-        """Whether planning or preparing the step needs the tokens of all steps before it."""
-        return False
-
     def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
         """Whether the step's choice of tokens needs masks, which follow from the tokens of all steps before it."""
         return False
@@ -76,7 +72,7 @@ class StepExtras:
         """`prepare` for a step whose forward is launched: take back or end sequences that it would drop."""
 
     def note_drain(self, seconds: float) -> None:
-        """The device had no step for so long, as the one just launched needed the tokens of the last one."""
+        """The device had no step for so long, as the one just launched was planned on the tokens of the last one."""
 
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
@@ -128,15 +124,18 @@ class WorkerLoop:
 
     def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:
         """Plan the next step. If the plan depends on launched steps, collect these first."""
-        planned, self._was_drained = self._plan_once(), False
-        if self._in_flight and (self._scheduler.is_short or self._extras.needs_tokens(planned)):
+        num_in_flight = len(self._in_flight)
+        if self._in_flight and _has_drafts(self._in_flight[-1].planned):
+            updates += self._collect()
+        planned = self._plan_once()
+        if self._in_flight and (self._scheduler.is_short or any(step.num_drafts for step in planned)):
             with self.thread.lock:
                 for step in reversed(planned):
                     self._scheduler.drop_step(step)
             while self._in_flight:
                 updates += self._collect()
-            self._was_drained = True
             planned = self._plan_once()
+        self._was_drained = num_in_flight > len(self._in_flight)
         return planned
 
     def _plan_once(self) -> list[ScheduledSequence]:
@@ -165,10 +164,10 @@ class WorkerLoop:
                 return
         started = time.perf_counter()
         requests = [self._request(step) for step in planned]
-        if drafted := [step for step in planned if step.num_drafted or step.draft_lead is not None]:
+        if led := [(step, step.draft_lead) for step in planned if step.draft_lead is not None]:
             with self.thread.lock:
-                for step in drafted:
-                    self._scheduler.add_drafts(step)
+                for step, lead in led:
+                    self._scheduler.note_draft_lead(step, lead)
         launched = launch_step(self._runner, requests, partial(self._explain, planned), needs_masks)
         if is_drained:
             self._extras.note_drain(time.perf_counter() - self._last_over)
@@ -189,11 +188,11 @@ class WorkerLoop:
         row, params = step.sequence.row, step.sequence.params
         if step.drafts:
             drafts = np.array(step.drafts, np.int32)
-            self._rows.write_tokens(row, step.begin + step.count, drafts, is_lagging=step.num_unjudged > 0)
+            self._rows.write_tokens(row, step.begin + step.count, drafts)
         mask = self._mask(step) if params.min_tokens else step.mask
         return ForwardRow(
             row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, step.num_unjudged, *step.slots,
+            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, *step.slots,
         )  # fmt: skip
 
     def _mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
@@ -251,24 +250,15 @@ class WorkerLoop:
         self._last_over = now
         self.chunks.note_step(*_count(flight.planned), flight.seconds * self.thread.core_share)
         chosen = []
-        for index, (step, at) in enumerate(zip(flight.planned, answers.begins, strict=True)):
+        for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
             tokens = answers.tokens[begin : begin + step.num_chosen]
-            chosen.append([] if step.is_dropped else self._accept(step, tokens, answers.num_accepted.get(index, 0)))
+            chosen.append([] if step.is_dropped else _accept(step, tokens))
         judged = self._extras.judge(flight, chosen, answers.failed)
         with self.thread.lock:
             updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
         self._metrics.count_step(flight.planned, updates, answers.failed, flight.seconds)
         return updates
-
-    def _accept(self, step: ScheduledSequence, tokens: list[int], num_accepted: int) -> list[int]:
-        """Drop the tokens after a wrong draft."""
-        if not step.num_drafted or tokens[0] < 0:
-            return tokens
-        step.num_accepted = num_accepted
-        step.sequence.num_drafted += step.num_drafted
-        step.sequence.num_accepted += num_accepted
-        return tokens[: num_accepted + 1]
 
     def _finish(
         self, planned: Seq[ScheduledSequence], chosen: Seq[list[int]], answers: StepOutput,
@@ -290,6 +280,26 @@ class WorkerLoop:
             if update is not None:
                 updates.append(update)
         return updates
+
+
+def _has_drafts(planned: Seq[ScheduledSequence]) -> bool:
+    return any(step.drafts for step in planned)
+
+
+def _accept(step: ScheduledSequence, tokens: list[int]) -> list[int]:
+    """Drop the tokens after the first wrong draft; [0] has seen no draft, [i] the first i.
+
+    A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives one
+    answer. What the model chooses after right drafts is that answer's next token; after a wrong one it has seen a wrong
+    text. So the step gives the right drafts and one token more, whatever the drafter proposes.
+    """
+    if not step.drafts or tokens[0] < 0:
+        return tokens
+    pairs = zip(step.drafts, tokens, strict=False)
+    step.num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), step.num_drafted)
+    step.sequence.num_drafted += step.num_drafted
+    step.sequence.num_accepted += step.num_accepted
+    return tokens[: step.num_accepted + 1]
 
 
 def _count(planned: Seq[ScheduledSequence]) -> tuple[int, int]:

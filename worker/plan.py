@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -58,7 +57,6 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
     scheduler.is_short = False
     scheduler.resume_preempted()
     planned: list[ScheduledSequence] = []
-    later: list[ScheduledSequence] = []  # second parts of sequences
     prompts: list[Sequence] = []
     for sequence in scheduler:
         missing = sequence.num_missing
@@ -68,24 +66,17 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
         elif scheduler.make_room(sequence, sequence.launched + missing):
-            if missing == 1:
-                planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True, True))
-                continue
-            first, *second = _divide(scheduler, sequence, missing, is_answer=True)
-            planned.append(first)
-            later += second
+            planned.append(_take(scheduler, sequence, missing, is_answer=True))
     if prompts:
-        planned += _plan_prompts(scheduler, prompts, budget, len(planned), later)
-    planned += later
+        planned += _plan_prompts(scheduler, prompts, budget, len(planned))
     for step in planned:
         scheduler.begin_step(step)
     return planned
 
 
 def _plan_prompts(
-    scheduler: Scheduler, prompts: Seq[Sequence], budget: TokenBudget, num_answers: int, later: list[ScheduledSequence]
+    scheduler: Scheduler, prompts: Seq[Sequence], budget: TokenBudget, num_answers: int
 ) -> list[ScheduledSequence]:
-    """Returns first parts; adds second ones to `later`."""
     num_tokens = budget.beside(len(prompts), num_answers)
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
@@ -98,25 +89,16 @@ def _plan_prompts(
         if count > 0:
             if budget.sees_whole_images:
                 count = fit_images(sequence.params.images, sequence.launched, count)
-            first, *second = _divide(scheduler, sequence, count)
-            planned.append(first)
-            later += second
+            planned.append(_take(scheduler, sequence, count))
     return planned
 
 
-def _divide(
-    scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bool = False
-) -> list[ScheduledSequence]:
-    """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
+def _take(scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bool = False) -> ScheduledSequence:
+    """The next `count` positions, or fewer, up to where the state is to be kept."""
     begin = sequence.launched
-    ends, last = scheduler.kv.states.find_stops(sequence, count), begin + sequence.num_missing
-    num_scored = sequence.num_to_score(ends[0] - begin)  # 0 where there are two parts
-    return [
-        ScheduledSequence(
-            sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last, is_answer
-        )
-        for start, end in pairwise([begin, *ends])
-    ]
+    count = min(count, scheduler.kv.states.find_stop(sequence, begin) - begin)
+    wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
+    return ScheduledSequence(sequence, begin, count, sequence.num_to_score(count), wants_token, is_answer)
 
 
 def fit_images(images: Seq[ImageSpan], begin: int, count: int) -> int:

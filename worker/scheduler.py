@@ -231,7 +231,6 @@ class Scheduler:
     def begin_step(self, step: ScheduledSequence) -> None:
         """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""
         sequence = step.sequence
-        step.num_unjudged = sequence.num_unjudged
         if sequence.row < 0:
             sequence.row = self._free_rows.pop()
         step.slots = self.kv.states.begin_step(sequence)
@@ -241,14 +240,10 @@ class Scheduler:
         sequence.num_steps_launched += 1
         self.num_launched += 1
 
-    def add_drafts(self, step: ScheduledSequence) -> None:
-        """The step, which is about to be launched, has `num_drafted` drafts, or the draft model catches up."""
+    def note_draft_lead(self, step: ScheduledSequence, lead: int) -> None:
+        """The draft model has launched all that goes before the step's drafts, but for -`lead` positions."""
         sequence = step.sequence
-        if step.draft_lead is not None and not step.num_drafted:
-            sequence.draft_launched = max(sequence.draft_launched, step.begin + step.count + step.draft_lead)
-        sequence.launched += step.num_drafted
-        sequence.num_coming += step.num_drafted
-        sequence.num_unjudged += step.num_drafted
+        sequence.draft_launched = max(sequence.draft_launched, step.begin + step.count + min(lead, 0))
 
     def drop_step(self, step: ScheduledSequence) -> None:
         """The step was not computed, at least not for this sequence."""
@@ -256,7 +251,7 @@ class Scheduler:
         self.end_step(step)
 
     def take_back(self, step: ScheduledSequence) -> None:
-        """The step's result will not be used: its positions are to be launched again. It has no drafts."""
+        """The step's result will not be used: its positions are to be launched again."""
         step.is_dropped = True
         step.sequence.launched -= step.count
         step.sequence.scored -= step.num_scored
@@ -271,7 +266,6 @@ class Scheduler:
 
     def fail_step(self, step: ScheduledSequence, error: Exception | None, now: float) -> Update | None:
         """Drop the step and end its sequence: with `error`, or as complete if None. None if it has already ended."""
-        self._judge(step, 0)
         self.drop_step(step)
         step.sequence.state.source = -1  # a later step may have begun on what this one left
         return None if step.sequence.phase is Phase.ENDED else self.end_answer(step.sequence, error, now)
@@ -294,8 +288,7 @@ class Scheduler:
         `is_whole`: the answer is complete with these tokens.
         """
         sequence, num_right = step.sequence, max(len(tokens) - 1, 0)
-        self._judge(step, num_right)
-        sequence.num_coming -= num_right + step.wants_token
+        sequence.num_coming -= step.wants_token
         self.end_step(step)
         if sequence.phase is Phase.ENDED:
             return None
@@ -329,13 +322,6 @@ class Scheduler:
             update.timing = sequence.timing(now)
             self._end(sequence)
         return update
-
-    def _judge(self, step: ScheduledSequence, num_right: int) -> None:
-        """So many of the step's drafts were right; what was launched and chosen counted all."""
-        sequence, num_wrong = step.sequence, step.num_drafted - num_right
-        sequence.launched -= num_wrong
-        sequence.num_coming -= num_wrong
-        sequence.num_unjudged -= step.num_drafted
 
     def advance(self, sequence: Sequence, computed: int, now: float) -> None:
         """KV of positions [0, computed) is in the sequence's pages."""

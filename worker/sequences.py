@@ -127,8 +127,7 @@ class Sequence:
     num_named: int = 0  # the first num_named pages have their keys
     computed: int = 0  # KV of positions [0, computed) is in `pages`
     launched: int = 0  # the same, after all launched steps
-    num_coming: int = 0  # tokens that launched steps will choose, if all their drafts are right
-    num_unjudged: int = 0  # drafts in launched steps: `launched` counts them all as right
+    num_coming: int = 0  # tokens that launched steps will choose, beside those of right drafts
     num_steps_launched: int = 0  # not yet collected: they use `pages`
     is_read: bool = False  # a copy into `pages` is running
     is_kept: bool = False  # a Run call offers `pages`
@@ -171,13 +170,6 @@ class Sequence:
     def num_known(self) -> int:
         """Positions whose KV is wanted and whose tokens are known: all but an answer's last one."""
         return len(self.tokens) - 1 if self.params.max_tokens else self.params.end
-
-    @property
-    def needs_outcome(self) -> bool:
-        """Whether what its next step may choose, or counts, depends on which drafts in launched steps are right."""
-        params = self.params
-        is_short = len(self.tokens) - self.answer_begin < params.min_tokens
-        return params.grammar is not None or params.sampling.has_penalties or is_short or bool(self.state.held)
 
     def num_to_score(self, count: int) -> int:
         """How many prompt tokens, from tokens[scored] on, get log-probabilities in the next `count` positions."""
@@ -231,15 +223,17 @@ class ScheduledSequence:
     num_scored: int = 0  # prompt tokens to score, from the sequence's `scored` on
     wants_token: bool = False  # the positions reach the last token, so the step samples the next one
     is_answer: bool = False  # of an answer: one position, or a few that are computed again
-    num_unjudged: int = 0  # the sequence's drafts in steps before: `begin` counts them all as right
     num_drafts: int = 0  # drafts allowed
-    num_drafted: int = 0  # drafts in the step
-    drafts: Seq[int] = ()  # their ids; empty also where only the device knows them
+    drafts: Seq[int] = ()  # in the step, which is in flight alone
     draft_lead: int | None = None  # how far the draft model's KV goes beyond `count` positions; None: unchanged
     slots: tuple[int, int] = (-1, -1)  # with the state before the step, and for that after it
     is_dropped: bool = False  # it was launched, and its result is not used
     mask: Any = None  # [1 + drafts, ceil(V / 32)] int32: allowed tokens; None: all
     num_accepted: int = 0  # of the drafts
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.drafts)
 
     @property
     def num_chosen(self) -> int:

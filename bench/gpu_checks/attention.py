@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from engine.compose import choose_attention
 from engine.cuda.graphs import Capture, CudaCapture
 from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
-from wire.sampling import MAX_DRAFT_TOKENS
 
 PAGE_TOKENS, LAYER, NUM_LAYERS = 16, 2, 4
 DEEP = 32  # layers of an 8B model
@@ -29,7 +27,6 @@ LONG = (32_768, 8192, 100, 1)  # contexts of captured steps
 GROUPS = (1, 2, 4, 8)  # query heads a KV head
 KV_HEADS = 8
 CAPTURED_TOKENS = (1, 4)  # new ones of each sequence
-BORDERS = range(8193, 8193 + 24 * PAGE_TOKENS, PAGE_TOKENS)  # the last page has one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,54 +122,27 @@ def check_attention(device: torch.device) -> str:
     return f"{name}, {len(CASES)} kinds of steps; largest difference from torch_sdpa {worst:.1e}"
 
 
-class Shifted(NamedTuple):
-    """A step as it is planned, with sequence b `lag[b]` tokens longer than it is."""
-
-    planned: Batch
-    true: Batch  # lengths on the host are the planned ones
-    lag: Tensor  # [B]
-
-
-def build_shifted(batch: Batch, lags: Sequence[int], page_tokens: int = PAGE_TOKENS) -> Shifted:
-    """The batch as drafts leave it: planned at most as long as its pages."""
-    lag = torch.tensor(lags, device=batch.seq_lens.device)
-    owners = torch.arange(len(lag), device=lag.device).repeat_interleave(
-        torch.from_numpy(batch.query_lens_host).to(lag)
-    )
-    positions = batch.positions - lag[owners]
-    pages = batch.page_table[owners, positions // page_tokens].long()
-    true = replace(
-        batch, positions=positions, seq_lens=batch.seq_lens - lag.to(torch.int32),
-        slot_mapping=pages * page_tokens + positions % page_tokens, is_lagging=True,
-    )  # fmt: skip
-    return Shifted(replace(batch, is_lagging=True), true, lag)
-
-
-def run_captured(
-    problem: Problem, backend: AttentionBackend, capture: Capture, shifted: Shifted, pool: Tensor
-) -> Tensor:  # fmt: skip
+def run_captured(problem: Problem, backend: AttentionBackend, capture: Capture) -> Tensor:
     """[T, Hq, D] of a step that was captured at short contexts, then planned again: as decode graphs do."""
-    batch, window, heads = problem.batch, problem.case.window, problem.heads
+    batch, window, heads, pool = problem.batch, problem.case.window, problem.heads, problem.pool.clone()
     width, size = batch.page_table.shape[1], len(batch.seq_lens)
     own = backend.for_graph(size, int(batch.query_lens_host[0]), size * width)
-    lag = torch.zeros_like(shifted.lag)
     out = torch.zeros_like(heads.query_key[:, : problem.case.heads[0]])
 
     def attend() -> None:
-        own.correct(shifted.true, lag)
         out.copy_(own.attend(LAYER, QKV(heads.query_key.clone(), heads.value, heads.rope), window))
 
     query_lens = batch.query_lens_host
-    own.plan(pool, replace(batch, seq_lens=torch.from_numpy(query_lens).to(lag.device), seq_lens_host=query_lens))
+    seq_lens = torch.from_numpy(query_lens).to(batch.seq_lens.device)
+    own.plan(pool, replace(batch, seq_lens=seq_lens, seq_lens_host=query_lens))
     replay = capture(attend)
-    own.plan(pool, shifted.planned)
-    lag.copy_(shifted.lag)
+    own.plan(pool, batch)
     replay()
     return out
 
 
 def check_captured(device: torch.device) -> str:
-    """Captured steps over contexts to 32k, also shorter than planned, 1 to 8 query heads a KV head: near torch_sdpa"""
+    """Captured steps over contexts to 32k, 1 to 8 query heads a KV head: near torch_sdpa"""
     return _check_captured(device, dtype_for(device), GROUPS)
 
 
@@ -186,45 +156,19 @@ def _check_captured(device: torch.device, dtype: torch.dtype, groups: Sequence[i
     lens = LONG if is_gpu else (150, 40)
     worst, num_steps = 0.0, 0
     for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20)):
-        contexts = tuple((new, max(one, new + MAX_DRAFT_TOKENS)) for one in lens)
+        contexts = tuple((new, one) for one in lens)
         problem = build_problem(Case("", contexts, (group * KV_HEADS, KV_HEADS), 128, window), device, dtype)
         backend = choose_attention(problem.shape, [window], device, dtype).backend
-        for lags in ([0] * len(lens), [1 + one % MAX_DRAFT_TOKENS for one in range(len(lens))]):
-            shifted = build_shifted(problem.batch, lags)
-            found = run_captured(problem, backend, _capture_for(device), shifted, problem.pool.clone())
-            off = _compare_shifted(problem, shifted, found)
-            assert off < TOLERANCE, f"{group} heads a KV head, {new} new, window {window}, lag {lags}: off by {off:.2g}"
-            worst, num_steps = max(worst, off), num_steps + 1
-    return f"{num_steps} steps; largest difference {worst:.1e}"
-
-
-def check_borders(device: torch.device) -> str:
-    """Contexts shorter than planned, where a chunk of a split context ends or becomes empty: near torch_sdpa"""
-    worst, num_steps = 0.0, 0
-    for length in BORDERS if device.type == "cuda" else (33, 49):
-        case = Case("", ((1, length),), (4 * KV_HEADS, KV_HEADS), 128)
-        problem = build_problem(case, device, dtype_for(device))
-        backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
-        for lag in (1, MAX_DRAFT_TOKENS):
-            shifted = build_shifted(problem.batch, [lag])
-            pool, (query_key, value, rope) = problem.pool.clone(), problem.heads
-            backend.plan(pool, shifted.planned)
-            backend.correct(shifted.true, shifted.lag)
-            off = _compare_shifted(problem, shifted, backend.attend(LAYER, QKV(query_key.clone(), value, rope), None))
-            assert off < TOLERANCE, f"{length} planned, {lag} fewer there: off by {off:.2g}"
-            worst, num_steps = max(worst, off), num_steps + 1
+        truth = problem.run(TorchSdpaAttention(problem.shape), problem.pool.clone(), LAYER)
+        found = run_captured(problem, backend, _capture_for(device))
+        off = (found.float() - truth.float()).abs().max().item()
+        assert off < TOLERANCE, f"{group} heads a KV head, {new} new, window {window}: off by {off:.2g}"
+        worst, num_steps = max(worst, off), num_steps + 1
     return f"{num_steps} steps; largest difference {worst:.1e}"
 
 
 def _capture_for(device: torch.device) -> Capture:
     return CudaCapture() if device.type == "cuda" else lambda compute: compute
-
-
-def _compare_shifted(problem: Problem, shifted: Shifted, found: Tensor) -> float:
-    """Largest difference from torch_sdpa, which is planned with the lengths that are there."""
-    true = replace(shifted.true, seq_lens_host=shifted.true.seq_lens.cpu().numpy(), is_lagging=False)
-    truth = replace(problem, batch=true).run(TorchSdpaAttention(problem.shape), problem.pool.clone(), LAYER)
-    return (found.float() - truth.float()).abs().max().item()
 
 
 def time_fa3(device: torch.device) -> str:

@@ -12,10 +12,11 @@ from torch.nn import functional
 from bench.gpu_checks.fp8 import LAYER_SHAPES, NUM_ROWS, ROUNDED_ERROR, SMALL_SHAPES, copies, rows_of, timed, weight_of
 from engine.cuda import gpu_blocks, gpu_groups
 from engine.cuda.ops import CudaOps
-from engine.formats.fp8 import BLOCK, Fp8Matrix, quantise_blocks
+from engine.formats.fp8 import BLOCK, Fp8Matrix
 from engine.formats.groups import GROUP, Groups, StoredGroups, store_groups
 from engine.formats.ops import FormatOps
 from engine.ops.base import multiply_widened
+from tests.support.quantised import quantise_blocks
 
 MANY_ROWS = 512
 

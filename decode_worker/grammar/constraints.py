@@ -96,7 +96,6 @@ class Constraints:
                 standings[i] = error
             elif isinstance(one.result, np.ndarray):
                 step.mask, step.drafts = one.result, step.drafts[: len(one.result) - 1]
-                step.num_drafted = len(step.drafts)
             else:
                 standings[i] = one.result
         return standings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
 from engine.heads.runner import HeadRunner
-from engine.runner import Launched, Runner
+from engine.runner import Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
@@ -30,8 +30,6 @@ class Wanted:
     end: int  # the step under way computes KV up to here
     count: int  # 0: nothing to draft, only to keep up with the prompt
     is_prompt: bool = False  # the step computes several positions
-    num_unjudged: int = 0  # drafts before `end`, which counts them all as right
-    needs_ids: bool = False  # a grammar has to see the drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class Draft:
     """What a drafter gives."""
 
     token_ids: Seq[int] = ()
-    num_unseen: int = 0  # drafts that only the device knows, instead
     lead: int | None = None  # how far its own KV goes beyond `end` then; None where it has none, or as before
 
 
@@ -58,13 +55,6 @@ class Drafter:
         """Seconds of one more token, by the number of sequences; None if negligible or unknown."""
         return None
 
-    def hidden_s(self, lengths: Seq[int]) -> float:
-        """Estimated seconds of such drafts that the measured time of their step contains."""
-        return 0.0
-
-    def settle(self) -> None:
-        """A sequence ends whose step is not launched: wait for what was launched for it, which uses its pages."""
-
     def end_step(self) -> None:
         """An engine step is over, whether it had drafts or not."""
 
@@ -73,13 +63,10 @@ class NgramDrafter(Drafter):
     """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
-        return [Draft(_repeat(one)) if one.count else Draft() for one in wanted]
-
-
-def _repeat(one: Wanted) -> tuple[int, ...]:
-    """What the repeat goes on with after the tokens that launched steps choose, if these follow it too."""
-    num_unknown = one.end - len(one.sequence.tokens)  # before `end`; launched steps will choose them
-    return tuple(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], num_unknown + one.count)[num_unknown:])
+        return [
+            Draft(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], one.count)) if one.count else Draft()
+            for one in wanted
+        ]
 
 
 def propose_repeat(tokens: "array[int]", count: int) -> list[int]:
@@ -118,18 +105,15 @@ class ModelDrafter(Drafter):
     `chunk_tokens` positions of all sequences a step, and no more than fit a step's time.
     """
 
-    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int, is_ahead: bool = False) -> None:
-        """is_ahead: forwards are launched, and neither waited for nor measured: `meter` keeps what it has."""
+    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
         self._runner = runner
         self._meter = meter
         self._chunk_tokens = chunk_tokens
         self._chunks = ChunkSizer(chunk_tokens)
-        self._is_ahead = is_ahead
-        self._last: Launched | None = None  # of what is not waited for
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         answers = [Draft()] * len(wanted)
-        late, ready, left = [], [], self._chunk_tokens if self._is_ahead else self._chunks.alone
+        late, ready, left = [], [], self._chunks.alone
         for i, one in enumerate(wanted):
             begin, end = self._find_begin(one), one.end - 1 if one.count else one.end if one.is_prompt else 0
             count = min(max(end - begin, 0), left)
@@ -141,33 +125,26 @@ class ModelDrafter(Drafter):
                 answers[i] = Draft(lead=begin + count - one.end)
         if late:
             started = time.perf_counter()
-            launched = self._last = self._runner.launch(late)
-            if not self._is_ahead:
-                launched.collect()
-                self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
+            self._runner.launch(late).collect()
+            self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
         drafts = self._run_ahead([wanted[i] for i in ready])
         for i, token_ids in zip(ready, drafts, strict=True):
-            count = wanted[i].count
-            answers[i] = Draft(token_ids, count - len(token_ids), count - 1)
+            answers[i] = Draft(token_ids, wanted[i].count - 1)
         return answers
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
         return max(begin - sequence.draft_launched, 0)
 
     def _run_ahead(self, wanted: Seq[Wanted]) -> list[list[int]]:
-        """The drafts of each sequence; the device keeps them to itself if nothing here needs them."""
+        """The drafts of each sequence."""
         drafts: list[list[int]] = [[] for _ in wanted]
-        waits = not self._is_ahead or any(one.needs_ids for one in wanted)
         for depth in range(max((one.count for one in wanted), default=0)):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
-            launched = self._last = self._runner.launch([self._next_request(wanted[i], depth) for i in deep])
-            if not waits:
-                continue
-            tokens = launched.collect().tokens
+            tokens = self._runner.launch([self._next_request(wanted[i], depth) for i in deep]).collect().tokens
             if NOT_A_NUMBER in tokens:
                 raise ValueError("the draft model's logits are NaN")
-            if depth and not self._is_ahead:  # the first forward also computes what is missing
+            if depth:  # the first forward also computes what is missing
                 self._meter.note(len(deep), time.perf_counter() - started)
             for i, token in zip(deep, tokens, strict=True):
                 drafts[i].append(token)
@@ -180,34 +157,18 @@ class ModelDrafter(Drafter):
         words = allowed_words(None, one.sequence.forbidden_at(end), self._runner.vocab_size)
         mask = None if words is None else words[None]
         return ForwardRow(
-            one.sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth,
-            num_unjudged=one.num_unjudged, state_to=ANY_SLOT,
-        )  # fmt: skip
-
-    def settle(self) -> None:
-        if self._last is not None and self._is_ahead:
-            self._last.collect()
+            one.sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth, state_to=ANY_SLOT
+        )
 
     def cost(self) -> CostCurve | None:
         return self._meter.curve()
 
-    def hidden_s(self, lengths: Seq[int]) -> float:
-        curve = self._meter.curve() if self._is_ahead else None
-        if curve is None:
-            return 0.0
-        depths = range(max(lengths, default=0))
-        return sum(curve.seconds(sum(length > depth for length in lengths)) for depth in depths)
-
     def end_step(self) -> None:
-        if not self._is_ahead:
-            self._meter.end_step()
+        self._meter.end_step()
 
     def _find_begin(self, one: Wanted) -> int:
-        """The first position that the draft model computes.
-
-        After unjudged drafts it lacks the last of these at most, and the token after them: KV of right drafts stays.
-        """
-        return one.end - 2 if one.num_unjudged else min(one.sequence.draft_launched, one.end - 1)
+        """The first position that the draft model computes."""
+        return min(one.sequence.draft_launched, one.end - 1)
 
 
 class HeadDrafter(ModelDrafter):
@@ -216,21 +177,16 @@ class HeadDrafter(ModelDrafter):
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = iter(self._run_ahead([one for one in wanted if one.count]))
-        answers = []
-        for one in wanted:
-            token_ids = next(drafts) if one.count else []
-            answers.append(Draft(token_ids, one.count - len(token_ids)))
-        return answers
+        return [Draft(next(drafts)) if one.count else Draft() for one in wanted]
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
-        is_followed = sequence.num_steps > 0 or sequence.num_coming > 1  # 1: the step that is planned
-        return 0 if is_followed else None
+        return 0 if sequence.num_steps else None
 
     def _find_begin(self, one: Wanted) -> int:
         return one.end - 1
 
 
-def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int, is_ahead: bool = False) -> ModelDrafter:
+def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int) -> ModelDrafter:
     """Of a draft model or a head. Parameters: see `ModelDrafter`."""
     kind = HeadDrafter if isinstance(runner, HeadRunner) else ModelDrafter
-    return kind(runner, meter, chunk_tokens, is_ahead)
+    return kind(runner, meter, chunk_tokens)

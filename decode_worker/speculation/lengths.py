@@ -5,9 +5,8 @@ right. It costs a row of the step and, with a draft model, a share of one forwar
 while they raise the expected tokens per second of the whole step. So long drafts are made for sequences that are easy
 to predict and in small batches; in large ones, whose rows are expensive, none.
 
-A launched step's drafts need not be judged before the next step is launched, unless a grammar, penalties or a minimum
-length are checked against them. For such sequences the step waits for the one before, which costs the device the time
-that the host takes between two steps: they are drafted where that pays for the whole step.
+A step with drafts waits for the one before, which costs the device the time that the host takes between two steps: it
+has drafts where they pay for that too.
 
 Costs that were measured badly would stay so where nothing is drafted. A request that names its drafter therefore
 probes: every PROBE_STEPS steps it drafts although that seems to be worth nothing.
@@ -15,7 +14,7 @@ probes: every PROBE_STEPS steps it drafts although that seems to be worth nothin
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from wire.sampling import MAX_DRAFT_TOKENS
 
@@ -108,7 +107,7 @@ class Costs:
 
     step: CostCurve  # of the model
     draft: CostCurve | None  # of the draft model; None without one
-    drain_s: float = 0.0  # what the step before costs that has to be collected first
+    drain_s: float = 0.0  # for which the device has no work before a step with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,6 @@ class Candidate:
     is_free: bool = False  # drafted without the draft model
     num_behind: int = 0  # positions that the draft model computes before its first draft; this step's share of them
     probe: int = 0  # drafts to make at least, whatever they cost
-    drains: bool = False  # with drafts, the step before has to be collected first
 
 
 def probe_length(num_steps: int) -> int:
@@ -136,22 +134,17 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
     """
     if not candidates:
         return []
-    running = [replace(one, most=0) if one.drains else one for one in candidates]
-    lengths, tokens, seconds = _choose(running, other_rows, costs, 0.0)
-    if any(one.drains and one.most for one in candidates):
-        others, drained_tokens, drained_s = _choose(candidates, other_rows, costs, costs.drain_s)
-        if drained_tokens * seconds > tokens * drained_s:
-            running, lengths = list(candidates), others
-    return [max(length, min(one.probe, one.most)) for length, one in zip(lengths, running, strict=True)]
+    lengths, tokens, seconds = _choose(candidates, other_rows, costs)
+    if tokens * costs.step.seconds(other_rows + len(candidates)) <= len(candidates) * seconds:
+        lengths = [0] * len(candidates)
+    return [max(length, min(one.probe, one.most)) for length, one in zip(lengths, candidates, strict=True)]
 
 
-def _choose(
-    candidates: Sequence[Candidate], other_rows: int, costs: Costs, more_s: float
-) -> tuple[list[int], float, float]:
-    """The lengths, and the tokens expected of the step with them and its seconds: `more_s` more than its rows take."""
+def _choose(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> tuple[list[int], float, float]:
+    """The lengths of a step that waits for the one before, the tokens expected of it, and its seconds."""
     lengths = [0] * len(candidates)
     rows, tokens = other_rows + len(candidates), float(len(candidates))
-    seconds = costs.step.seconds(rows) + more_s
+    seconds = costs.step.seconds(rows) + costs.drain_s
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
         before = rows
         for is_free in (True, False):

@@ -53,9 +53,8 @@ class Speculator:
         is_ahead: steps are launched before the last one is collected. graphs: the only steps that may have drafts;
         None: any.
         """
-        self._is_ahead = is_ahead
         self._graphs = graphs
-        self._drain_s = FIRST_DRAIN_S
+        self._drain_s = FIRST_DRAIN_S if is_ahead else 0.0
         self._drafters = drafters
         self._meter = meter
         self._failing = set[str]()  # drafters whose last drafts failed
@@ -108,8 +107,8 @@ class Speculator:
 
     def _candidate(self, step: ScheduledSequence, most: int) -> Candidate:
         sequence = step.sequence
-        drafter, begin = self._drafters.get(sequence.params.drafter), 0 if step.num_unjudged else step.begin
-        num_behind = None if drafter is None else drafter.num_behind(sequence, begin)
+        drafter = self._drafters.get(sequence.params.drafter)
+        num_behind = None if drafter is None else drafter.num_behind(sequence, step.begin)
         if num_behind is None:
             num_behind, most = 0, 0
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
@@ -119,7 +118,6 @@ class Speculator:
             sequence.params.drafter == "ngram",
             -(-num_behind // num_left),
             probe_length(sequence.num_steps) if sequence.params.probes else 0,
-            self._is_ahead and sequence.needs_outcome,
         )
 
     def draft(self, planned: Seq[ScheduledSequence]) -> None:
@@ -138,24 +136,15 @@ class Speculator:
                 continue
             self._failing.discard(name)
             for step, draft in zip(mine, answers, strict=True):
-                step.num_drafted = len(draft.token_ids) + draft.num_unseen
                 step.drafts, step.draft_lead = draft.token_ids, draft.lead
-
-    def settle(self) -> None:
-        """See `Drafter`."""
-        for drafter in self._drafters.values():
-            drafter.settle()
 
     def note_drain(self, seconds: float) -> None:
         """For so long the device had no step, since the next one needed the last one's tokens."""
         self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)
 
     def note_step(self, planned: Seq[ScheduledSequence], rows: int, seconds: float) -> None:
-        """A step is over: its forward of `rows` rows took `seconds`, with drafting where that was not waited for."""
-        for name, drafter in self._drafters.items():
-            seconds -= drafter.hidden_s([one.num_drafted for one in planned if one.sequence.params.drafter == name])
-        if seconds > 0:
-            self._meter.note(rows, seconds)
+        """A step is over: its forward of `rows` rows took `seconds`."""
+        self._meter.note(rows, seconds)
         self._meter.end_step()
         for drafter in self._drafters.values():
             drafter.end_step()
@@ -174,9 +163,7 @@ def most_drafts(sequence: Sequence) -> int:
 
 
 def _wanted(step: ScheduledSequence) -> Wanted:
-    needs_ids = step.sequence.params.grammar is not None
-    end = step.begin + step.count
-    return Wanted(step.sequence, end, step.num_drafts, step.count > 1, step.num_unjudged, needs_ids)
+    return Wanted(step.sequence, step.begin + step.count, step.num_drafts, step.count > 1)
 
 
 # -- at start --------------------------------------------------------------------------------------------------------
@@ -188,7 +175,7 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
         meter = _measure_aside(engine.draft_runner, engine.rows)
-        drafters["draft"] = build_drafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
+        drafters["draft"] = build_drafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)

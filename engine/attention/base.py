@@ -23,13 +23,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        """After `plan`: sequence b begins lag[b] tokens earlier than planned; `batch` has the true positions.
-
-        lag: [B] int64. Where `is_capturable`, only launches.
-        """
-        ...
-
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "AttentionBackend":
         """A backend for captured steps of exactly `num_sequences` sequences with `num_tokens` new tokens each.
 

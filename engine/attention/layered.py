@@ -34,10 +34,6 @@ class LayeredAttention:
         for backend, pages in zip(self._backends, self._views, strict=True):
             backend.plan(pages, batch)
 
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        for backend in self._backends:
-            backend.correct(batch, lag)
-
     def _split(self, pool: Tensor) -> list[Tensor]:
         views, begin = [], 0
         for shape in self._distinct:

@@ -3,8 +3,6 @@
 Any device, any float dtype. Simple rather than fast; all other backends are tested against it.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,9 +27,6 @@ class TorchSdpaAttention:
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
-
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        self._batch = replace(batch, seq_lens_host=batch.seq_lens.cpu().numpy())
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "TorchSdpaAttention":
         return self

@@ -1,16 +1,18 @@
 """Attention by the C++ kernel in cpu_paged.cpp: reads pages in place, uses torch's thread count.
 
-The kernel checks nothing: `plan` checks the batch, and every call checks the layer's tensors.
+The kernel checks nothing: see engine/attention/checks.py.
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention import checks
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
@@ -49,16 +51,12 @@ class _BatonLayer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A checked batch over a checked pool."""
+    """A batch over a checked pool."""
 
     batch: Batch
     pool: Tensor
     blocks: NDArray[np.int32]  # [num_blocks, 2], see plan_blocks
     arguments: _BatonBatch  # points into the three above
-
-    @property
-    def num_layers(self) -> int:
-        return self.pool.shape[LAYERS]
 
 
 class CpuPagedAttention:
@@ -81,19 +79,17 @@ class CpuPagedAttention:
         self._plan: _Plan | None = None
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
-        """See `AttentionBackend.plan`. ValueError names what does not fit."""
+        """See `AttentionBackend.plan`."""
         last, self._plan = self._plan, None
         if last is not None and last.pool is pool:
             arguments = _BatonBatch.from_buffer_copy(last.arguments)
         else:
-            last, arguments = None, self._describe(pool)
-        checked = None if last is None else last.batch
-        query_lens, seq_lens = check_batch(batch, pool.shape[PAGES], arguments.page_tokens, checked)
-        if last is not None and last.batch.query_lens_host is batch.query_lens_host:
-            blocks = last.blocks  # still cover the queries; their order affects only the balance between threads
-        else:
-            blocks = plan_blocks(query_lens, seq_lens, arguments.block_tokens)
-            arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
+            arguments = self._describe(pool)
+        if checks.ARE_ON:
+            checks.check_batch(batch, pool.shape[PAGES], arguments.page_tokens)
+        lens = batch.query_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
+        blocks = plan_blocks(*lens, arguments.block_tokens)
+        arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
         arguments.cu_seqlens_q = batch.cu_seqlens_q.data_ptr()
         arguments.seq_lens = batch.seq_lens.data_ptr()
         arguments.page_table = batch.page_table.data_ptr()
@@ -122,31 +118,17 @@ class CpuPagedAttention:
             softcap=shape.softcap,
         )
 
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        assert self._plan is not None
-        self.plan(self._plan.pool, replace(batch, seq_lens_host=batch.seq_lens.numpy()))
-
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "CpuPagedAttention":
         return self
 
     def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then unchanged."""
         plan = self._plan
-        if plan is None:
-            raise ValueError("attend without a plan")
+        assert plan is not None, "attend without a plan"
         query, key, value = apply_rope_in_place(heads)
         num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
         shape, has_new = self._shape, value.shape[1] > 0
-        _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
-        if has_new:
-            _check_heads("key", key, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
-            _check_heads("value", value, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
-        if not 0 <= layer < plan.num_layers:
-            raise ValueError(f"layer {layer} is outside the pool's {plan.num_layers} layers")
-        if window is not None and window < 1:
-            raise ValueError(f"window is {window}, expected at least 1")
-        if sinks is not None:
-            _check_tensor("sinks", sinks, torch.float32, shape.num_heads)
+        if checks.ARE_ON:
+            self._check(plan, layer, {"query": query, "key": key, "value": value}, window, sinks)
         out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
         arguments = _BatonLayer(
             query.data_ptr(),
@@ -165,6 +147,22 @@ class CpuPagedAttention:
             torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+    def _check(
+        self, plan: _Plan, layer: int, heads: Mapping[str, Tensor], window: int | None, sinks: Tensor | None
+    ) -> None:  # fmt: skip
+        """ValueError names what does not fit."""
+        shape, num_tokens = self._shape, plan.arguments.num_tokens
+        for name, rows in heads.items():
+            num_heads = shape.num_heads if name == "query" else shape.num_kv_heads
+            if name == "query" or heads["value"].shape[1]:
+                checks.check_heads(name, rows, plan.pool.dtype, num_tokens, num_heads, shape.head_dim)
+        if not 0 <= layer < plan.pool.shape[LAYERS]:
+            raise ValueError(f"layer {layer} is outside the pool's {plan.pool.shape[LAYERS]} layers")
+        if window is not None and window < 1:
+            raise ValueError(f"window is {window}, expected at least 1")
+        if sinks is not None:
+            checks.check_tensor("sinks", sinks, torch.float32, shape.num_heads)
 
 
 def apply_rope_in_place(heads: QKV) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,64 +192,6 @@ def plan_blocks(query_lens: Ints, seq_lens: Ints, block_tokens: int) -> NDArray[
     return np.stack((sequences[order], firsts[order]), 1).astype(np.int32)
 
 
-def check_batch(batch: Batch, num_pages: int, page_tokens: int, checked: Batch | None = None) -> tuple[Ints, Ints]:
-    """The lengths of all queries and contexts.
-
-    ValueError names the first value of `batch` that would reach outside a pool of that size. `checked`: a batch that
-    passed, usually that of the previous decode step; fields that are the same objects are not checked again.
-    """
-    num_tokens, num_sequences = batch.token_ids.shape[0], len(batch.query_lens_host)
-    width = batch.page_table.shape[-1]
-    has_queries = (
-        checked is not None
-        and checked.query_lens_host is batch.query_lens_host
-        and checked.cu_seqlens_q is batch.cu_seqlens_q
-        and checked.token_ids.shape[0] == num_tokens
-    )
-    has_pages = checked is not None and checked.page_table is batch.page_table and has_queries
-    if not has_queries:
-        _check_tensor("cu_seqlens_q", batch.cu_seqlens_q, torch.int32, num_sequences + 1)
-    _check_tensor("seq_lens", batch.seq_lens, torch.int32, num_sequences)
-    if not has_pages:
-        _check_tensor("page_table", batch.page_table, torch.int32, num_sequences, width)
-    _check_tensor("slot_mapping", batch.slot_mapping, torch.int64, num_tokens)
-    query_lens: Ints = batch.query_lens_host.astype(np.int64)
-    seq_lens: Ints = batch.seq_lens_host.astype(np.int64)
-    if np.count_nonzero(batch.seq_lens.numpy() != seq_lens):
-        raise ValueError(f"seq_lens {batch.seq_lens.tolist()} differ from the host's {batch.seq_lens_host}")
-    wrong = (query_lens < 0) | (query_lens > seq_lens)
-    if np.count_nonzero(wrong):
-        index = wrong.argmax()
-        raise ValueError(f"{query_lens[index]} new tokens in a context of {seq_lens[index]}")
-    if np.count_nonzero(seq_lens > width * page_tokens):
-        raise ValueError(f"context of {seq_lens.max()} tokens in a page table of {width} pages of {page_tokens}")
-    if not has_queries:
-        starts = batch.cu_seqlens_q.numpy()
-        if starts[0] != 0 or starts[-1] != num_tokens or np.count_nonzero(starts[1:] != np.add.accumulate(query_lens)):
-            raise ValueError(
-                f"cu_seqlens_q {starts.tolist()} do not match {num_tokens} tokens in {batch.query_lens_host} a sequence"
-            )
-    if not has_pages:
-        _check_range("page_table", batch.page_table, num_pages)
-    _check_range("slot_mapping", batch.slot_mapping, num_pages * page_tokens)
-    return query_lens, seq_lens
-
-
-def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-            f"expected contiguous {dtype} {shape} on cpu"
-        )
-
-
-def _check_range(name: str, values: Tensor, limit: int) -> None:
-    found = values.numpy()
-    unsigned = found.view(f"u{found.itemsize}")  # a negative number becomes huge: one comparison finds both
-    if np.count_nonzero(unsigned >= limit):
-        raise ValueError(f"{name} holds {found.flat[unsigned.argmax()]}, expected 0 to {limit - 1}")
-
-
 def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
     expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 2, HEAD_DIM: shape.head_dim}
     if pool.dim() != 6 or any(pool.shape[axis] != size for axis, size in expected.items()):
@@ -261,12 +201,3 @@ def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
     # pages may have gaps between them: the draft model's part of each page
     if not pool.is_cpu or not pool[:1].is_contiguous() or pool.stride(PAGES) < pool[0].numel():
         raise ValueError(f"pool on {pool.device} with strides {pool.stride()}, expected contiguous pages on cpu")
-
-
-def _check_heads(name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, expected {dtype} {shape} on cpu"
-        )
-    if tensor.stride(2) != 1 and shape[2] > 1:
-        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous last dimension")

@@ -1,7 +1,6 @@
 """`sample` by the C++ kernel in cpu/cpu_sampling.cpp, on torch's number of threads. Trusts a checked batch."""
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from wire.sampling import LEAST_TEMPERATURE
 
 log = structlog.get_logger()
 Field = NDArray[Any] | Tensor | None
-_NUM_FIELDS = len(SamplingBatch._fields)
 
 
 class _BatonSampling(ctypes.Structure):
@@ -33,34 +31,23 @@ class _BatonSampling(ctypes.Structure):
 
 
 class CpuSampling:
-    """Owns the loaded kernel; keeps the addresses of the last batch's arrays."""
+    """Owns the loaded kernel."""
 
     def __init__(self, kernel: ctypes.CDLL) -> None:
         self._sample = kernel.baton_sample
         self._sample.restype = None
         self._sample.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        self._last: tuple[Sequence[Field], Sequence[int | None]] = [None] * _NUM_FIELDS, [None] * _NUM_FIELDS
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """[S, V] float32 on the CPU -> [S] int64, or NO_TOKEN or NOT_A_NUMBER. Modifies `logits`."""
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         if not logits.shape[0]:
             return tokens
-        addresses = self._find_addresses(batch)
         arguments = _BatonSampling(
-            logits.data_ptr(), tokens.data_ptr(), *logits.shape, LEAST_TEMPERATURE, MOST, *addresses
+            logits.data_ptr(), tokens.data_ptr(), *logits.shape, LEAST_TEMPERATURE, MOST, *map(_find_address, batch)
         )
         self._sample(ctypes.addressof(arguments), torch.get_num_threads())
         return tokens
-
-    def _find_addresses(self, batch: SamplingBatch) -> Sequence[int | None]:
-        """Of each field. Most fields are the previous step's objects; looking up an address takes ten times as long."""
-        found = [
-            address if field is old else _find_address(field)
-            for field, old, address in zip(batch, *self._last, strict=True)
-        ]
-        self._last = batch, found
-        return found
 
 
 def _find_address(field: Field) -> int | None:

@@ -27,7 +27,7 @@ from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
-PLANS_AHEAD = 12  # plans on their way to the device: of a step with 8 drafts by a draft model, and of the step before
+PLANS_AHEAD = 6  # plans on their way to the device: of two steps of a model, and what drafts for each
 DTYPES = (torch.bfloat16, torch.float16)
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
@@ -120,7 +120,7 @@ class FlashInferAttention:
         )
 
     def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
-        """By tensor cores, also where others are as fast: the others' kernels take no context shorter than planned."""
+        """By tensor cores: the other kernels are at best as fast."""
         buffers = {}
         if graph is not None:
             sizes = {
@@ -153,8 +153,7 @@ class FlashInferAttention:
         indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
         join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
-        has_fa3 = "fa3" in self._prefill and not batch.is_lagging  # fa3 takes lengths from the plan
-        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), has_fa3)
+        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), "fa3" in self._prefill)
         planned = [self._decode if is_decode else self._prefill[kind]]
         if not is_decode and not self._has_loaded:  # a plan loads its module, which may compile it
             planned = [*(others for other, others in self._prefill.items() if other != kind), *planned]
@@ -171,17 +170,6 @@ class FlashInferAttention:
                     seq_lens=host_lens,
                 )  # fmt: skip
         self._planned = planned[-1]
-
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        """A context's length in fa2 is (pages - 1) x page + tokens of the last page, which may become negative.
-
-        Keys that are planned and not there make a chunk shorter, or empty (prefill.cuh clamps where chunks begin).
-        """
-        self._batch = batch
-        for wrapper in self._planned.values():
-            last_lens = wrapper._paged_kv_last_page_len_buf  # on the device; FlashInfer has no call that changes it
-            assert last_lens is not None
-            last_lens[: len(lag)].sub_(lag)
 
     def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
         if sinks is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.adapters.rows import NO_SLOT, AdapterTiles
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Layout, States, count_right, shift
+from engine.batch import Batch, Layout, States, count_right
 from engine.cuda.graph_shapes import Shape
 from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
@@ -26,7 +26,7 @@ from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, SamplingTensors, to_bytes, to_row
 from engine.staging import StaticBlock, upload
-from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
+from wire.sampling import SamplingParams
 
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
 RAW = np.dtype((np.void, PARAMS.itemsize))  # numpy copies it three times as fast as PARAMS
@@ -77,12 +77,11 @@ class DecodeGraph:
         pages: Tensor,
         rows: InputBatch,
         padding_page: int,
-        judges: bool,
         has_adapters: bool = False,
         head: HeadFollower | None = None,
         carried: Tensor | None = None,
     ) -> None:
-        """padding_page: a page that no sequence has. judges: whether it counts right drafts. has_adapters: of rows.
+        """padding_page: a page that no sequence has. has_adapters: of rows.
 
         head: follows the step. carried: [rows + 1, H], of a draft head the rows that a step goes on from and leaves.
         """
@@ -101,23 +100,15 @@ class DecodeGraph:
         self._masks = torch.full((num_rows, -(-rows.vocab_size // 32)), -1, dtype=torch.int32, device=device)
         self._mask_lines = StaticBlock({"mask_line": np.full(num_rows, -1, np.int32)}, device)
         self._has_masks = False  # some line of `_mask_lines` names a mask
-        self._owners = torch.arange(shape.num_sequences, device=device).repeat_interleave(shape.num_tokens)  # [R]
-        self._padding_slot = padding_page * rows.page_tokens
-        self._accepted = torch.zeros(shape.num_sequences, dtype=torch.int64, device=device)
         self._biases = StaticBlock(
             {"ids": np.zeros(MAX_BIASES, np.int32), "values": np.zeros(MAX_BIASES, np.float32)}, device
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(0)
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
-        self._answer_positions, self._lag_rows = map(self._block.tensor, ("answer_positions", "lag_rows"))
-        self._judged_rows, self._num_drafts = map(self._block.tensor, ("judged_rows", "num_drafts"))
-        self._row_ids = self._block.tensor("rows")
-        self._shifted_places = self._answer_places.clone()
-        self._judges = judges
-        self._batch = self._shifted = self._build_batch(num_rows)
+        self._row_ids, self._num_drafts = map(self._block.tensor, ("rows", "num_drafts"))
+        self._batch = self._build_batch(num_rows)
         self._sampling = self._build_sampling(num_rows)
         own = model.ranks.own_rows(num_rows)  # tokens that this rank samples
         self._own_sampling, self._own_tokens = self._sampling.take(own), self._tokens[own]
@@ -149,7 +140,7 @@ class DecodeGraph:
         take, nothing = self._block.tensor, torch.zeros(1, dtype=torch.int32, device=self._rows.device)
         return SamplingTensors(
             params=take("params"),
-            positions=take("answer_positions").clone(),  # less the lag
+            positions=take("answer_positions"),
             counts_line=take("counts_line"),
             bias_starts=take("bias_starts"),
             mask_line=self._mask_lines.tensor("mask_line"),
@@ -194,10 +185,7 @@ class DecodeGraph:
             arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
             if self._head is not None or self._carried is not None:
                 arrays["rows"][:num_sequences] = layout.places[layout.cu_seqlens_q[:-1]] // self._rows.width
-            if layout.lag_rows is not None:
-                arrays["lag_rows"][:num_sequences] = layout.lag_rows
             if step.drafts is not None:
-                arrays["judged_rows"][step.drafts.requests] = step.drafts.rows
                 arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
             if layout.adapters is not None:
@@ -214,22 +202,18 @@ class DecodeGraph:
         if self._head is not None:
             self._head.plan(batch)
 
-    def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor, Tensor | None]:
+    def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor]:
         """Launch the rest of the last `forward`'s step, given the same step, perhaps with masks, and its rows.
 
-        Returns the sampled tokens, [S] int64; the raw logits, [R, V], valid until the next replay (with several ranks,
-        only this rank's rows); and how many drafts of each request that has some were right, [J].
+        Returns the sampled tokens, [S] int64, and the raw logits, [R, V], valid until the next replay (with several
+        ranks, only this rank's rows).
         """
         self._fill_masks(step.chunks[0].sampling, outs)
         self._replay_sampling()
-        device = self._tokens.device
-        accepted = None
-        if step.drafts is not None and self._judges:
-            accepted = self._accepted.index_select(0, upload([step.drafts.requests], device)[0])
         num_sequences = len(step.layout.query_lens)
         if len(outs) == num_sequences and self.shape.num_tokens == 1:
-            return self._tokens[:num_sequences].clone(), self._logits, accepted
-        return self._tokens.index_select(0, upload([outs], device)[0]), self._logits, accepted
+            return self._tokens[:num_sequences].clone(), self._logits
+        return self._tokens.index_select(0, upload([outs], self._tokens.device)[0]), self._logits
 
     def _fill_masks(self, sampling: SamplingBatch, outs: Ints) -> None:
         if sampling.masks is None and not self._has_masks:
@@ -255,8 +239,8 @@ class DecodeGraph:
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
 
     def _fill_page_table(self, table: NDArray[np.int32]) -> None:
-        """Padding rows read their first page, which exists. Steps over the same pages pass the same table object."""
-        if self._last_table is not table:
+        """Padding rows read their first page, which exists."""
+        if self._last_table is None or not np.array_equal(self._last_table, table):
             (pages,) = upload([table], self._page_table.device)
             self._page_table[: len(table), : table.shape[1]].copy_(pages)
             self._last_table = table
@@ -275,21 +259,16 @@ class DecodeGraph:
     @torch.inference_mode()
     def _forward(self) -> None:
         """Only launches; reads and writes only tensors that outlive the step."""
-        lag = self._rows.lag.index_select(0, self._lag_rows)  # [B]
-        batch = shift(self._batch, lag, self._owners, self._rows, self._padding_slot)
-        self._attention.correct(batch, lag)
-        if self._head is not None:
-            self._head.correct(batch, lag)
+        batch = replace(self._batch, token_ids=self._read_tokens())
         if self._carried is not None:
             batch = replace(batch, hidden=self._carried.index_select(0, self._row_ids))
         self.hidden.copy_(self._model.run_planned(batch, self._attention))
         if self._carried is not None:
             self._carried.index_copy_(0, self._row_ids, self.hidden)
-        self._shifted = batch  # stays in the graphs' memory
-        self._token_ids.copy_(batch.token_ids)
-        of_rows = lag.index_select(0, self._owners)
-        self._shifted_places.copy_(self._answer_places - of_rows)
-        self._sampling.positions.copy_(self._answer_positions - of_rows)
+
+    def _read_tokens(self) -> Tensor:
+        """[R] the step's new tokens."""
+        return self._rows.flat_tokens.index_select(0, self._places).long()
 
     @torch.inference_mode()
     def _sample(self) -> None:
@@ -300,15 +279,13 @@ class DecodeGraph:
             self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
             tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(tokens)))
-        rows.flat_tokens.index_copy_(0, self._shifted_places, tokens.clamp(min=0).to(torch.int32))
-        if self._judges and self.shape.num_tokens > 1:
-            drafts, chosen = self._token_ids.view(self.shape)[:, 1:], tokens.view(self.shape)[:, :-1]
-            self._accepted.copy_(count_right(drafts, chosen, self._num_drafts))
-            rows.lag.index_copy_(0, self._judged_rows, self._num_drafts - self._accepted)
+        lasts = self._batch.cu_seqlens_q[1:].long() - 1
+        if self._head is not None and self.shape.num_tokens > 1:
+            drafts, chosen = self._read_tokens().view(self.shape)[:, 1:], tokens.view(self.shape)[:, :-1]
+            lasts = lasts - (self._num_drafts - count_right(drafts, chosen, self._num_drafts))
+        rows.flat_tokens.index_copy_(0, self._answer_places, tokens.clamp(min=0).to(torch.int32))
         if self._head is not None:
-            num_wrong = self._num_drafts - self._accepted if self.shape.num_tokens > 1 else 0
-            lasts = self._batch.cu_seqlens_q[1:].long() - 1 - num_wrong
-            self._head.run(self._shifted, lasts, self._row_ids)
+            self._head.run(self._batch, lasts, self._row_ids)
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
@@ -327,9 +304,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "turns": repeat(0, np.int64),
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
-        "lag_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
-        "judged_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "num_drafts": np.zeros(shape.num_sequences, np.int64),
         "state_from": np.full(shape.num_sequences, -1, np.int64),
         "state_to": np.full(shape.num_sequences, len(rows.states[0]) - 1 if rows.states else 0, np.int64),
@@ -354,7 +329,6 @@ class DecodeGraphs:
         pages: Tensor,
         rows: InputBatch,
         padding_page: int,
-        judges: bool,
         capture: Capture,
         on_progress: OnCaptured,
         head: HeadFollower | None = None,
@@ -366,7 +340,7 @@ class DecodeGraphs:
         kinds = [False, True] if model.additions.num_slots else [False]
         for shape in sorted(shapes, key=prod, reverse=True):
             for kind in kinds:
-                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges, kind, head, carried)
+                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, kind, head, carried)
                 graph.capture(capture)
                 self._graphs[shape, kind] = graph
             on_progress(len(self._graphs) // len(kinds), len(shapes))
@@ -382,7 +356,7 @@ class DecodeGraphs:
         num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)
         if chunk.chosen is not None or chunk.drafts is not None or num_biases > MAX_BIASES:
             return None
-        least = int(layout.seq_lens.min()) - (0 if layout.lag_rows is None else MAX_DRAFT_TOKENS)
+        least = int(layout.seq_lens.min())
         for shape in self.shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
                 is_long_enough = shape.num_tokens == 1 or least >= shape.num_tokens

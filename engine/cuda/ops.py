@@ -25,6 +25,7 @@ from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
 from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
+from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SamplingTensors
 
@@ -77,7 +78,8 @@ class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps):
         return round_groups(rows)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        batch.check(logits)
+        if checks.ARE_ON:
+            checks.check_sampling(batch, logits)
         return gpu.sample(logits, batch)
 
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:

@@ -5,7 +5,7 @@ from itertools import count
 
 from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
-from engine.engine import NO_STEPS_AHEAD, Engine
+from engine.engine import Engine
 from engine.out_of_memory import explain_failed_warm_up
 
 
@@ -42,8 +42,6 @@ def warm_up(
                 runner.capture_graphs(own, capture, padding_page, lambda *_: on_captured(next(done), total))
             if sizes:
                 runner.capture_pieces(sizes, capture, lambda: on_captured(next(done), total))
-            if max_drafts and (error := runner.find_lag_error()):
-                engine.trouble[NO_STEPS_AHEAD] = f"{error}: run `make gpu-check`, or set --speculate off"
     except Exception as error:
         raise explain_failed_warm_up(error) from error
     finally:

@@ -21,7 +21,6 @@ from engine.fallback.model import FallbackModel, find_layers
 from engine.fallback.probe import probe_config, read_config, refuse
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.staging import Stager
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
 from wire.files import blamed, named
@@ -112,7 +111,7 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
     for row, text in enumerate([*texts, torch.zeros(1)]):
         rows.open(row, text.numpy().astype(np.int32), SamplingParams(), 0)
         rows.write_pages(row, 0, range(row * TEXT_PAGES, min((row + 1) * TEXT_PAGES, shape.num_pages)))
-    stager, begins = Stager(device), [0] * num_texts
+    begins = [0] * num_texts
     if config.state_parts:  # two slots a row, read and written in turn
         states = PoolShape(2 * (num_texts + 1), config.state_parts, PAGE_TOKENS, torch.float32)
         rows.states = states.split(torch.zeros(states.num_pages, states.page_elements, device=device))
@@ -125,7 +124,7 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
         ]
         layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1, state_to=2 * num_texts)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
-        logits = model.forward(build_batch(layout, rows, stager), pool, attention)
+        logits = model.forward(build_batch(layout, rows), pool, attention)
         for part, own in zip(parts, torch.split(logits, list(counts)), strict=True):
             part.append(own)
         begins = [begin + count for begin, count in zip(begins, counts, strict=True)]

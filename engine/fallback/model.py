@@ -194,18 +194,10 @@ def attend(
 
 
 def _divide(batch: Batch) -> list[list[int]]:
-    """Forwards that transformers' code can do: all sequences with one new token and a state, and each other one.
-
-    Those before the split come first.
-    """
+    """Forwards that transformers' code can do: all sequences with one new token and a state, and each other one."""
     is_plain = (batch.query_lens_host == 1) & (batch.seq_lens_host > 1)
-    split = batch.states and batch.states.split
-    parts = []
-    for begin, end in ((0, split), (split, len(is_plain))) if split else ((0, len(is_plain)),):
-        stacked = np.flatnonzero(is_plain[begin:end]) + begin
-        others = np.flatnonzero(~is_plain[begin:end]) + begin
-        parts += [*([stacked.tolist()] if len(stacked) else []), *([one] for one in others.tolist())]
-    return parts
+    stacked, others = np.flatnonzero(is_plain).tolist(), np.flatnonzero(~is_plain).tolist()
+    return [*([stacked] if stacked else []), *([one] for one in others)]
 
 
 def _widen(heads: Tensor, head_dim: int) -> Tensor:

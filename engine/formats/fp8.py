@@ -79,15 +79,6 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scale[:, None]).to(E4M3), scale
 
 
-def quantise_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """rows: [T, K], finite, K a multiple of BLOCK |-> codes [T, K] e4m3, scale [T, K / BLOCK]: see `quantise_rows`.
-
-    A twin of what a GPU's kernel does.
-    """
-    codes, scale = quantise_rows(rows.reshape(-1, BLOCK))
-    return codes.view(rows.shape), scale.view(len(rows), -1)
-
-
 def has_fp8(device: torch.device) -> bool:
     """Whether it can convert and multiply e4m3."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= NEEDED_CAPABILITY

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch
+from engine.batch import Batch, count_right
 from engine.heads.decoder import HeadDecoder
 from engine.input_batch import InputBatch
 from engine.prepared import Prepared
@@ -33,20 +33,18 @@ class HeadFollower:
         return HeadFollower(self._model, attention, self._pages, self._rows, self.known)
 
     def plan(self, batch: Batch) -> None:
-        """The model's step is about to be launched: `correct`, if some drafts are unjudged, and `run` come next."""
+        """The model's step is about to be launched: `run` comes next."""
         self._attention.plan(self._pages, replace(batch, images=None))
 
-    def correct(self, batch: Batch, lag: Tensor) -> None:
-        """See `AttentionBackend`."""
-        self._attention.correct(batch, lag)
-
-    def follow(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
-        """The model's step has written its taps and tokens. num_wrong: [J] of its drafts. Only launches."""
+    def follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
+        """The model's step has written its taps and chosen `tokens`, [S]. Only launches."""
         lasts, device = find_lasts(step.outputs.rows), self._rows.device
         of_rows = step.outputs.rows[lasts]
         logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], device)
-        if num_wrong is not None and step.drafts is not None:
-            (which,) = upload([np.flatnonzero(np.isin(of_rows, step.drafts.rows))], device)
+        if step.drafts is not None:
+            _, of_drafts, *others = step.drafts
+            which, num_drafts, inputs, outputs = upload([np.flatnonzero(np.isin(of_rows, of_drafts)), *others], device)
+            num_wrong = num_drafts - count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
             logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
         self.run(batch, logits_rows, row_ids)
 

@@ -36,8 +36,8 @@ class HeadRunner(Runner):
         on_progress: OnCaptured = lambda done, total: None,
     ) -> None:  # fmt: skip
         self._graphs = DecodeGraphs(
-            self.choose_shapes(shapes), self._model, self._attention, self._pages, self._rows, padding_page, False,
-            capture, on_progress, carried=self._guessed,
+            self.choose_shapes(shapes), self._model, self._attention, self._pages, self._rows, padding_page, capture,
+            on_progress, carried=self._guessed,
         )  # fmt: skip
 
     def choose_shapes(self, shapes: Collection[Shape]) -> Collection[Shape]:
@@ -63,11 +63,11 @@ class HeadRunner(Runner):
     def _find_graph(self, step: Prepared) -> DecodeGraph | None:
         return super()._find_graph(step) if step.has_drafted else None
 
-    def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
+    def _forward(self, step: Prepared, batch: Batch) -> Tensor:
         (row_ids,) = upload([step.outputs.rows], self._rows.device)
         if step.has_drafted:
-            hidden, shifted = super()._forward(step, replace(batch, hidden=self._guessed.index_select(0, row_ids)))
+            hidden = super()._forward(step, replace(batch, hidden=self._guessed.index_select(0, row_ids)))
         else:
-            hidden, shifted = self.follower.known.index_select(0, row_ids), self._shift(step.layout, batch)[0]
+            hidden = self.follower.known.index_select(0, row_ids)
         self._guessed.index_copy_(0, row_ids, hidden)
-        return hidden, shifted
+        return hidden

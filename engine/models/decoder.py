@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
-from engine.batch import Batch, States
+from engine.batch import Batch
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
@@ -156,13 +156,13 @@ class Decoder:
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         turns = batch.positions if batch.turns is None else batch.turns
-        flow, parts = self.embed(batch.token_ids, turns, batch.hidden, batch.images), _divide(batch)
+        flow = self.embed(batch.token_ids, turns, batch.hidden, batch.images)
         for index, layer in enumerate(self._layers):
             self.write_taps(index, flow.sums, batch)
             if layer.mixer is None:
                 mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
             else:
-                mixed = self._mix(index, layer.mixer, layer.qkv_proj(flow.normed), batch.states, parts)
+                mixed = self._mix(index, layer.mixer, layer.qkv_proj(flow.normed), batch)
             if self.is_done(index, batch):
                 return flow.normed[:0]
             if index < len(self._layers) - 1:
@@ -184,22 +184,15 @@ class Decoder:
     def _leave(self, flow: Flow) -> Tensor:
         return flow.normed
 
-    def _mix(
-        self,
-        index: int,
-        mixer: Mixer,
-        rows: Tensor,
-        states: States | None,
-        parts: Sequence[tuple[slice, StateRows]],
-    ) -> Tensor:
+    def _mix(self, index: int, mixer: Mixer, rows: Tensor, batch: Batch) -> Tensor:
         """What a layer without attention takes from other rows: [T, ...] of its first product |-> [T, N].
 
-        Updates the states. states, parts: of the batch, see `_divide`.
+        Updates the batch's states.
         """
-        assert states is not None
-        own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
-        mixed = [mixer(rows[part], at, own) for part, at in parts]
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        assert batch.states is not None
+        states, sources, targets = batch.states
+        at = StateRows(sources, targets, batch.cu_seqlens_q, batch.query_lens_host)
+        return mixer(rows, at, [part[:, :, self._places[index]] for part in states])
 
     def embed(
         self, token_ids: Tensor, turns: Tensor, hidden: Tensor | None = None, images: BatchImages | None = None
@@ -351,23 +344,6 @@ def _find_places(layers: Sequence[LayerConfig]) -> list[int]:
         alike = [one for one in layers[:index] if one.kv_layer is None and one.has_attention == layer.has_attention]
         places.append(len(alike) if layer.kv_layer is None else places[layer.kv_layer])
     return places
-
-
-def _divide(batch: Batch) -> list[tuple[slice, StateRows]]:
-    """Rows whose states can be computed at once, before the next ones: all, or all before and after the split.
-
-    None of a model without states.
-    """
-    states, starts, counts = batch.states, batch.cu_seqlens_q, batch.query_lens_host
-    if states is None:
-        return []
-    split = states.split
-    if split is None:
-        return [(slice(None), StateRows(states.sources, states.targets, starts, counts))]
-    middle = int(counts[:split].sum())
-    first = StateRows(states.sources[:split], states.targets[:split], starts[: split + 1], counts[:split])
-    second = StateRows(states.sources[split:], states.targets[split:], starts[split:] - middle, counts[split:])
-    return [(slice(middle), first), (slice(middle, None), second)]
 
 
 def _keep_rows(rows: Tensor, wanted: Tensor) -> Tensor:

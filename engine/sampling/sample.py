@@ -6,10 +6,10 @@ batch, the worker, the device's generator or earlier draws.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
@@ -24,11 +24,12 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose | None = None) -
     """[S, V] float32 -> [S] int64. May modify `logits`. choose: a kernel with the results of `sample_slowly`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
-    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
-    fit and, on the CPU, rows whose mask allows no token (`allowed_words` checks this earlier). On a GPU such
-    a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
+    the filters (`keep_tokens`), then noise. Rows are independent. ValueError names, on the CPU, rows whose mask allows
+    no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not wait.
+    Where the first logit is NaN it is NOT_A_NUMBER.
     """
-    batch.check(logits)
+    if checks.ARE_ON:
+        checks.check_sampling(batch, logits)
     tokens = (choose or sample_slowly)(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
         raise ValueError(f"the masks of rows {(tokens == NO_TOKEN).nonzero()[:, 0].tolist()} allow no token")
@@ -64,7 +65,7 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
         return torch.from_numpy(params[name]).to(logits.device)
 
     scaled = (logits[rows] - maxima[rows, None]) / column("temperature").clamp(max=MOST)[:, None]
-    keys = build_keys(params["seed"], np.asarray(batch.positions)[rows.numpy()], logits.device)
+    keys = build_keys(params["seed"], batch.positions[rows.numpy()], logits.device)
     scores = scaled + gumbel_noise(torch.arange(logits.shape[1], device=logits.device), keys[:, None])
     if ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)).any():
         kept = keep_tokens(scaled, column("top_k"), column("top_p"), column("min_p"))

@@ -15,7 +15,6 @@ from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_tab
 from bench.gpu_checks import attention, engine, ipc, sampling, speed
 from bench.gpu_checks.card import MissedError, choose_scale, require
 from bench.gpu_checks.speed import compare_to_reading
-from engine import runner as engine_runner
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.cuda import flashinfer as backend_module
@@ -23,6 +22,7 @@ from engine.sampling.sample import sample_slowly
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.flashinfer_doubles import Decode, Prefill
 from tests.support.pool_process import COMMAND, build_pool
+from worker import loop as worker_loop
 
 CPU = torch.device("cpu")
 SERVICES = ("defaults", "service", "deaths", "two GPUs")  # parts that start whole services
@@ -116,7 +116,7 @@ def test_sizes_fit_the_card_and_goals_are_shares_of_its_speed(monkeypatch: pytes
 
 
 def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the calls that a card would get; steps that are not corrected are noticed."""
+    """By the calls that a card would get; steps that keep their first plan are noticed."""
     monkeypatch.setattr(backend_module, "BatchDecodeWithPagedKVCacheWrapper", Decode)
     monkeypatch.setattr(backend_module, "BatchPrefillWithPagedKVCacheWrapper", Prefill)
     monkeypatch.setattr(backend_module, "WORKSPACE_BYTES", 1 << 10)
@@ -127,17 +127,18 @@ def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: 
     monkeypatch.setattr(attention, "choose_attention", choose)
     monkeypatch.setattr(attention, "GROUPS", (2,))
     monkeypatch.setattr(attention, "KV_HEADS", 1)
-    assert attention.check_captured(CPU).startswith("8 steps") and attention.check_borders(CPU).startswith("4 steps")
+    assert attention.check_captured(CPU).startswith("4 steps")
+    backend = backend_module.FlashInferAttention
+    plan = backend.plan
     monkeypatch.setattr(
-        backend_module.FlashInferAttention, "correct", lambda self, batch, lag: setattr(self, "_batch", batch)
-    )
-    for check in (attention.check_captured, attention.check_borders):
-        with pytest.raises(AssertionError, match="off by"):
-            check(CPU)
+        backend, "plan", lambda self, pool, batch: None if self._planned else plan(self, pool, batch)
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="off by"):
+        attention.check_captured(CPU)
 
 
 def test_wrong_tokens_of_a_step_ahead_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_runner, "count_right", lambda drafts, chosen, num_drafts: num_drafts)  # all
+    monkeypatch.setattr(worker_loop, "_accept", lambda step, tokens: tokens)  # all drafts
     with pytest.raises(AssertionError, match="differ from eager ones"):
         engine.check_ahead(CPU)
 

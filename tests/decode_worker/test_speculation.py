@@ -82,7 +82,7 @@ def test_a_sequence_that_is_far_behind_keeps_no_other_back(rate: float, others: 
 
 def test_a_step_waits_for_the_one_before_only_where_that_pays() -> None:
     def lengths(drain_s: float, num_others: int) -> list[int]:
-        candidates = [Candidate(0.9, 8, drains=True), *[Candidate(0.9, 0)] * num_others]
+        candidates = [Candidate(0.9, 8), *[Candidate(0.9, 0)] * num_others]
         return choose_lengths(candidates, 0, Costs(FLAT, None, drain_s))
 
     assert lengths(0.0, 0)[0] > 4
@@ -92,7 +92,7 @@ def test_a_step_waits_for_the_one_before_only_where_that_pays() -> None:
 
 
 CANDIDATES = st.builds(
-    Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300), st.integers(0, 8), st.booleans()
+    Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300), st.integers(0, 8)
 )
 
 

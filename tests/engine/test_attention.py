@@ -193,7 +193,7 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
         backend.plan(problem.pool, good)
         with pytest.raises(ValueError, match=message):
             backend.plan(problem.pool, batch)
-        with pytest.raises(ValueError, match="attend without a plan"):
+        with pytest.raises(AssertionError, match="attend without a plan"):
             backend.attend(0, problem.heads, None)
         backend.plan(problem.pool, good)
         with pytest.raises(ValueError, match="page_table holds"):
@@ -228,7 +228,7 @@ def test_wrong_tensors_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             backend.plan(other, batch)
-        with pytest.raises(ValueError, match="without a plan"):  # the plan before is dropped
+        with pytest.raises(AssertionError, match="without a plan"):  # the plan before is dropped
             backend.attend(0, problem.heads, None)
     assert torch.equal(pool, Problem([(2, 33)]).pool)
 

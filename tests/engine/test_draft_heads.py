@@ -112,7 +112,8 @@ class Rows:
             asked.append(self.ask(row, len(known) - self._begins[row] + len(own), 1 + len(own)))
         found, begin, num_right = self.engine.runner.launch(asked).collect(), 0, []
         for row, (own, known) in enumerate(zip(drafts, self.tokens, strict=True)):
-            accepted = found.num_accepted.get(row, 0)
+            chosen = found.tokens[begin : begin + len(own)]
+            accepted = next((at for at, pair in enumerate(zip(own, chosen, strict=True)) if len({*pair}) > 1), len(own))
             known += found.tokens[begin : begin + accepted + 1]
             begin += 1 + len(own)
             num_right.append(accepted)

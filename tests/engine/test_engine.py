@@ -11,13 +11,12 @@ import transformers
 
 from baton import LLM
 from demo.paths import TARGET_DIR
-from engine.batch import ForwardRow, build_batch, lay_out
+from engine.batch import ForwardRow, lay_out
 from engine.compose import FullEngine, build_engine
 from engine.engine import KvDType
 from engine.input_batch import InputBatch
 from engine.layer_config import RopeConfig
 from engine.layers.rope import build_rope_table
-from engine.staging import Stager
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
 from runtime.trust import load_trust
@@ -178,19 +177,6 @@ def test_a_slice_ends_before_its_row_does() -> None:
     lay_out(rows, [ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
         lay_out(rows, [ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
-
-
-def test_second_requests_of_rows_wait_for_all_first_ones() -> None:
-    """Also if they write to the slots that the first ones read."""
-    rows = build_rows()
-    rows.states = (torch.zeros(9, 1),)
-    first = [ForwardRow(row, 4, 4, state_from=2 * row, state_to=2 * row + 1) for row in range(3)]
-    second = [ForwardRow(row, 8, 2, state_from=2 * row + 1, state_to=2 * row) for row in (0, 2)]
-    for parts, split in ((first, None), (first + second, 3), (first[:1] + second[:1], 1)):
-        states = build_batch(lay_out(rows, parts), rows, Stager(CPU)).states
-        assert states is not None and states.split == split
-        assert states.sources.tolist() == [part.state_from for part in parts]
-        assert states.targets.tolist() == [part.state_to for part in parts]
 
 
 def test_answers_in_order_and_as_alone() -> None:

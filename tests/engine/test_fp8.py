@@ -16,7 +16,7 @@ from engine.cuda import gpu_blocks, gpu_linear
 from engine.cuda import ops as ops_module
 from engine.cuda.gpu_layers import round_rows
 from engine.cuda.ops import CudaOps, multiply_rounded
-from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
+from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_rows
 from engine.formats.linear import Fp8Linear
 from engine.formats.ops import FormatOps
 from engine.layer_config import Activation
@@ -26,6 +26,7 @@ from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
+from tests.support.quantised import quantise_blocks
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")

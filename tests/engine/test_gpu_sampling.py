@@ -22,6 +22,7 @@ from engine.cuda.gpu_values import scale
 from engine.cuda.sampling import sample, upload_batch
 from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.checks import check_sampling
 from engine.sampling.fields import SEEN_BIT
 from engine.sampling.logits import adjust_logits_
 from engine.sampling.sample import sample_slowly
@@ -40,7 +41,7 @@ def random_logits(seed: int, *shape: int, spread: float = 3.0) -> Tensor:
 
 def check(logits: Tensor, batch: SamplingBatch) -> list[int]:
     """[S, V] -> the tokens, which must be the slow twin's."""
-    batch.check(logits)
+    check_sampling(batch, logits)
     before = logits.clone()
     tokens = sample(logits, batch).tolist()
     assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "logits were modified"
@@ -230,9 +231,9 @@ def test_the_host_reads_no_value_of_the_device() -> None:
     batch = build_batch(asked, 40)
     assert isinstance(batch.counts, Tensor)
     there = batch._replace(counts=batch.counts.to("meta"), extra_ids=torch.empty(2, dtype=torch.int32, device="meta"))
-    there.check(torch.zeros(1, 40, device="meta"))
+    check_sampling(there, torch.zeros(1, 40, device="meta"))
     for wrong in (torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(2, device="meta")):
         with pytest.raises(ValueError, match="extra_ids are"):
-            there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
+            check_sampling(there._replace(extra_ids=wrong), torch.zeros(1, 40, device="meta"))
     drafts = torch.tensor([2, 3], dtype=torch.int32)
     assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts

@@ -199,10 +199,8 @@ def test_images_together_have_the_rows_that_each_has_alone(case: Case) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_positions_after_images_with_drafts_that_are_judged_later(
-    family: str, has_graphs: bool, tmp_path: Path
-) -> None:
-    """The first of two drafts is right. The next step is launched as if both were, before this one is collected."""
+def test_positions_of_drafts_after_images(family: str, has_graphs: bool, tmp_path: Path) -> None:
+    """The first of two drafts is right."""
     case = build_case(family, tmp_path)
     ours, replays = Ours(case, reference=True), list[int]()
 
@@ -215,11 +213,8 @@ def test_positions_after_images_with_drafts_that_are_judged_later(
     assert ours.prefill(cut(case, False))[0] == tokens[0]
     assert not replays
     ours.rows.write_tokens(1, num_prompt + 1, np.array([tokens[1], (tokens[2] + 1) % 200], np.int32))
-    first = ours.runner.launch([ForwardRow(1, num_prompt, 3, 3)])
-    second = ours.runner.launch([ForwardRow(1, num_prompt + 3, 1, 1, num_unjudged=2)])
-    found = first.collect()
-    assert (found.tokens[:2], found.num_accepted) == (tokens[1:3], {0: 1})
-    assert second.collect().tokens == [tokens[3]]
+    assert ours.runner.launch([ForwardRow(1, num_prompt, 3, 3)]).collect().tokens[:2] == tokens[1:3]
+    assert ours.runner.launch([ForwardRow(1, num_prompt + 2, 1, 1)]).collect().tokens == [tokens[3]]
     assert ours.decode(num_prompt + 3)[0] == tokens[4]
     assert len(replays) == 6 * has_graphs
 

@@ -67,6 +67,14 @@ def test_counts_do_not_shrink_and_tokens_stay_within_the_row() -> None:
         rows.write_tokens(0, 44, np.zeros(3, np.int32))
 
 
+def test_biases_of_tokens_beyond_the_vocabulary_are_dropped() -> None:
+    """Kernels trust the others."""
+    rows = InputBatch(2, 30, 4, VOCAB, CPU)
+    for row, biased in enumerate(((3, VOCAB), (VOCAB + 7,))):
+        rows.open(row, np.arange(9, dtype=np.int32), SamplingParams(logit_bias=tuple((one, 1.0) for one in biased)), 5)
+    assert [rows.bias[row][0].tolist() for row in (0, 1)] == [[3], []]
+
+
 def test_close_leaves_nothing_of_a_sequence() -> None:
     rows = InputBatch(2, 30, 4, VOCAB, CPU)
     rows.open(0, np.arange(9, dtype=np.int32), SamplingParams(logit_bias=((3, 1.0),), presence_penalty=1.0), 5)

@@ -104,7 +104,7 @@ class SimDecode(SimWorker):
         drafters: dict[str, Drafter] = {}
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
-            drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens, self.steps_ahead > 0)
+            drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens)
         speculate = "auto" if drafters else "off"
         self._speculator = Speculator(drafters, CostMeter(), speculate, MAX_DRAFT_TOKENS, self.steps_ahead > 0)
         extras, rows = DraftsAndMasks(self._speculator, self.scheduler), cast(Any, self.rows)

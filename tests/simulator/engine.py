@@ -5,7 +5,6 @@ A launched step thus reads and writes as late as possible: whatever it needs mus
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ class VirtualRows:
     def __init__(self, num_rows: int) -> None:
         self.tokens = [[-1] * WIDTH for _ in range(num_rows)]  # on the device
         self.seeds = [0] * num_rows
-        self.lag = [0] * num_rows  # on the device: see InputBatch
         self._pages = [[0] * (WIDTH // PAGE_TOKENS) for _ in range(num_rows)]  # on the host
         self._work: deque[Callable[[], None]] = deque()  # queued on the device
 
@@ -43,12 +41,11 @@ class VirtualRows:
     def close(self, row: int) -> None:
         self._pages[row] = [0] * (WIDTH // PAGE_TOKENS)
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
         ids = token_ids.tolist()
 
         def write() -> None:
-            at = begin - self.lag[row] * is_lagging
-            self.tokens[row][at : at + len(ids)] = ids
+            self.tokens[row][begin : begin + len(ids)] = ids
 
         self.enqueue(write)
 
@@ -73,7 +70,6 @@ class VirtualLaunched:
 
     def __init__(self, rows: VirtualRows, error: str) -> None:
         self.tokens: list[int] | None = None
-        self.num_accepted: dict[int, int] = {}
         self.error = error
         self._rows = rows
 
@@ -82,13 +78,11 @@ class VirtualLaunched:
         if self.error:
             raise RuntimeError(self.error)
         assert self.tokens is not None
-        return ModelOutput(self.tokens, [], self.num_accepted)
+        return ModelOutput(self.tokens, [])
 
 
 class VirtualRunner:
     """Like engine.runner.Runner: computes the KV of requests and the tokens they need."""
-
-    judges = True  # it checks drafts
 
     def __init__(
         self, world: World, rows: VirtualRows, ranks: Sequence[Cells], states: Sequence[list[int]] = ()
@@ -144,10 +138,8 @@ class VirtualRunner:
     def _run(self, parts: Iterable[tuple[ForwardRow, list[int]]], launched: VirtualLaunched) -> None:
         """The device's part."""
         chosen: list[int] = []
-        for index, (part, pages) in enumerate(parts):
-            begin = part.begin - (self._rows.lag[part.row] if part.num_unjudged else 0)
-            end, tokens = begin + part.count, self._rows.tokens[part.row]
-            drafts = tokens[end - part.num_drafts : end]
+        for part, pages in parts:
+            begin, end, tokens = part.begin, part.begin + part.count, self._rows.tokens[part.row]
             contents = read(self._ranks[0], pages, begin)
             extend(contents, self._find_seed(part.row), tokens[begin:end])
             added = [contents[begin:]] * len(self._ranks)
@@ -161,10 +153,6 @@ class VirtualRunner:
                 token = self._choose(part, pages, contents[: last + 1])
                 tokens[last + 1] = token
                 chosen.append(token)
-            if drafts and self.judges:
-                pairs = zip(drafts, chosen[-part.num_drafts - 1 :], strict=False)
-                right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-                launched.num_accepted[index], self._rows.lag[part.row] = right, part.num_drafts - right
         if launched.error:
             self._spoil([part for part, _ in parts])
         launched.tokens = chosen
@@ -186,8 +174,6 @@ class VirtualRunner:
 
 class VirtualDraftRunner(VirtualRunner):
     """The draft model: its drafts are often right. It reads the model's KV to draft, and writes its own."""
-
-    judges = False
 
     def __init__(self, world: World, rows: VirtualRows, memory: Memory) -> None:
         super().__init__(world, rows, memory.draft)

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from decode_worker.speculation.drafters import ModelDrafter
 from gateway.router.decode_client import DecodeClient, Session
 from gateway.router.engine_client import State
 from gateway.router.model_gate import ModelGate
@@ -30,7 +29,7 @@ from tests.simulator.prefill import HandOver, Lent, SimPrefill
 from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
-from worker import kv_cache, receiving
+from worker import kv_cache, loop, receiving
 from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
 from worker.prefix_cache import PrefixCache
 from worker.ranks import reads as rank_reads
@@ -165,11 +164,6 @@ def _name_early(self: Scheduler, step: ScheduledSequence) -> None:
     whole = min(sequence.launched // self.kv.page_tokens, len(sequence.keys))
     for page, key in zip(sequence.pages[:whole], sequence.keys, strict=False):
         self.kv.cache.name(page, key)
-
-
-def _forget_unjudged(self: Scheduler, step: ScheduledSequence) -> None:
-    begin_step(self, step)
-    step.num_unjudged = 0
 
 
 # -- the ends of sequences -----------------------------------------------------------------------------------------
@@ -463,7 +457,7 @@ MUTATIONS: dict[str, Mutation] = {
     "prefill does not wait for a failed launch's draft forward": _patched(
         (BothRunners, "_launch", _launch_without_settling)
     ),
-    "drafts count as right until their step is collected": _patched((Scheduler, "begin_step", _forget_unjudged)),
+    "a step with drafts is in flight alone": _patched((loop, "_has_drafts", lambda planned: False)),
     "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": _patched(
         (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.params.max_tokens))
@@ -500,7 +494,6 @@ MUTATIONS: dict[str, Mutation] = {
     "prefill offers the slots of an earlier attempt": _patched((KVCacheManager, "states_of", _offer_states_of_request)),
     "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
     "a wrong draft stays in the state": _patched((StateSlots, "take_back", _take_back_undrafted)),
-    "drafts of a failed launch are not waited for": _patched((ModelDrafter, "settle", _nothing)),
     "a step writes into the slot that it reads": _patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
     ),

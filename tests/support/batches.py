@@ -12,7 +12,6 @@ from engine.batch import Batch, ForwardRow, build_batch, lay_out
 from engine.input_batch import InputBatch
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, to_row
-from engine.staging import Stager
 from wire.sampling import SamplingParams
 
 SAMPLINGS = [
@@ -50,7 +49,7 @@ def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch
         rows.write_tokens(row, part.begin, np.array(part.token_ids, np.int32))
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
     requests = [ForwardRow(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
-    return build_batch(lay_out(rows, requests), rows, Stager(device))
+    return build_batch(lay_out(rows, requests), rows)
 
 
 def build_sampling_batch(

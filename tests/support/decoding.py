@@ -131,7 +131,7 @@ def build_speculators(
     """Drafter's name |-> an eager speculator with that drafter alone."""
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": build_drafter(engine.draft_runner, CostMeter(), chunk_tokens, is_ahead),
+        "ngram": NgramDrafter(), "draft": build_drafter(engine.draft_runner, CostMeter(), chunk_tokens),
     }  # fmt: skip
     built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
     return {"off": NO_SPECULATION, **built}

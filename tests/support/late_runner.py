@@ -46,9 +46,9 @@ class LateRows(InputBatch):
         self.num_opened[row] += 1
         super().open(row, token_ids, sampling, answer_begin, slot, images)
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
         put = super()._put
-        self.queue.append(lambda: put(row, begin, token_ids, is_lagging))
+        self.queue.append(lambda: put(row, begin, token_ids))
 
     def _clear(self, line: int) -> None:
         clear = super()._clear

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.formats.fp8 import BLOCK, quantise_rows
 from tests.support.checkpoints import write_checkpoint
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -244,3 +245,12 @@ def draw_mxfp4(shape: torch.Size, generator: torch.Generator) -> tuple[Tensor, T
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
     parts = {"_blocks": blocks.to(torch.uint8), "_scales": exponents.to(torch.uint8)}
     return values.flatten(2).transpose(1, 2), parts
+
+
+def quantise_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows: [T, K], finite, K a multiple of BLOCK |-> codes [T, K] e4m3, scale [T, K / BLOCK]: see `quantise_rows`.
+
+    A twin of what a GPU's kernel does.
+    """
+    codes, scale = quantise_rows(rows.reshape(-1, BLOCK))
+    return codes.view(rows.shape), scale.view(len(rows), -1)

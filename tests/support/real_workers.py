@@ -114,15 +114,10 @@ class KvRunner:
         if self.failures:
             raise self.failures.popleft()
         answers = ModelOutput([], [])
-        for index, part in enumerate(requests):
-            end = part.begin + part.count
-            drafts = self._rows.tokens[part.row, end - part.num_drafts : end].clone()
+        for part in requests:
             for token, told in self._run(part):
                 answers.tokens.append(token)
                 answers.logprobs.append(told)
-            if len(drafts):
-                chosen = torch.tensor(answers.tokens[-len(drafts) - 1 : -1])
-                answers.num_accepted[index] = int((drafts == chosen).long().cumprod(0).sum())
         if answers.tokens and self.pauses_after_token:
             self.may_run.clear()
         return cast(Launched, Done(answers))

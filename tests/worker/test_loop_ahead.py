@@ -42,7 +42,6 @@ from worker.sequences import SequenceParams
 __all__ = ["one_thread"]  # a fixture
 
 END_S = 60
-H100_STEP_S = 5e-3  # of an 8B model
 
 
 @pytest.fixture(scope="module")
@@ -192,16 +191,12 @@ def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("drafter", "has_json"), [("ngram", False), ("draft", True)], ids=["ngram", "draft-json"])
-def test_the_device_seldom_waits_for_the_host(
-    alone: FullEngine, late: FullEngine, drafter: str, has_json: bool
-) -> None:
-    """Neither for drafts nor for masks, whatever the tokens are."""
+@pytest.mark.parametrize("has_json", [False, True])
+def test_the_device_seldom_waits_for_the_host(alone: FullEngine, late: FullEngine, has_json: bool) -> None:
+    """Not for masks either, whatever the tokens are."""
     plain = run(alone, build_streams("off", has_json))
-    speculator = speculators(late, is_ahead=True, step_s=H100_STEP_S)[drafter]
-    answers = run(late, build_streams(drafter, has_json), speculator, 1)
+    answers = run(late, build_streams("off", has_json), steps_ahead=1)
     assert answers.tokens == plain.tokens
-    assert sum(end.timing.draft_tokens for end in answers.ends.values() if end.timing is not None) > 50
     drained = answers.num_drained, answers.num_launched
     assert answers.num_launched > 50 and answers.num_drained <= 0.05 * answers.num_launched, drained
 

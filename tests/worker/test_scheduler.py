@@ -278,8 +278,7 @@ def test_an_answer_computes_right_tokens_again_without_waiting_for_a_prompts_tur
         num_again += sum(one.count for one in planned) - 2
         for one in planned:
             if one.sequence is second and one.wants_token and one.count == 1:
-                one.num_drafted = scheduler.make_room_for_drafts(second, 3)
-                scheduler.add_drafts(one)
+                one.drafts = [8] * scheduler.make_room_for_drafts(second, 3)
         for one in planned:
             scheduler.finish_step(one, [7] * (min(one.num_drafted, 1) + one.wants_token), 0.0)
         scheduler.check()

@@ -59,10 +59,9 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     row: int
     begin: int
     token_ids: Array
-    is_lagging: bool
 
     def apply(self, rows: InputBatch) -> None:
-        rows.write_tokens(self.row, self.begin, self.token_ids, self.is_lagging)
+        rows.write_tokens(self.row, self.begin, self.token_ids)
 
 
 class Pages(msgspec.Struct, tag=True, array_like=True):
@@ -175,9 +174,9 @@ class LedInputBatch(InputBatch):
         self._leader.note(Close(row))
         super().close(row)
 
-    def write_tokens(self, row: int, begin: int, token_ids: Array, is_lagging: bool = False) -> None:
-        self._leader.note(Tokens(row, begin, token_ids, is_lagging))
-        super().write_tokens(row, begin, token_ids, is_lagging)
+    def write_tokens(self, row: int, begin: int, token_ids: Array) -> None:
+        self._leader.note(Tokens(row, begin, token_ids))
+        super().write_tokens(row, begin, token_ids)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         self._leader.note(Pages(row, first, list(pages)))

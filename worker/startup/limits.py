@@ -86,11 +86,6 @@ class ModelShape:
         """The states of a sequence on each of `tp` ranks."""
         return self.slot_bytes // tp
 
-    def can_have(self, tp: int) -> bool:
-        """Whether a worker of `tp` ranks can compute it."""
-        is_shared = self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0
-        return is_shared and all(size % tp == 0 for size in self.divisible)
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

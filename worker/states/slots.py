@@ -68,23 +68,8 @@ class StateSlots:
         if checkpoint_at:
             state.checkpoint, state.checkpoint_at = others[0], checkpoint_at
 
-    def find_stops(self, sequence: Sequence, count: int) -> list[int]:
-        """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept.
-
-        The second part needs a slot that neither part reads, or their step could not be launched again.
-        """
-        begin, end, state = sequence.launched, sequence.launched + count, sequence.state
-        first = self.find_stop(sequence, begin)
-        if first >= end or sequence.num_to_score(count):
-            return [min(first, end)]
-        if len(state.targets) < 2:
-            if not self.cache.num_spare:
-                return [first]
-            state.held += self.cache.allocate(1)
-        return [first, min(self.find_stop(sequence, first), end)]
-
     def find_stop(self, sequence: Sequence, launched: int) -> int:
-        """Where a step from `launched` on has to end at the latest."""
+        """Where a step from `launched` on has to end at the latest: where its state is to be kept."""
         if not sequence.state.held:
             return sequence.most_tokens
         spaced = (launched // self.spacing + 1) * self.spacing
