@@ -14,7 +14,7 @@ from engine.ops.choose import ops_for
 from engine.weights.formats import choose_format
 from engine.weights.reader import ShardReader
 from tests.support.random_models import RandomCheckpoint
-from worker.scheduler import num_rows_for
+from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
 

@@ -40,7 +40,9 @@ class Service(NamedTuple):
         return self.live.metric(f"{role}-0", name)
 
     def wait_until_saved(self) -> None:
-        """Nothing was saved for a while."""
+        """What decode has cached, which is all that prefill has and more, and nothing was saved for a while."""
+        names = ("kv_cache_cached_pages", "state_slots_cached")
+        wait_until(lambda: self.num_saved() >= sum(self.metric("decode", name) for name in names))
         before, saved = -1.0, self.num_saved()
         while before != saved:
             time.sleep(0.3)

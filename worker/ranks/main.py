@@ -29,11 +29,12 @@ from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker.adapters.loader import read_adapter
+from worker.peers.other_ranks import ALONE
 from worker.peers.pools import RankedPool, build_pools
-from worker.process import build_rank_engine, choose_rank_device
 from worker.ranks import children as calls
 from worker.ranks.leader import follow
 from worker.ranks.ring import RingFollower
+from worker.startup.build import build_rank_engine, choose_rank_device
 
 log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
@@ -80,7 +81,7 @@ class Rank:
         threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()
-        self._pools, address = build_pools(engine, config, start.incarnation, trust), ""
+        self._pools, address = build_pools(engine, config, start.incarnation, trust, ALONE), ""
         if isinstance(config, PrefillConfig):
             server = self._server = trust.build_server()
             PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
