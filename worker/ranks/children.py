@@ -1,7 +1,7 @@
 """Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
 
 A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
-`ring.py`; the calls here, beside the steps, through `runtime/child.py`.
+`links.py`; the calls here, beside the steps, through `runtime/child.py`.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from runtime.config import DecodeConfig, PrefillConfig
 from wire.page_keys import NamedPage
 from worker.peers.other_ranks import OtherRanks, run_all
 from worker.ranks.leader import Leader
+from worker.ranks.links import StepSender, open_links
 from worker.ranks.reader import RanksReader
-from worker.ranks.ring import RingLeader, open_ring
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class Start(msgspec.Struct, tag=True):
     rank: int
     size: int
     rendezvous: str  # a file's path
-    ring_fds: list[int]  # inherited
+    link_fds: list[int]  # inherited
     pool_fds: tuple[int, int]  # of pages and of slots
 
 
@@ -97,7 +97,7 @@ class RestorePages(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in leader.py)."""
+    """The rank's part of an adapter, under a key; the links say when to drop it (DropAdapter in leader.py)."""
 
     key: str
     folder: str
@@ -135,23 +135,23 @@ class RankChildren(OtherRanks):
         try:
             meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
             self.pool_fds = create_file(), create_file()
-            ring_fds = open_ring(config.tp - 1)
+            link_fds = open_links(config.tp - 1)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             raise ValueError(
                 f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
             ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
         self.is_closing = False  # failures after this are expected
-        self.leader = Leader(RingLeader(ring_fds), lambda: self.is_closing)
+        self.leader = Leader(StepSender(link_fds), lambda: self.is_closing)
         self._timeout_s = 0.0
         self._reader_numbers = itertools.count()
         self._children: list[ChildServer[Ready | Done]] = []
         for rank in range(1, config.tp):
             start = Start(
                 role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
-                list(ring_fds), self.pool_fds,
+                list(link_fds), self.pool_fds,
             )  # fmt: skip
-            fds = (*self.pool_fds, *ring_fds)
+            fds = (*self.pool_fds, *link_fds)
             child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
             child.ended.add_done_callback(partial(self._on_end, rank, child))
             self._children.append(child)
