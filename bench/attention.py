@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch, ForwardRow, build_batch, lay_out
+from engine.compose import choose_attention
+from engine.cpu.build import load_kernel
+from engine.cpu.cpu_math import Math
+from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.input_batch import InputBatch
-from engine.kernels.build import load_kernel
-from engine.kernels.cpu_math import Math
 from engine.kv.pool import Pool, PoolShape
 from engine.staging import Stager
 from wire.kv_layout import LAYERS, KvPart

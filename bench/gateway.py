@@ -104,8 +104,9 @@ async def stream_rest(address: str, name: str, num_tokens: int) -> list[float]:
     """The arrival times of a streamed completion's tokens."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     body = json.dumps({"model": "demo", "prompt": WORDS, "max_tokens": num_tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
-    writer.write(head.encode() + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: {name}\r\nconnection: close\r\n"
+    kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write((head + kind).encode() + body)
     times: list[float] = []
     while data := await reader.read(1 << 16):
         times += [time.monotonic()] * data.count(b'"text":"')

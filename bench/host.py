@@ -24,9 +24,9 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
 from decode_worker.streams import GatewayStreams
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch, ForwardRow
+from engine.compose import choose_attention
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder

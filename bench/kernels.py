@@ -21,10 +21,10 @@ from rich.table import Table
 from bench import attention, sampling
 from bench.load.command import load_plots
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
-from engine.attention.choose import choose_attention
+from engine.compose import choose_attention
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
+from engine.cpu.packed import can_pack
 from engine.kv.pool import Pool, PoolShape
-from engine.sampling.sample import sample
-from engine.weights.packed import can_pack
 from kvtransfer.reader import Local, PageRef
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2

@@ -20,12 +20,11 @@ from transformers import AutoTokenizer
 
 from demo.evaluate import held_out_cases
 from demo.tokens import render
-from engine.attention.choose import choose_for_layers
+from engine.compose import choose_for_layers, load_model
 from engine.kv.pool import PoolShape
 from engine.layers.linear import Quantization
 from engine.llm import LLM
 from engine.models.decoder import Decoder
-from engine.models.load import load_model
 from runtime.config_parts import DEMO_MODEL
 from tests.support.batches import Part, pack
 from worker.startup.models import locate_model

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardRow
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.input_batch import InputBatch
 from engine.prepared import prepare
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.sample import sample, sample_slowly
+from engine.sampling.sample import sample_slowly
 from wire.sampling import SamplingParams
 
 NUM_ROWS, VOCABULARY = 16, 128_256

@@ -3,21 +3,16 @@
 import base64
 import io
 import json
-import re
-import shutil
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-
 from cli.service import URL, ApiKey, CommandError, Service, Url
-from wire.image_files import MAX_FILE_BYTES, TAKEN, find_type
+from wire.image_formats import MAX_FILE_BYTES, TAKEN, find_type
 
 HELP = """/help                               this text
 /stats                              time to first token and rate of the last answer
@@ -27,7 +22,6 @@ HELP = """/help                               this text
 /set temperature=0.5;max_tokens=100 fields of the next requests; /set alone shows them, NAME= drops one
 /exit                               leave, as Ctrl-D does
 Ctrl-C stops an answer."""
-WORD = re.compile(r"\s|[^\s\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")  # or a character of a script without spaces
 
 
 @dataclass(slots=True)
@@ -244,31 +238,11 @@ def set_options(options: dict[str, Any], text: str) -> None:
 
 
 def print_answer(conversation: Conversation, text: str) -> None:
-    """Print an answer as it comes, at a terminal between words. Ctrl-C closes the stream, which stops the model."""
+    """Print an answer as it comes. Ctrl-C closes the stream, which stops the model."""
     with closing(conversation.ask(text)) as parts:
-        shown = map(printable, parts)
-        for part in wrap(shown, shutil.get_terminal_size().columns) if sys.stdout.isatty() else shown:
-            print(part, end="", flush=True)
+        for part in parts:
+            print(printable(part), end="", flush=True)
     print()
-
-
-def wrap(parts: Iterable[str], width: int) -> Iterator[str]:
-    """A text word by word, with line ends where a word would cross the last column. A word waits for its end."""
-    column, rest = 0, ""
-    for part in chain(filter(None, parts), [""]):  # the last one ends the last word
-        words = WORD.findall(rest + part)
-        rest = words.pop() if part and not words[-1].isspace() else ""
-        for word in words:
-            size = cell_len(word)
-            if word == "\n":
-                column = 0
-            elif column > 0 and column + size > width:
-                if word.isspace():
-                    continue  # the line ends here
-                yield "\n"
-                column = 0
-            yield word
-            column += size if size <= width else size % width
 
 
 def printable(text: str) -> str:

@@ -3,34 +3,28 @@
 A question that fails has an answer too: the error's text, or nothing where there is nothing. Imports torch.
 """
 
-import importlib
 import os
 import resource
 import shutil
 import sysconfig
-from collections.abc import Sequence
-from importlib.util import find_spec
-from itertools import permutations
 from pathlib import Path
 
 import torch
 
 from bench.products import check_products
 from cli.doctor_rules import GpuFacts, Machine, Model
-from engine.attention.choose import choose_for_layers
-from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_compiler, find_built, name_modules
+from engine.compose import choose_for_layers, load_any_config
+from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import check_kv_dtype, choose_device
-from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
+from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig
-from engine.models.load import load_any_config
-from engine.models.read_head import is_draft_head, read_head
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from gateway.text.trial import load_tokenizer
 from gateway.tools.dialect import find_dialect
 from runtime.config import ServeConfig
-from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
+from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
 from wire.kv_layout import PagePart
 from wire.names import MTP
@@ -54,10 +48,7 @@ def examine_machine() -> Machine:
         os.close(os.memfd_create("baton-doctor"))
     except (OSError, AttributeError) as error:
         memory_file_error = str(error)
-    measured = try_products() if not kernel_error and not gpus else ("", False, 0.0, 0.0)
-    products, are_products_slow, reading_rate, multiplying_rate = measured
-    flashinfer, flashinfer_error, built = examine_flashinfer()
-    pairs = permutations(range(len(gpus)), 2)
+    products, are_products_slow = try_products() if not kernel_error and not gpus else ("", False)
     return Machine(
         num_cores=num_cores(),
         num_host_cores=os.cpu_count() or 1,
@@ -67,30 +58,20 @@ def examine_machine() -> Machine:
         kernel_error=kernel_error,
         products=products,
         are_products_slow=are_products_slow,
-        reading_rate=reading_rate,
-        multiplying_rate=multiplying_rate,
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
-        has_own_pid_namespace=has_own_namespace("pid"),
-        has_own_ipc_namespace=has_own_namespace("ipc"),
+        own_namespaces=tuple(kind.upper() for kind in HOST_NAMESPACE if has_own_namespace(kind)),
         memory_file_error=memory_file_error,
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
-        torch_architectures=read_architectures(torch.cuda.get_arch_list()),
         driver=driver.version,
         num_driver_gpus=driver.num_gpus,
         visible_gpus=visible_gpus(),
         visible_setting=os.environ.get(VISIBLE, ""),
         gpus=gpus,
-        strangers=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
-        linked=find_linked([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else (),
         triton=find_version("triton"),
-        flashinfer=flashinfer,
-        flashinfer_error=flashinfer_error,
-        flashinfer_modules=tuple(sorted(built.modules)),
-        flashinfer_architectures=built.architectures,
-        no_compiler=explain_no_compiler(),
+        flashinfer=find_version("flashinfer-python"),
         nixl=find_version("nixl-cu13") or find_version("nixl-cu12"),
         rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -127,7 +108,6 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         head_dim=model.attention_shapes[0].head_dim,
-        modules=tuple(find_modules(model, dtype, kv_dtype)) if device.type == "cuda" else (),
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
         parts=tuple(parts),
@@ -156,16 +136,6 @@ def _read_draft(
     return read_head(folder, model, is_mtp=is_mtp) if is_mtp or is_draft_head(folder) else load_any_config(folder)
 
 
-def find_modules(model: ModelConfig | FallbackConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
-    """FlashInfer's modules for all layers; none where FlashInfer cannot attend, which the model's reason says."""
-    own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
-    has_kernels = SHORT.keys() >= {own, kv} and {shape.head_dim for shape in model.attention_shapes} <= set(HEAD_DIMS)
-    if not has_kernels or model.has_sinks:
-        return []
-    layers = zip(model.attention_shapes, model.windows, strict=True)
-    return sorted(set().union(*(name_modules(shape, [window], own, kv) for shape, window in layers)))
-
-
 def examine_gpu(index: int) -> GpuFacts:
     """Opens the GPU, which takes some of its memory until this process ends."""
     facts = torch.cuda.get_device_properties(index)
@@ -173,44 +143,26 @@ def examine_gpu(index: int) -> GpuFacts:
         free_bytes = torch.cuda.mem_get_info(index)[0]
     except RuntimeError:  # full to the brim: not even a context fits
         free_bytes = 0
-    return GpuFacts(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    readable = (index, *(other for other in others if torch.cuda.can_device_access_peer(index, other)))
+    uuids = tuple(str(torch.cuda.get_device_properties(one).uuid) for one in readable)
+    return GpuFacts(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), uuids[0], uuids)
 
 
-def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:
-    """torch's "sm_90a" and "compute_120" |-> "9.0a" and "12.0+PTX"."""
-    found = []
-    for name in listed:
-        kind, _, number = name.partition("_")
-        digits = number.rstrip("af")
-        found.append(f"{digits[:-1]}.{digits[-1]}{'+PTX' if kind == 'compute' else number[len(digits) :]}")
-    return tuple(found)
-
-
-def try_products() -> tuple[str, bool, float, float]:
-    """What products reach, in words, whether that is slow, how many bytes a second the machine reads, and how many
-    operations a second products of many rows do."""
+def try_products() -> tuple[str, bool]:
+    """What matrix products reach, in words, and whether that is slow."""
     torch.set_num_threads(num_cores())
     ceilings, rates = check_products()
     few, many = rates
     reached = (
         f"{ceilings.describe()}; {few.num_rows} row reads at {few.reading:.2f} of that, "
-        f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
+        f"{many.num_rows} rows multiply at {many.multiplying:.2f}: a model of 1B reads prompts at "
+        f"{many.operations / 2e9:,.0f} tokens/s, others in proportion"
     )
-    return reached, any(one.is_slow for one in rates), ceilings.num_bytes, many.operations
+    return reached, any(one.is_slow for one in rates)
 
 
 def has_own_namespace(kind: str) -> bool:
     """Whether this process is in another namespace than the host's first process."""
     link = Path(f"/proc/self/ns/{kind}")
     return link.is_symlink() and str(link.readlink()) != HOST_NAMESPACE[kind]
-
-
-def examine_flashinfer() -> tuple[str, str, BuiltAhead]:
-    """Its version, why it cannot be imported, and what was built ahead; all empty where it is not."""
-    built = find_built()
-    if find_spec("flashinfer") is None:
-        return "", "", built
-    try:
-        return str(importlib.import_module("flashinfer").__version__), "", built
-    except Exception as error:  # of whatever kind its dependencies raise
-        return find_version("flashinfer-python") or "found", f"{type(error).__name__}: {error}", built

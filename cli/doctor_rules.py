@@ -1,25 +1,25 @@
-"""What `baton doctor` knows of a machine and of the model on it, and what the machine means for `baton serve`. Pure."""
+"""`baton doctor`: facts about a machine and its models |-> rows of the report. Pure.
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import combinations
+What workers would do is the planner's own answer, with its reason: plan_workers, plan_pools and choose_transport.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.attention.modules import BuiltAhead, find_gap, runs_on
+from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
+from kvtransfer.cuda_ipc import GpuMemory
+from kvtransfer.transports import choose_transport
+from protos import kv_pb2
 from runtime.config import ServeConfig
 from runtime.config_parts import GPU_SHARE
-from runtime.gpus import VISIBLE
-from wire.kv_layout import PagePart
-from worker.startup.limits import ModelShape
+from runtime.gpus import VISIBLE, find_card
+from runtime.settings import ConfigError
+from wire.kv_layout import PagePart, page_bytes_of
+from worker.startup.limits import ModelShape, limits_of
+from worker.startup.pool_size import PoolPlan, plan_pools
 
 GIB = 1 << 30
-OTHER_MEMORY_BYTES = 4 * GIB  # KV and processes
-SIZES = (0.135, 0.35, 0.6, 1, 1.7, 3, 4, 8, 14, 24, 32, 70, 120)  # of models that people use, in billions of weights
-WEIGHT_BYTES = {"bf16": 2, "int8": 1, "int4": 0.57}
-PLEASANT_RATE = 10  # tokens a second: faster than most people read
-FP8_SINCE = (8, 9)  # the first compute capability that converts and multiplies e4m3
-DRIVERS = {12: 525, 13: 580}  # CUDA's major version |-> the first branch of NVIDIA's Linux driver that runs it
-CUDA_12 = "pip install 'torch==2.11.*' --index-url ADDRESS_OF_THE_CU128_WHEEL_INDEX (on PyTorch's installation page)"
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -33,6 +33,7 @@ class GpuFacts:
     free_bytes: int
     capability: tuple[int, int]  # compute capability, such as (9, 0)
     uuid: str
+    readable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can read, itself included
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +46,22 @@ class Machine:
     instruction_sets: tuple[str, ...]  # avx2, avx512, ... that the CPU has and kernels know
     cpp_compiler: str
     kernel_error: str  # why the CPU kernels cannot be built or loaded
-    products: str  # what products reach of the machine's ceilings; empty: not measured
-    are_products_slow: bool  # below half of both
-    reading_rate: float  # bytes a second of memory; 0: not measured
-    multiplying_rate: float  # operations a second of a prompt's products in bfloat16; 0: not measured
+    products: str  # the machine's ceilings, and what matrix products reach of them; empty: not measured
+    are_products_slow: bool  # below half of both ceilings
     c_compiler: str  # what Triton builds its launchers with
     has_python_header: bool  # Python.h, which these include
-    has_own_pid_namespace: bool  # not the host's
-    has_own_ipc_namespace: bool
+    own_namespaces: tuple[str, ...]  # of PID and IPC, those that are not the host's
     memory_file_error: str  # why there is no memory file (memfd)
     locked_bytes: int  # limit of locked memory; -1: none
     torch: str
     torch_cuda: str  # the CUDA version torch is built with
-    torch_architectures: tuple[str, ...]  # that torch has kernels for: "8.0", "12.0+PTX"; empty: unknown
     driver: str
     num_driver_gpus: int
     visible_gpus: tuple[str, ...]  # as `baton serve` deals them out
     visible_setting: str  # CUDA_VISIBLE_DEVICES
     gpus: tuple[GpuFacts, ...]  # as torch numbers them
-    strangers: tuple[tuple[int, int], ...]  # pairs of which the first cannot read the second's memory
-    linked: tuple[tuple[int, int], ...]  # pairs that NVLink joins, the smaller number first
     triton: str
     flashinfer: str
-    flashinfer_error: str  # why it cannot be imported
-    flashinfer_modules: tuple[str, ...]  # built ahead
-    flashinfer_architectures: tuple[str, ...]  # that they are built for; empty: not listed beside them
-    no_compiler: str  # why FlashInfer cannot compile others
     nixl: str
     rdma_devices: tuple[str, ...]  # that the kernel has, such as mlx5_0
 
@@ -83,7 +74,6 @@ class Model:
     dtype: str
     kv_dtype: str
     head_dim: int
-    modules: tuple[str, ...]  # of FlashInfer, that it needs; empty on a CPU
     has_native_code: bool  # False: transformers' own code runs
     context_tokens: int
     parts: tuple[PagePart, ...]  # of a page: the model's and the draft model's
@@ -108,11 +98,21 @@ class Row:
     advice: str = ""  # one line: the setting or package that changes it
 
 
-def judge_machine(config: ServeConfig, machine: Machine, needed: frozenset[str] | None) -> Iterator[Row]:
-    """Rows that need no model, without those that only a GPU needs where none is used.
+def judge(config: ServeConfig, machine: Machine, *models: Model | Exception) -> list[Row]:
+    """All rows. `models`: those of `config`, or why one cannot be examined."""
+    rows = [*judge_machine(config, machine)]
+    for text, model in zip(config.model, models, strict=True):
+        name, _, source = text.partition("=") if len(models) > 1 else ("", "", text)
+        own = judge_service(config, machine, model, name, source)
+        rows += [replace(row, part=f"{name} {row.part.removeprefix(f'{name} ')}".strip()) for row in own]
+    return rows
 
-    `needed`: FlashInfer's modules for the model; None: unknown.
-    """
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+def judge_machine(config: ServeConfig, machine: Machine) -> Iterator[Row]:
+    """Rows that need no model, without those that only a GPU needs where none is used."""
     is_on_gpu = config.device != "cpu" and bool(machine.gpus)
     yield Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used")
     memory = f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
@@ -120,19 +120,20 @@ def judge_machine(config: ServeConfig, machine: Machine, needed: frozenset[str] 
     instructions = " ".join(machine.instruction_sets) or "none that the kernels are written for"
     yield Row("cpu instructions", "ok", instructions)
     yield judge_kernels(machine, is_on_gpu)
-    if machine.reading_rate:
-        yield suggest_models(machine)
     yield Row("torch", "ok", f"{machine.torch}, {f'CUDA {machine.torch_cuda}' if machine.torch_cuda else 'no CUDA'}")
     yield from judge_gpus(config, machine) if machine.gpus else [explain_no_gpu(config, machine)]
     if is_on_gpu:
-        yield judge_triton(machine)
-        yield judge_flashinfer(machine, needed)
-        if len(machine.gpus) > 1:
-            yield judge_peers(machine)
-    has = {"PID": machine.has_own_pid_namespace, "IPC": machine.has_own_ipc_namespace}
-    if own := [name for name, is_own in has.items() if is_own]:
+        lacks = "" if machine.c_compiler else "no C compiler: install gcc"
+        lacks = lacks or ("" if machine.has_python_header else "no Python.h: install Python's headers (python3-dev)")
+        lacks = lacks if machine.triton else "not installed: pip install triton"
+        found, _, advice = lacks.partition(": ")
+        advice = advice and f"{advice}; until then torch computes more slowly"
+        yield Row("triton", "warning" if lacks else "ok", found or f"{machine.triton}, {machine.c_compiler}", advice)
+        advice = "" if machine.flashinfer else "pip install 'baton[cuda]'; until then attention is slow"
+        yield Row("flashinfer", "warning" if advice else "ok", machine.flashinfer or "not installed", advice)
+    if machine.own_namespaces:
         advice = "workers in other containers must share the PID namespace, and IPC for CUDA: docker run --pid, --ipc"
-        yield Row("namespaces", "ok", f"{' and '.join(own)} of a container's own", advice)
+        yield Row("namespaces", "ok", f"{' and '.join(machine.own_namespaces)} of a container's own", advice)
     else:
         yield Row("namespaces", "ok", "PID and IPC are the host's")
     locked = "unlimited" if machine.locked_bytes == -1 else f"{machine.locked_bytes >> 20} MiB"
@@ -158,27 +159,6 @@ def judge_kernels(machine: Machine, is_on_gpu: bool) -> Row:
     return Row("cpu kernels", "warning", machine.kernel_error, f"{advice}; until then attention is slow")
 
 
-def suggest_models(machine: Machine) -> Row:
-    """The largest models whose weights fit, and the largest that are pleasant to read from, by format."""
-    room = machine.memory_bytes - OTHER_MEMORY_BYTES
-
-    def list_largest(most_bytes: float) -> str:
-        found = []
-        for name, weight_bytes in WEIGHT_BYTES.items():
-            size = max((size for size in SIZES if size * 1e9 * weight_bytes <= most_bytes), default=None)
-            rate = f"{size:g}B ({machine.reading_rate / (size * 1e9 * weight_bytes):.2g} tokens/s)" if size else "none"
-            found.append(f"{name} {rate}")
-        return ", ".join(found)
-
-    quick = list_largest(min(room, machine.reading_rate / PLEASANT_RATE))
-    return Row(
-        "what fits", "ok", f"models up to {list_largest(room)}; at {PLEASANT_RATE} tokens/s and more up to {quick}; "
-        f"a model of 1B reads prompts at {machine.multiplying_rate / 2e9:,.0f} tokens/s, others in proportion",
-        "of one stream, if a token reads all weights once; more streams share the reading, and of a mixture of experts "
-        "only the active weights count; prompts without their attention, which grows with the context",
-    )  # fmt: skip
-
-
 def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
     """What --transport nixl needs on this host. Only a hand-off shows whether UCX can use a device."""
     is_wanted, devices = config.transport == "nixl", ", ".join(machine.rdma_devices)
@@ -198,108 +178,136 @@ def judge_gpus(config: ServeConfig, machine: Machine) -> Iterator[Row]:
         major, minor = gpu.capability
         found = (
             f"{gpu.name}, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, compute capability "
-            f"{major}.{minor} ({'fp8' if gpu.capability >= FP8_SINCE else 'no fp8'} for weights and KV), "
-            f"driver {machine.driver or 'unknown'}"
+            f"{major}.{minor}, driver {machine.driver or 'unknown'}"
         )
         advice = ""
-        status: Status = "warning"
-        if machine.torch_architectures and not any(runs_on(one, gpu.capability) for one in machine.torch_architectures):
-            has = " ".join(machine.torch_architectures)
-            found = f"{found}; torch {machine.torch} has kernels for {has}, none for this GPU"
-            advice, status = suggest_torch(machine.driver), "missing"
-        elif major < 8 and config.dtype != "float16":
+        if major < 8 and config.dtype != "float16":
             advice = "it computes bfloat16 slowly: set --dtype float16"
         elif gpu.free_bytes < GPU_SHARE * gpu.total_bytes and not config.gpu_memory_share:
             advice = f"workers count on {GPU_SHARE:g} of it: end other programs, or set --gpu-memory-share"
-        yield Row(f"gpu {index}", status if advice and config.device != "cpu" else "ok", found, advice)
+        yield Row(f"gpu {index}", "warning" if advice and config.device != "cpu" else "ok", found, advice)
 
 
 def explain_no_gpu(config: ServeConfig, machine: Machine) -> Row:
     """Why torch sees none, which matters unless --device is cpu."""
+    found = f"the driver shows {machine.num_driver_gpus}"
     if not machine.num_driver_gpus:
         found, advice = "the driver shows none", "install NVIDIA's driver, or start the container with --gpus all"
     elif not machine.torch_cuda:
-        found = f"the driver shows {machine.num_driver_gpus}, but torch {machine.torch} is built without CUDA"
-        advice = suggest_torch(machine.driver)
+        found, advice = f"{found}, but torch {machine.torch} is built without CUDA", "install torch's CUDA wheel"
     elif not machine.visible_gpus:
-        found = f"the driver shows {machine.num_driver_gpus}, {VISIBLE}={machine.visible_setting!r} none"
-        advice = f"unset {VISIBLE}"
+        found, advice = f"{found}, {VISIBLE}={machine.visible_setting!r} none", f"unset {VISIBLE}"
     else:
-        found, advice = explain_driver(machine)
+        found = f"driver {machine.driver or 'unknown'} does not start torch's CUDA {machine.torch_cuda}"
+        advice = "see what nvidia-smi says: update NVIDIA's driver, or install torch for an older CUDA"
     if config.device == "cuda":
         return Row("gpu", "missing", found, f"{advice}, or set --device cpu")
     is_wasted = bool(machine.num_driver_gpus) and config.device == "auto"
     return Row("gpu", "warning" if is_wasted else "ok", found, advice if is_wasted else "")
 
 
-def suggest_torch(driver: str) -> str:
-    """The wheel for a driver; an unknown driver counts as new."""
-    branch = int(driver.partition(".")[0] or DRIVERS[13])
-    if branch >= DRIVERS[13]:
-        return "install torch's CUDA wheel, PyPI's is for CUDA 13"
-    if branch >= DRIVERS[12]:
-        return f"install torch's CUDA wheel for CUDA 12, which driver {driver} runs: {CUDA_12}"
-    return f"update NVIDIA's driver to {DRIVERS[13]} or newer; torch's CUDA wheels need {DRIVERS[12]} at least"
+# -- the service -----------------------------------------------------------------------------------------------------
 
 
-def explain_driver(machine: Machine) -> tuple[str, str]:
-    """Why a driver that shows GPUs does not start torch's CUDA, and what to do."""
-    found = f"driver {machine.driver or 'unknown'} does not start torch's CUDA {machine.torch_cuda}"
-    branch, needed = machine.driver.partition(".")[0], DRIVERS.get(int(machine.torch_cuda.partition(".")[0]))
-    if not branch or not needed or int(branch) >= needed:
-        return found, "see what nvidia-smi says: after an update of NVIDIA's driver the machine must start again"
-    advice = f"update NVIDIA's driver to {needed} or newer"
-    if int(branch) >= DRIVERS[12]:
-        advice = f"{advice}, or install torch for CUDA 12: {CUDA_12}"
-    return f"{found}, which needs {needed} or newer", advice
+def judge_service(
+    config: ServeConfig, machine: Machine, model: Model | Exception, name: str, source: str
+) -> Iterator[Row]:
+    """What `baton serve` would start for one model. `name`: where there are several."""
+    if config.device == "cuda" and not machine.gpus:
+        return  # the row of the GPU says it
+    if isinstance(model, OSError):
+        advice = "workers fetch it when they start; or set --model to a folder"
+        yield Row("model", "warning", f"{source} is not on this machine", advice)
+        return
+    if isinstance(model, Exception):
+        yield split_advice("model", model)
+        return
+    weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
+    code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
+    yield Row("model", "ok", f"{source} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
+    yield Row("tools", "ok", model.tools)
+    gpus = machine.visible_gpus[: len(machine.gpus)]
+    try:
+        workers = [worker for worker in plan_workers(config, gpus) if worker.settings.model_name == name]
+    except ConfigError as error:
+        yield split_advice("workers", error)
+        return
+    num_prefill, why = choose_prefill_workers(config, len(gpus))
+    yield Row("workers", "ok", f"{num_prefill} prefill, {config.decode_workers} decode: {why}")
+    for worker in workers:
+        try:
+            yield judge_worker(worker, machine, model)
+        except ConfigError as error:
+            yield split_advice(worker.name, error)
+    if workers[0].role == "decode":
+        yield Row("hand-off", "ok", "none: decode workers prefill by themselves")
+    else:
+        yield judge_hand_off(config, workers[0], workers[-1], machine, model)
 
 
-def judge_triton(machine: Machine) -> Row:
-    """Compiles Baton's own GPU kernels when they are first used."""
-    if not machine.triton:
-        return Row("triton", "warning", "not installed", "pip install triton; until then torch computes more slowly")
-    if not machine.c_compiler:
-        return Row("triton", "warning", f"{machine.triton}, no C compiler", "install gcc, which its launchers need")
-    if not machine.has_python_header:
-        advice = "install Python's headers (python3-dev on Debian, python3-devel on Fedora), which its launchers need"
-        return Row("triton", "warning", f"{machine.triton}, no Python.h", advice)
-    return Row("triton", "ok", f"{machine.triton}, {machine.c_compiler}")
+def judge_worker(worker: WorkerPlan, machine: Machine, model: Model) -> Row:
+    """Where one worker computes, by what, its limits, and how large its pool becomes. Raises ConfigError."""
+    tp = worker.settings.tp
+    page_bytes = page_bytes_of(model.parts, 0, tp)
+    card, memory_bytes, where = None, 0, "cpu" if tp == 1 else f"cpu, {tp} ranks"
+    if model.device == "cuda":
+        gpu, where = machine.gpus[worker.gpus[0]], f"gpu {', '.join(map(str, worker.gpus))}"
+        card, memory_bytes = find_card(gpu.name, gpu.total_bytes), gpu.total_bytes
+    plan = plan_pools(worker.settings, model.shape, page_bytes, card, memory_bytes, machine.memory_bytes)
+    pool_bytes, slots_bytes = (tp * plan.num_pages * page_bytes, tp * plan.num_slots * model.shape.slot_bytes_of(tp))
+    chunk_tokens = limits_of(plan.settings, model.shape.vocab_size).chunk_tokens
+    found = (
+        f"{where}; attention {model.attention} ({model.attention_reason}); {chunk_tokens} prompt tokens in a step; KV "
+        f"pool of {plan.num_pages * plan.settings.page_tokens} tokens in {pool_bytes / GIB:.2f} GiB: "
+        f"{explain_pool(plan)}"
+    )
+    if plan.num_slots:
+        found += f"; {plan.num_slots} slots of recurrent state in {slots_bytes / GIB:.2f} GiB"
+    return Row(worker.name, "warning" if model.is_fallback else "ok", found)
 
 
-def judge_flashinfer(machine: Machine, needed: frozenset[str] | None) -> Row:
-    """Whether it can be imported and has modules for this model: built ahead, or by nvcc on first use."""
-    if not machine.flashinfer:
-        return Row("flashinfer", "warning", "not installed", "pip install 'baton[cuda]'; until then attention is slow")
-    if machine.flashinfer_error:
-        found = f"{machine.flashinfer} cannot be imported: {machine.flashinfer_error}"
-        return Row("flashinfer", "warning", found, "install what it lacks: pip install 'baton[cuda]'")
-    built = BuiltAhead(frozenset(machine.flashinfer_modules), machine.flashinfer_architectures)
-    found = machine.flashinfer
-    if built.modules:
-        found = f"{found}, {len(built.modules)} modules built ahead for {' '.join(built.architectures) or '?'}"
-    needed = built.modules if needed is None else needed
-    for index, gpu in enumerate(machine.gpus):
-        if gap := find_gap(needed, built, gpu.capability, machine.no_compiler):
-            gap, _, advice = gap.rpartition(": ")
-            found = f"{found}; gpu {index}: {gap}"
-            return Row("flashinfer", "warning", found, f"{advice}; until then attention is slow")
-    if needed <= built.modules:
-        return Row("flashinfer", "ok", found)
-    return Row("flashinfer", "ok", f"{found}; nvcc builds what the model needs on first use, which takes minutes")
+def explain_pool(plan: PoolPlan) -> str:
+    """The rule by which a pool gets its size."""
+    settings, room = plan.settings, plan.room
+    if settings.kv_memory_mib:
+        return "--kv-memory-mib"
+    within = f"{settings.kv_memory_share:.3g} of free memory"
+    if room is not None:
+        share = settings.gpu_memory_share or GPU_SHARE
+        within = f"{share:.3g} of the GPU beside weights and about {room.reserve_bytes / GIB:.1f} GiB for computing"
+    return f"room for {settings.max_running} contexts, within {within}"
 
 
-def judge_peers(machine: Machine) -> Row:
-    """Whether GPUs read each other's memory without the host, and over what."""
-    pairs = set(combinations(range(len(machine.gpus)), 2))
-    apart = {(min(two), max(two)) for two in machine.strangers}
-    links = pairs & set(machine.linked) - apart
-    over = "NVLink" if links == pairs - apart else f"NVLink between {name_pairs(links)}, else PCIe" if links else "PCIe"
-    if not apart:
-        return Row("peer access", "ok", f"between all GPUs, over {over}: --transport cuda_ipc can read pages")
-    found = f"not between {name_pairs(apart)}" + (f"; the others over {over}" if pairs - apart else "")
-    advice = f"set {VISIBLE} to GPUs that have it; pages between others go through the host"
-    return Row("peer access", "warning", found, advice)
+def judge_hand_off(config: ServeConfig, prefill: WorkerPlan, decode: WorkerPlan, machine: Machine, model: Model) -> Row:
+    """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
+    ours, theirs = (describe_peer(config, machine, model, worker) for worker in (decode, prefill))
+    try:
+        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport)
+    except ValueError as error:
+        return Row("hand-off", "missing", str(error), "drop --require-transport")
+    if config.transport not in ("auto", transport):
+        return Row("hand-off", "missing", f"{transport}, not {config.transport}: {why}", "set --transport auto")
+    is_slow = transport == "grpc" and config.transport == "auto"
+    return Row("hand-off", "warning" if is_slow else "ok", f"{transport}: {why}")
 
 
-def name_pairs(pairs: Iterable[tuple[int, int]]) -> str:
-    return ", ".join(f"{one} and {other}" for one, other in sorted(pairs))
+def describe_peer(config: ServeConfig, machine: Machine, model: Model, worker: WorkerPlan) -> kv_pb2.Peer:
+    """As much of a worker's identity as the choice of a transport needs."""
+    pool_fd = None if machine.memory_file_error else 0
+    peer = kv_pb2.Peer(address=worker.name, pid=int(worker.role == "prefill"), pool_fd=pool_fd)  # two processes
+    for index in worker.gpus:
+        transports = peer.ranks.add().transports
+        if config.transport == "nixl" and machine.nixl:
+            transports["nixl"] = b"registered"
+        if model.device == "cuda":
+            gpu = machine.gpus[index]
+            transports["cuda_ipc"] = GpuMemory(gpu.uuid, gpu.readable, b"a handle").pack()
+        elif pool_fd is not None:
+            transports["shm"] = b""
+    return peer
+
+
+def split_advice(part: str, error: Exception) -> Row:
+    """One of Baton's own errors as a row: it ends in what to set."""
+    found, _, advice = str(error).rpartition(": ")
+    return Row(part, "missing", found or str(error), advice if found else "")

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from cyclopts import Parameter
 
 from cli.service import URL, ApiKey, CommandError, Service, Url
 from cli.status import read_status
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.addresses import is_loopback
 from runtime.config_parts import ProcessConfig
 from runtime.malformed import ask_twice
@@ -75,39 +74,36 @@ def read_secret(address: str, pid: int) -> str:
 
 
 async def _drain(address: str, config: ProcessConfig, is_waiting: bool) -> int:
-    """Ask it as a decode worker, and if it is none, as a prefill worker."""
     async with load_trust(config).open_channel(address) as channel:
-        for stub in (decode_pb2_grpc.DecodeStub(channel), prefill_pb2_grpc.PrefillStub(channel)):
-            try:
-                answer = await ask_twice(partial(stub.Drain, decode_pb2.DrainRequest(), timeout=TIMEOUT_S))
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    continue
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    why = (
-                        f"refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or send SIGTERM "
-                        "to the worker's process, whose pid `baton status` shows"
-                    )
-                else:
-                    why = (
-                        f"does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
-                        "`baton status` lists them; the gateway itself is drained by SIGTERM"
-                    )
-                raise CommandError(f"{address} {why}") from error
-            print(f"{address} drains: {answer.num_left} requests left, for at most {answer.drain_s:g} s")
-            if is_waiting:
-                await _watch(address, stub, answer.drain_s)
-            return 0
-    raise CommandError(f"{address} is no Baton worker: `baton status` lists the workers' addresses")
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            answer = await ask_twice(lambda: stub.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S))
+        except grpc.aio.AioRpcError as error:
+            why = (
+                f"does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
+                "`baton status` lists them; the gateway itself is drained by SIGTERM"
+            )
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                why = "is no Baton worker: `baton status` lists the workers' addresses"
+            elif error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                why = (
+                    f"refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or send SIGTERM "
+                    "to the worker's process, whose pid `baton status` shows"
+                )
+            raise CommandError(f"{address} {why}") from error
+        print(f"{address} drains: {answer.num_left} requests left, for at most {answer.drain_s:g} s")
+        if is_waiting:
+            await _watch(address, stub, answer.drain_s)
+    return 0
 
 
-async def _watch(address: str, stub: decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub, drain_s: float) -> None:
+async def _watch(address: str, stub: worker_pb2_grpc.WorkerStub, drain_s: float) -> None:
     """Print what is left until the worker has ended."""
     deadline = time.monotonic() + drain_s + MARGIN_S
     num_left = -1
     while time.monotonic() < deadline:
         try:
-            status = await ask_twice(lambda: stub.Status(decode_pb2.StatusRequest(), timeout=TIMEOUT_S))
+            status = await ask_twice(lambda: stub.Status(worker_pb2.StatusRequest(), timeout=TIMEOUT_S))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 print(f"{address} has ended")

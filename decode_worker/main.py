@@ -16,7 +16,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.speculation.speculator import build_speculator
 from decode_worker.streams import GatewayStreams
-from protos import decode_pb2_grpc
+from protos import decode_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
 from worker.compose import build_features, compose_budget
@@ -68,6 +68,7 @@ class DecodeRole(Role):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, server)
 
     def end_streams(self) -> None:
         self._streams.close()

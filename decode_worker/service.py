@@ -14,7 +14,7 @@ from decode_worker.interfaces import Drafts, GrammarBrokenError, GrammarBusyErro
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.streams import GatewayStreams
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, worker_pb2
 from runtime import rpc
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_sampling
@@ -155,12 +155,11 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, error.detail)
         return decode_pb2.RenewResponse()
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         chunks, peers = self._chunks, self._receiver.peers
-        peers.add_to_status(status)
         status.goal_answers = chunks.most_answers(self._scheduler.max_running) if chunks.has_goal else 0
         status.chunk_costs.CopyFrom(
-            decode_pb2.ChunkCosts(
+            worker_pb2.ChunkCosts(
                 quiet_seconds=chunks.quiet_s, fixed_seconds=chunks.fixed_s, token_seconds=chunks.token_s,
                 tokens=chunks.beside, read_token_seconds=peers.read_token_s,
             )

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from demo.draft_head import DraftHead, tap_layers
 from demo.head_text import Text, read_text, write_text
 from demo.train import rate_at
-from engine.models.gguf_folder import gguf_cache
+from engine.formats.gguf_folder import gguf_cache
 from runtime.config_parts import SMOLLM2
 from worker.startup.models import locate_model
 

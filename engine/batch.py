@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.image_rows import BatchImages, StepImages, find_images, find_turns, gather
+from engine.adapters.rows import AdapterTiles, HostTiles, sort_rows
 from engine.input_batch import InputBatch
-from engine.kernels.adapter_rows import AdapterTiles, HostTiles, sort_rows
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.staging import Stager, upload
+from engine.vision.image_rows import BatchImages, StepImages, find_images, find_turns, gather
 
 
 class ForwardRow(NamedTuple):

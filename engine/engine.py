@@ -11,28 +11,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.choose import AttentionChoice, choose_for_layers
-from engine.graph_shapes import CHUNK_VALUES, choose_shapes
-from engine.graphs import CudaCapture, OnCaptured
-from engine.image_rows import ImageRules
+from engine.adapters.peft import PeftReader
+from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
+from engine.attention.choose import AttentionChoice
+from engine.compose import choose_for_layers, load_head, load_model, open_device, resolve_model_folder
+from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
+from engine.cuda.graphs import CudaCapture, OnCaptured
+from engine.cuda.largest_step import LargestStep, find_step_bytes, measure_peak
+from engine.formats.fp8 import check_fp8
+from engine.heads.decoder import HeadDecoder
+from engine.heads.read_head import is_draft_head
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
-from engine.largest_step import LargestStep, find_step_bytes, measure_peak
-from engine.layers.adapters import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
 from engine.layers.linear import Quantization
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.head import HeadDecoder
-from engine.models.load import load_head, load_model, resolve_model_folder
-from engine.models.peft import PeftReader
 from engine.models.read_config import load_config
-from engine.models.read_head import is_draft_head
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import HeadRunner, Runner
-from engine.vision import VisionTower, load_tower
+from engine.vision.image_rows import ImageRules
+from engine.vision.tower import VisionTower, load_tower
 from engine.weights.fingerprint import weight_fingerprint
-from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from engine.weights.table import Shard
 from wire.kv_layout import KvPart, PagePart, StatePart
@@ -104,8 +104,8 @@ class Engine:
         """On a GPU: build and load all kernels before the first request, and capture graphs. Does nothing on a CPU.
 
         graph_rows: decode steps of up to this many sequences run as graphs, if attention can be captured; steps of few
-        sequences also with up to `max_drafts` drafts. 0: no such graphs. piece_tokens: see engine/pieces.py. ValueError
-        says what cannot be built.
+        sequences also with up to `max_drafts` drafts. 0: no such graphs. piece_tokens: see engine/cuda/pieces.py.
+        ValueError says what cannot be built.
         """
         if self.padding_page is None:
             return
@@ -306,17 +306,19 @@ def assemble_engine(
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
     pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts),
-        lends=place.lends,
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, open_device(device).open_memory(),
+        share(place.pool_fds[0], parts), place.lends,
     )  # fmt: skip
     states = None
     if config.state_parts:
         whole = slots.page_parts(model.state_parts)
         states = Pool(
-            slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole), lends=place.lends
-        )
+            slots.with_pages(num_slots + has_padding), device, gpu=open_device(device).open_memory(),
+            share=share(place.pool_fds[1], whole), lends=place.lends,
+        )  # fmt: skip
         rows.states = states.shape.split(states.pages)
-    adapters, read_adapter = decoder.adapters, None
+    additions, read_adapter = decoder.additions, None
+    adapters = additions if isinstance(additions, Adapters) else None
     if adapters is not None:
         rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.image_rows import Encoding, ImageRules, RowImages, place_images
-from engine.kernels.adapter_rows import NO_SLOT
-from engine.kernels.sampling_fields import PARAMS, SEEN_BIT, to_row
+from engine.adapters.rows import NO_SLOT
 from engine.ranges import Ints, join_ranges
+from engine.sampling.fields import PARAMS, SEEN_BIT, to_row
 from engine.staging import upload
+from engine.vision.image_rows import Encoding, ImageRules, RowImages, place_images
 from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 

@@ -109,6 +109,9 @@ class GroupRanks(Ranks):
         return int(found)
 
 
+OpenRanks = Callable[[dist.ProcessGroup], GroupRanks]
+
+
 def end_group_member(code: int) -> NoReturn:
     """End this process, which was in a group: torch sometimes aborts while its libraries are taken down at the exit."""
     sys.stdout.flush()
@@ -116,10 +119,13 @@ def end_group_member(code: int) -> NoReturn:
     os._exit(code)
 
 
-def join_group(rendezvous: str, rank: int, size: int, device: torch.device, timeout_s: float) -> GroupRanks:
+def join_group(
+    rendezvous: str, rank: int, size: int, device: torch.device, timeout_s: float, open_ranks: OpenRanks = GroupRanks
+) -> GroupRanks:
     """Meet the other ranks through a file that all name, on this host only. One group per process.
 
-    `timeout_s`: for the meeting, and for each exchange. Raises RuntimeError if some do not come.
+    `timeout_s`: for the meeting, and for each exchange. open_ranks: see `Device`. Raises RuntimeError if some
+    do not come.
     """
     for name, interface in INTERFACES.items():
         os.environ.setdefault(name, interface)
@@ -130,9 +136,4 @@ def join_group(rendezvous: str, rank: int, size: int, device: torch.device, time
     )  # fmt: skip
     group = dist.group.WORLD
     assert group is not None
-    if is_cuda:
-        from engine.kv.gpu import Gpu
-        from engine.one_shot import open_ranks
-
-        return open_ranks(group, device, Gpu(device)) or GroupRanks(group)
-    return GroupRanks(group)
+    return open_ranks(group)

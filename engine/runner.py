@@ -16,14 +16,14 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import reference_attention
 from engine.batch import Batch, ForwardRow, Layout, build_batch, count_right, shift
-from engine.graph_shapes import CHUNK_VALUES, Shape
-from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
-from engine.head_follower import HeadFollower
+from engine.cuda.graph_shapes import CHUNK_VALUES, Shape
+from engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
+from engine.cuda.pieces import PieceGraphs
+from engine.heads.decoder import HeadDecoder
+from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.models.head import HeadDecoder
 from engine.out_of_memory import is_out_of_memory
-from engine.pieces import PieceGraphs
 from engine.prepared import LogitsChunk, Prepared, Preparer, with_masks
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch

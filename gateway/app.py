@@ -25,10 +25,8 @@ from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.request.rules import ServedNames
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
-from gateway.shares import Shared
 from gateway.text.offload import Offload
 from gateway.text.segments import SegmentEncoder
-from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.dialect import find_dialect
 from gateway.tools.reasoning import REASONING_FORMATS, resolve_reasoning
@@ -37,44 +35,45 @@ from gateway.tracing import Tracing
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
 
 
-def build_served_model(
+def add_model(
+    served: ServedModels,
     ring: EngineClient,
     tokenizer: Tokenizer,
     served_names: Sequence[str],
-    options: ApiOptions,
-    registry: CollectorRegistry,
+    registry: CollectorRegistry | None = None,
     tracing: Tracing | None = None,
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    others: Sequence[ServedModel] = (),
 ) -> ServedModel:
-    """Builds what REST and gRPC share. Registers metrics: call it once per registry. `ServedModels.close` ends it.
+    """Adds a model to the service, which closes it.
 
-    `adapters`: by the names that requests may have now. `others`: models of the same service that were built before.
+    `adapters`: by the names that requests may have now. `registry`: of the model's metrics, if not the service's; one
+    model for each.
     """
+    options = served.options
     dialect = find_dialect(options.tool_format, tokenizer.tried.probes)
     tokenizer.add_ends(dialect.format.ends if dialect.format else ())
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
     if dialect.format and dialect.format.has_channels:
         reasoning = REASONING_FORMATS["harmony"]  # which also reads what is no reasoning
-    offload, templates = (others[0].offload, others[0].templates) if others else (Offload(), Templates())
-    return ServedModel(
+    model = ServedModel(
         tokenizer=tokenizer,
         segments=SegmentEncoder(tokenizer),
-        offload=offload,
-        templates=templates,
-        template=templates.add(tokenizer.template),
-        images=_build_images(tokenizer, options, offload),
+        offload=served.offload,
+        templates=served.templates,
+        template=served.templates.add(tokenizer.template),
+        images=_build_images(tokenizer, options, served.offload),
         dialect=dialect,
         reasoning=reasoning,
-        keeps_header=options.keep_billing_header,
         ring=ring,
-        names=ServedNames(served_names, adapters, others[0].names.table if others else None),
+        names=ServedNames(served_names, adapters, served.find_names),
         options=options,
-        metrics=RequestMetrics(registry, options.itl_goal_s, others[0].metrics.live_gaps if others else None),
+        metrics=RequestMetrics(registry or served.registry, options.itl_goal_s, served.live_gaps),
         created_s=int(time.time()),
-        waiting=others[0].waiting if others else Shared(options.max_queue),
+        waiting=served.waiting,
         tracing=tracing,
     )
+    served.models.append(model)
+    return model
 
 
 def _build_images(tokenizer: Tokenizer, options: ApiOptions, offload: Offload) -> Images | None:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,23 +18,24 @@ from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
-from gateway.api.openai.batches import build_batch_router
 from gateway.api.tls import ServerTls
-from gateway.app import build_app, build_served_model
+from gateway.app import add_model, build_app
+from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.loop_watch import LoopWatch
 from gateway.metrics import ModelMetrics
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
-from gateway.router.autoscaling import Goals
-from gateway.router.discovery import Discovery
-from gateway.router.drain_gate import DrainGate
+from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
+from gateway.router.model_gate import ModelGate
 from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
+from gateway.scaling.autoscaling import FleetMetrics, Goals
+from gateway.scaling.discovery import Discovery
+from gateway.scaling.sleepers import Sleepers
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -93,16 +94,14 @@ async def _serve(
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
     fleet, discovery = _build_fleet(config, trust, tokenizers, registry)
-    gate = DrainGate()
-    shutdown = Shutdown(config.drain_s, lambda: len(gate))
-    gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
-    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, gate, tracing)
+    shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
+    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
-    app.include_router(build_batch_router(served, store))
+    add_batches(app, served, store)
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
     tls = ServerTls(Path(config.tls_cert), Path(config.tls_key)) if config.tls_cert else None
@@ -127,15 +126,13 @@ async def _serve(
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     paths = config.lora_paths(tuple(loaders))
-    reading = [*served.start_images(), asyncio.create_task(served.models[0].templates.start())]
-    first_loads = [
-        asyncio.create_task(keep_running(partial(loader.load_first, paths[name]), "loading adapters of --lora"))
-        for name, loader in loaders.items()
-    ]
-    ops.follow(Probes(lambda: None, served.check_ready, registry))
+    reading = [*served.start_images(), asyncio.create_task(served.templates.start())]
+    for name, loader in loaders.items():
+        loader.expect(paths[name])
+    ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
-    if (reason := served.check_ready()) is not None:
+    if (reason := served.readiness()) is not None:
         log.warning("not ready yet", reason=reason)
     if batches:
         batches.start()
@@ -150,11 +147,12 @@ async def _serve(
         await batches.close()  # its lines are for the next gateway: the drain does not wait for them
     await shutdown.wait()
     watch.close()
-    gate.cut_off()
+    for router in routers.values():
+        router.admission.cut_off()
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
-    for task in (*first_loads, *following, *reading):
+    for task in (*following, *reading):
         task.cancel()
     await discovery.close()
     await fleet.close()
@@ -168,7 +166,7 @@ def _build_models(
     fleet: Fleet,
     tokenizers: Mapping[str, Tokenizer],
     registry: CollectorRegistry,
-    gate: DrainGate,
+    shutdown: Shutdown,
     tracing: Tracing | None,
 ) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
     """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
@@ -184,14 +182,13 @@ def _build_models(
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
-        keep_billing_header=config.keep_billing_header,
         max_image_pixels=config.image_limit_pixels,
         image_hosts=config.allow_image_url,
         itl_goal_s=config.itl_goal_ms / 1e3,
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )
-    models: list[ServedModel] = []
+    served = ServedModels(options, registry, keys)
     routers: dict[str, Router] = {}
     loaders: dict[str, AdapterLoader] = {}
     labelled = ModelMetrics() if len(tokenizers) > 1 else None
@@ -199,16 +196,16 @@ def _build_models(
         own_fleet, own_registry, names = fleet, registry, config.served_name
         if labelled is not None:
             own_fleet, own_registry = fleet.parts[name], labelled.add(name)
-            names = (name, *(() if models else config.served_name))  # "*" is the first's
+            names = (name, *(() if served.models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
-        model = ModelGate(name if can_sleep or labelled else "")
-        router = routers[name] = _build_router(config, own_fleet, own_registry, gate, model)
+        model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
+        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
-        models.append(build_served_model(router, tokenizer, names, options, own_registry, tracing, adapters, models))
+        add_model(served, router, tokenizer, names, own_registry, tracing, adapters)
     if labelled is not None:
         registry.register(labelled)
-    return ServedModels(models, registry, keys), routers, loaders
+    return served, routers, loaders
 
 
 def _build_fleet(
@@ -248,22 +245,23 @@ async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[Mod
 
 
 def _build_router(
-    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, gate: DrainGate, model: ModelGate
+    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate
 ) -> Router:
     """What sends requests to workers of one model."""
     placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
-    return Router(
+    router = Router(
         fleet,
-        config.max_queue,
+        Admission(config.max_queue, lambda: shutdown.is_draining, shutdown.look_soon),
         config.request_timeout_s,
         config.patience_s,
         registry,
-        goals,
+        bool(config.itl_goal_ms),
         placer,
-        gate=gate,
         model=model,
     )
+    registry.register(FleetMetrics(router.queue, lambda: router.admission.num_waiting, goals))
+    return router
 
 
 class RestServer(uvicorn.Server):
@@ -276,13 +274,9 @@ class RestServer(uvicorn.Server):
 
 async def _wait_until_ready(fleet: Fleet, models: Sequence[ServedModel]) -> None:
     """Waits until all models can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
-    is_ready = asyncio.Event()
 
-    def look() -> None:
-        is_served = all(model.ring.check_ready() is None for model in models)
-        if is_served and all(worker.was_asked for worker in fleet.workers()):
-            is_ready.set()
+    def is_ready() -> bool:
+        is_served = all(model.ring.readiness() is None for model in models)
+        return is_served and all(worker.was_asked for worker in fleet.workers())
 
-    fleet.subscribe(look)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(is_ready.wait(), START_PATIENCE_S)
+    await fleet.changes.until(is_ready, START_PATIENCE_S)

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.batches.pace import Gaps
 from gateway.errors import ApiError
 from gateway.router.engine_client import FinishReason
 
@@ -41,6 +41,18 @@ class ModelMetrics(Collector):
         return merged.values()
 
 
+@dataclass(slots=True)
+class Gaps:
+    """Times between tokens of live answers."""
+
+    total_s: float = 0.0
+    count: int = 0
+
+    def add(self, total_s: float, count: int) -> None:
+        self.total_s += total_s
+        self.count += count
+
+
 class RequestMetrics:
     """The metrics of all requests, registered once per registry."""
 
@@ -66,8 +78,6 @@ class RequestMetrics:
         meaning = "From a request's arrival to each choice's last token."
         self.e2e_request_latency = time("e2e_request_latency", meaning, _REQUEST_BUCKETS_S)
         self.request_success = count("request_success", "Choices answered in full.", "finished_reason")
-        meaning = "Header lines of the system's text that were left out of prompts."
-        self.headers_left_out = count("prompt_headers_left_out", meaning)
         meaning = "Choices their client gave up, before the first token (waiting) or after it (decode)."
         self.cancelled = count("cancelled", meaning, "phase")
         meaning = "Tokens after a choice's first, by whether they came within --itl-goal-ms."

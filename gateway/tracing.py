@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans: one for each, and below it one for each part of each attempt. Never their texts.
+"""Requests as OpenTelemetry spans: one for each, and below it one for each attempt. Never their texts.
 
 OpenTelemetry's interface is always there. Its SDK is an extra, needed only where traces are opened.
 """
@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from gateway.errors import ApiError
-from gateway.router.attempt_record import AttemptRecord, Part
+from gateway.router.attempt_record import AttemptRecord
 from runtime.hardware import OWN_VERSION
 from runtime.peer_input import shorten
 from wire.timing import Timing
@@ -77,7 +77,8 @@ class RequestTrace:
         self._span.set_attributes(_valid(attributes))
 
     def note_usage(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
-        firsts = [one.first_token_s for attempts in self.choices for one in attempts if one.first_token_s is not None]
+        events = [attempt.events for attempts in self.choices for attempt in attempts]
+        firsts = [happened["first_token"] for happened in events if "first_token" in happened]
         first_s = time.perf_counter() - self._arrived_s - (time.monotonic() - min(firsts)) if firsts else None
         self.note(
             {
@@ -111,20 +112,20 @@ class RequestTrace:
     def _write_choice(self, choice: int, attempts: list[AttemptRecord], epoch_ns: int) -> None:
         """`epoch_ns`: what time.time_ns was when time.monotonic was 0."""
         context = set_span_in_context(self._span)
-        links: list[Link] = []  # to where the attempt before ended
+        links: list[Link] = []  # to the attempt before
         for attempt in attempts:
-            shared = {"baton.choice": choice, "baton.attempt": attempt.number}
-            parts = attempt.parts()
-            for number, (part, start_s, end_s) in enumerate(parts, 1):
-                known = _valid({**shared, **_describe(attempt, part)})
-                start_ns = epoch_ns + _nanoseconds(start_s)
-                span = self._tracer.start_span(f"baton.{part}", context, SpanKind.INTERNAL, known, links, start_ns)
-                if number == len(parts) and attempt.reason:
-                    reason = str(_encodable(shorten(attempt.reason)))
-                    span.set_attribute("baton.reason", reason)
-                    if attempt.is_failure:
-                        span.set_status(Status(StatusCode.ERROR, reason))
-                span.end(epoch_ns + _nanoseconds(end_s))
+            assert attempt.ended_s is not None, "it still runs"
+            known = _valid({"baton.choice": choice, **_describe(attempt)})
+            start_ns = epoch_ns + _nanoseconds(attempt.queued_s)
+            span = self._tracer.start_span("baton.attempt", context, SpanKind.INTERNAL, known, links, start_ns)
+            for event, happened_s in attempt.events.items():
+                span.add_event(event, timestamp=epoch_ns + _nanoseconds(happened_s))
+            if attempt.reason:
+                reason = str(_encodable(shorten(attempt.reason)))
+                span.set_attribute("baton.reason", reason)
+                if attempt.is_failure:
+                    span.set_status(Status(StatusCode.ERROR, reason))
+            span.end(epoch_ns + _nanoseconds(attempt.ended_s))
             links = [Link(span.get_span_context())]
 
 
@@ -184,24 +185,19 @@ def _classify(error: BaseException) -> tuple[str, bool]:
     return type(error).__name__, True
 
 
-def _describe(attempt: AttemptRecord, part: Part) -> Mapping[str, Attribute]:
-    """What is known of a part. Seconds are as measured by workers: there the parts may overlap."""
-    if part == "queue":
-        return {}
-    worker, known = attempt.decode, dict[str, Attribute]()
-    if part == "prefill":
-        timing = attempt.decoded
-        if attempt.is_handed_off:
-            worker, timing = attempt.prefill, attempt.prefilled
-        known = {"baton.cached_tokens": attempt.num_cached, **_measured(timing, "prefill_seconds")}
-        known |= _measured(attempt.decoded, "grammar_seconds")
-    elif part == "transfer":
-        known = _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
-    else:
-        names = ("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions")
-        known = {"baton.output_tokens": attempt.num_tokens, **_measured(attempt.decoded, *names)}
-    named = {} if worker is None else {f"baton.worker.{field}": value for field, value in worker._asdict().items()}
-    return named | known
+def _describe(attempt: AttemptRecord) -> dict[str, Attribute]:
+    """Its number, its workers, and what they report. Seconds are as measured there: phases may overlap."""
+    known: dict[str, Attribute] = {"baton.attempt": attempt.number}
+    for role, worker in (("decode", attempt.decode), ("prefill", attempt.prefill)):
+        if worker is not None:
+            known |= {f"baton.{role}.{field}": value for field, value in worker._asdict().items()}
+    if attempt.decode is not None:
+        known |= {"baton.cached_tokens": attempt.num_cached, "baton.output_tokens": attempt.num_tokens}
+    known |= _measured(attempt.prefilled or attempt.decoded, "prefill_seconds")
+    if attempt.prefilled and attempt.prefilled.transport:
+        known |= _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
+    names = ("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions")
+    return known | _measured(attempt.decoded, "grammar_seconds", *names)
 
 
 def _measured(timing: Timing | None, *names: str) -> dict[str, Attribute]:

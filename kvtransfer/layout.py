@@ -8,8 +8,8 @@ from wire.kv_layout import PagePart, can_divide, heads_of
 
 # 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which no other field shows. 3: ranks.
 # 4: Rank.transports. 5: Ticket.adapter, without which a prompt's KV would be the base model's.
-PROTOCOL_MIN = 5
-PROTOCOL_MAX = 5
+PROTOCOL_MIN = 6
+PROTOCOL_MAX = 6
 MAX_RANKS = 1024  # of a peer
 
 _VERSION_FIELDS = ("protocol_min", "protocol_max")

@@ -14,7 +14,7 @@ from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
-from protos import prefill_pb2_grpc
+from protos import prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
 from worker.compose import build_features, compose_budget
@@ -58,6 +58,7 @@ class PrefillRole(Role):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, server)
         self._pages.add_to(server)
 
     async def close(self) -> None:

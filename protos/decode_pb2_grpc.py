@@ -66,26 +66,6 @@ class DecodeStub:
                 request_serializer=protos_dot_kv__pb2.OfferRequest.SerializeToString,
                 response_deserializer=protos_dot_kv__pb2.OfferResponse.FromString,
                 _registered_method=True)
-        self.Status = channel.unary_unary(
-                '/baton.v1.Decode/Status',
-                request_serializer=protos_dot_decode__pb2.StatusRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.WorkerStatus.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/baton.v1.Decode/Drain',
-                request_serializer=protos_dot_decode__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/baton.v1.Decode/LoadAdapter',
-                request_serializer=protos_dot_decode__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/baton.v1.Decode/UnloadAdapter',
-                request_serializer=protos_dot_decode__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
 
 
 class DecodeServicer:
@@ -143,37 +123,6 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Status(self, request, context):
-        """The worker's current state.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Stops the worker like SIGTERM: it accepts nothing new, finishes its work, and exits. Returns at once. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadAdapter(self, request, context):
-        """Reads an adapter (LoRA) for the model, so that requests can name it by its digest. Idempotent for a digest that is
-        there, whose name is updated. One load runs at a time.
-        INVALID_ARGUMENT: the folder is no usable adapter for this model; FAILED_PRECONDITION: this worker takes no adapters
-        (--max-loras 0), or the folder has another digest than the one expected; RESOURCE_EXHAUSTED: no memory for it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """Refuses new requests for an adapter at once, and frees its memory when no sequence has it. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -206,26 +155,6 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Offer,
                     request_deserializer=protos_dot_kv__pb2.OfferRequest.FromString,
                     response_serializer=protos_dot_kv__pb2.OfferResponse.SerializeToString,
-            ),
-            'Status': grpc.unary_unary_rpc_method_handler(
-                    servicer.Status,
-                    request_deserializer=protos_dot_decode__pb2.StatusRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.WorkerStatus.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=protos_dot_decode__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.DrainResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=protos_dot_decode__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=protos_dot_decode__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -391,114 +320,6 @@ class Decode:
             '/baton.v1.Decode/Offer',
             protos_dot_kv__pb2.OfferRequest.SerializeToString,
             protos_dot_kv__pb2.OfferResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Status(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Decode/Status',
-            protos_dot_decode__pb2.StatusRequest.SerializeToString,
-            protos_dot_decode__pb2.WorkerStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Decode/Drain',
-            protos_dot_decode__pb2.DrainRequest.SerializeToString,
-            protos_dot_decode__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Decode/LoadAdapter',
-            protos_dot_decode__pb2.LoadAdapterRequest.SerializeToString,
-            protos_dot_decode__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Decode/UnloadAdapter',
-            protos_dot_decode__pb2.UnloadAdapterRequest.SerializeToString,
-            protos_dot_decode__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from protos import decode_pb2 as protos_dot_decode__pb2
 from protos import prefill_pb2 as protos_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -46,26 +45,6 @@ class PrefillStub:
                 request_serializer=protos_dot_prefill__pb2.LendRequest.SerializeToString,
                 response_deserializer=protos_dot_prefill__pb2.LendResponse.FromString,
                 _registered_method=True)
-        self.Status = channel.unary_unary(
-                '/baton.v1.Prefill/Status',
-                request_serializer=protos_dot_decode__pb2.StatusRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.WorkerStatus.FromString,
-                _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/baton.v1.Prefill/Drain',
-                request_serializer=protos_dot_decode__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/baton.v1.Prefill/LoadAdapter',
-                request_serializer=protos_dot_decode__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/baton.v1.Prefill/UnloadAdapter',
-                request_serializer=protos_dot_decode__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=protos_dot_decode__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
 
 
 class PrefillServicer:
@@ -93,37 +72,6 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Status(self, request, context):
-        """The worker's current state.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Stops the worker like SIGTERM: it accepts nothing new, finishes its work, and exits. Returns at once. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadAdapter(self, request, context):
-        """Reads an adapter (LoRA) for the model, so that requests can name it by its digest. Idempotent for a digest that is
-        there, whose name is updated. One load runs at a time.
-        INVALID_ARGUMENT: the folder is no usable adapter for this model; FAILED_PRECONDITION: this worker takes no adapters
-        (--max-loras 0), or the folder has another digest than the one expected; RESOURCE_EXHAUSTED: no memory for it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """Refuses new requests for an adapter at once, and frees its memory when no sequence has it. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,26 +84,6 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Lend,
                     request_deserializer=protos_dot_prefill__pb2.LendRequest.FromString,
                     response_serializer=protos_dot_prefill__pb2.LendResponse.SerializeToString,
-            ),
-            'Status': grpc.unary_unary_rpc_method_handler(
-                    servicer.Status,
-                    request_deserializer=protos_dot_decode__pb2.StatusRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.WorkerStatus.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=protos_dot_decode__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.DrainResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=protos_dot_decode__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=protos_dot_decode__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=protos_dot_decode__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -213,114 +141,6 @@ class Prefill:
             '/baton.v1.Prefill/Lend',
             protos_dot_prefill__pb2.LendRequest.SerializeToString,
             protos_dot_prefill__pb2.LendResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Status(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Prefill/Status',
-            protos_dot_decode__pb2.StatusRequest.SerializeToString,
-            protos_dot_decode__pb2.WorkerStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Prefill/Drain',
-            protos_dot_decode__pb2.DrainRequest.SerializeToString,
-            protos_dot_decode__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Prefill/LoadAdapter',
-            protos_dot_decode__pb2.LoadAdapterRequest.SerializeToString,
-            protos_dot_decode__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Prefill/UnloadAdapter',
-            protos_dot_decode__pb2.UnloadAdapterRequest.SerializeToString,
-            protos_dot_decode__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

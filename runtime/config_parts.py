@@ -270,9 +270,6 @@ class PublicConfig(GoalConfig):
     """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
     reasoning_format: ReasoningFormat = "auto"
     """How the model reasons before it answers; auto is what its chat template shows, none leaves that in the text."""
-    keep_billing_header: bool = False
-    """Keep the line x-anthropic-billing-header that Claude Code puts before its prompts; it changes with each session
-    or request, so that prompts share no beginning."""
     body_limit_bytes: Annotated[int, count(1024, MAX_BODY_BYTES)] = 8 << 20
     """Largest request body."""
     image_limit_pixels: Annotated[int, count(1, MAX_IMAGE_PIXELS)] = 1 << 26

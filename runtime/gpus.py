@@ -6,17 +6,14 @@ Asks NVML, or /proc if NVML is not installed. `CUDA_VISIBLE_DEVICES` limits the 
 import ctypes
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 NVML = "libnvidia-ml.so.1"  # comes with the driver
 PROC = Path("/proc/driver/nvidia/gpus")  # a folder per GPU; absent under WSL
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
 VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
@@ -27,44 +24,18 @@ class Driver(NamedTuple):
     version: str  # empty if unknown
 
 
-@contextmanager
-def open_nvml() -> Iterator[ctypes.CDLL | None]:
-    """NVML, initialised; None where it is not installed or has no driver."""
+def ask_driver() -> Driver:
+    """All GPUs of the driver; none without a driver."""
     nvml = None
     with suppress(OSError):
         nvml = ctypes.CDLL(NVML)
     if nvml is None or nvml.nvmlInit_v2():
-        yield None
-        return
-    yield nvml
+        return Driver(len(list(PROC.iterdir())) if PROC.is_dir() else 0, "")
+    count, version = ctypes.c_uint(0), ctypes.create_string_buffer(VERSION_BYTES)
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))  # stays 0 if the call fails
+    nvml.nvmlSystemGetDriverVersion(version, VERSION_BYTES)
     nvml.nvmlShutdown()
-
-
-def ask_driver() -> Driver:
-    """All GPUs of the driver; none without a driver."""
-    with open_nvml() as nvml:
-        if nvml is None:
-            return Driver(len(list(PROC.iterdir())) if PROC.is_dir() else 0, "")
-        count, version = ctypes.c_uint(0), ctypes.create_string_buffer(VERSION_BYTES)
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))  # stays 0 if the call fails
-        nvml.nvmlSystemGetDriverVersion(version, VERSION_BYTES)
     return Driver(count.value, version.value.decode(errors="replace"))
-
-
-def find_linked(uuids: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Pairs of GPUs that NVLink joins, through a switch too; none if NVML does not say."""
-    with open_nvml() as nvml:
-        if nvml is None:
-            return ()
-        found, handles = [], [ctypes.c_void_p() for _ in uuids]
-        for uuid, handle in zip(uuids, handles, strict=True):
-            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle))
-        for pair in combinations(range(len(uuids)), 2):
-            status = ctypes.c_uint(P2P_OK + 1)  # stays so if the call fails
-            nvml.nvmlDeviceGetP2PStatus(*(handles[gpu] for gpu in pair), P2P_NVLINK, ctypes.byref(status))
-            if status.value == P2P_OK:
-                found.append(pair)
-    return tuple(found)
 
 
 def list_visible(visible: str | None, num_gpus: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/kernels/build.py
+CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/cpu/build.py
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -37,7 +37,7 @@ def wait_without_spinning() -> None:
 
     By default they spin. If another process needs the core, each barrier then costs a scheduling quantum (measured: a
     decode step of two workers on two cores takes 10 times as long). Where kernels are to be built for AVX2
-    (engine/kernels/build.py), torch uses no more either.
+    (engine/cpu/build.py), torch uses no more either.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get(CPU_ISA, "").startswith("avx2"):

@@ -6,6 +6,7 @@ Property tests use the same examples everywhere, however slow the machine. Each 
 import asyncio
 import inspect
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 from runtime.hardware import wait_without_spinning
 from tests.support.interpreter import interpret_kernels
 
+sys.dont_write_bytecode = False  # a run has hundreds of processes: each module is compiled once, not in each of them
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 wait_without_spinning()
 interpret_kernels()
 structlog.configure([structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])  # plain tracebacks
@@ -23,13 +26,23 @@ settings.register_profile("baton", deadline=None, derandomize=True, suppress_hea
 settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"
-LONGEST = {"services", "simulator", "worker"}  # folders
-PATIENCE_S = 60.0  # for a coroutine
+LONGEST = (  # files, by the seconds that they take: 200 to 20
+    "test_images", "test_kv_files", "test_many_models", "test_gpu_compile", "test_gpu_check", "test_states",
+    "test_adapters_service", "test_fleet_service", "test_surface_service", "test_draft_heads", "test_order",
+    "test_worker_ports", "test_restart", "test_long_context", "test_rank_pairs", "test_ring_tokens",
+    "test_wheel", "test_families", "test_templates", "test_serve", "test_adapters", "test_grammar_answers",
+    "test_loop_ahead", "test_kernels", "test_flashinfer", "test_train_head", "test_recurrent", "test_experts",
+    "test_ranks", "test_batches_service", "test_gpu_sampling", "test_simulator", "test_keys", "test_grammar",
+    "test_prove", "test_fallback", "test_gpu_waits", "test_extremes", "test_event_loop", "test_sampling",
+    "test_speculation_equality", "test_nixl",
+)  # fmt: skip
+PATIENCE_S = 180.0  # for a coroutine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest tests first, so that test processes end together."""
-    items.sort(key=lambda item: not LONGEST & set(item.path.parts))
+    """Run the longest files first, so that test processes end together."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped

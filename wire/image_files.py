@@ -1,4 +1,4 @@
-"""Image files that clients send: which are taken, and what is in them. The same in every process.
+"""What is in an image file that a client sends. The same in every process.
 
 A file is one of four formats and nothing else besides. Its header is read before its pixels, by the decoder of its own
 format alone.
@@ -9,16 +9,9 @@ from io import BytesIO
 
 from PIL import Image, ImageOps
 
-MAX_FILE_BYTES = 20 << 20
-MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow itself refuses more
-FORMATS = {
-    "image/png": "PNG",
-    "image/jpeg": "JPEG",
-    "image/gif": "GIF",
-    "image/webp": "WEBP",
-}  # media type |-> Pillow's
-TAKEN = "PNG, JPEG, WebP or GIF"
+from wire.image_formats import FORMATS, TAKEN, find_type
 
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow itself refuses more
 _OBJECT = re.compile(r" ?<[^<>]* at 0x[0-9a-f]+>")  # as Python shows one: its address is none of a client's business
 # What the files of other formats have in them: of those that are read from their end, or wherever they begin.
 _OTHERS = {
@@ -32,17 +25,6 @@ _OTHERS = {
     b"<script": "HTML",
     b"<svg ": "SVG",
 }
-
-
-def find_type(file: bytes) -> str | None:
-    """Its media type, by its first bytes; None if it is none of FORMATS."""
-    if file.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if file.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if file.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif"
-    return "image/webp" if file[:4] == b"RIFF" and file[8:12] == b"WEBP" else None
 
 
 def read_image(file: bytes, max_pixels: int = MOST_PIXELS) -> Image.Image:

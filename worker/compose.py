@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from engine.compose import open_device
 from engine.engine import Engine, Place
 from engine.ranks import join_group
 from runtime.config import DecodeConfig, PrefillConfig
@@ -33,7 +34,8 @@ def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str
         return ALONE, Place(lends=isinstance(config, PrefillConfig))
     children = RankChildren(role, config, incarnation)
     leader = children.leader
-    ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
+    device = choose_rank_device(config, 0)
+    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_device(device).open_ranks)
     place = Place(
         ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
         partial(LedHeadRunner, leader, 1),

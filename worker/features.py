@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from protos import decode_pb2, prefill_pb2
+from protos import prefill_pb2, worker_pb2
 from wire.page_keys import PageKey
 
 
@@ -36,7 +36,7 @@ class KVSource:
         """Every lender's address |-> transport."""
         return {}
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         """Set what is kept and was read."""
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ class SequenceParams:
     grammar: object | None = None  # what the answer must match; only the decode worker looks inside
     grammar_s: float = 0.0  # waited for the grammar
     images: Seq[ImageSpan] = ()  # in the prompt, by position
-    encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> engine.image_rows.Encoding, of those here
+    encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> its Encoding, of those here
     num_prompt: int = field(init=False)  # tokens
 
     def __post_init__(self) -> None:

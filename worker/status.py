@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from engine.image_rows import place_images
-from protos import decode_pb2, kv_pb2
+from engine.vision.image_rows import place_images
+from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
@@ -27,7 +27,7 @@ _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class WorkerService:
+class WorkerService(worker_pb2_grpc.WorkerServicer):
     """The common part of the roles' services. Calls that change the scheduler hold the engine thread's lock."""
 
     def __init__(
@@ -116,29 +116,29 @@ class WorkerService:
             return f"prompt has {len(packed)} bytes, expected 4 for each token"
         return find_foreign_token(token_ids, self._vocab_size) if len(token_ids) else "prompt must not be empty"
 
-    async def Drain(self, request: decode_pb2.DrainRequest, context: Context) -> decode_pb2.DrainResponse:
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
         self._shutdown.begin(f"Drain from {context.peer()}")
-        return decode_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
+        return worker_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
 
     async def LoadAdapter(
-        self, request: decode_pb2.LoadAdapterRequest, context: Context
-    ) -> decode_pb2.LoadAdapterResponse:
+        self, request: worker_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_pb2.LoadAdapterResponse:
         try:
             digest = await self._adapters.load(request.name, request.path, request.digest)
         except AdapterRefusedError as error:
             await context.abort(error.code, str(error))
-        return decode_pb2.LoadAdapterResponse(digest=digest)
+        return worker_pb2.LoadAdapterResponse(digest=digest)
 
     async def UnloadAdapter(
-        self, request: decode_pb2.UnloadAdapterRequest, context: Context
-    ) -> decode_pb2.UnloadAdapterResponse:
+        self, request: worker_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadAdapterResponse:
         self._adapters.unload(request.digest)
-        return decode_pb2.UnloadAdapterResponse()
+        return worker_pb2.UnloadAdapterResponse()
 
-    async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
+    async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         progress = self._thread.progress()
         scheduler = self._scheduler
-        status = decode_pb2.WorkerStatus(
+        status = worker_pb2.WorkerStatus(
             peer=self._me,
             context_tokens=self._context_tokens,
             free_pages=scheduler.kv.cache.num_spare,
@@ -147,7 +147,6 @@ class WorkerService:
             prefix_queries=scheduler.kv.num_queried,
             prefix_hits=scheduler.kv.num_hit,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
             max_running=scheduler.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
@@ -169,5 +168,5 @@ class WorkerService:
         self.add_to_status(status)
         return status
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         """Set the fields that only this role has."""

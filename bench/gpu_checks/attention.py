@@ -12,12 +12,12 @@ from torch import Tensor
 
 from bench.gpu_checks.card import require, synchronize, time_calls
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
-from engine.graphs import Capture, CudaCapture
+from engine.compose import choose_attention
+from engine.cuda.graphs import Capture, CudaCapture
 from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -231,7 +231,7 @@ def time_fa3(device: torch.device) -> str:
     """On sm_90, prompts of 8k and 32k by fa3 against fa2: equal, and faster"""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "skipped: fa3 is for compute capability 9.0"
-    from engine.attention.flashinfer import FlashInferAttention
+    from engine.cuda.flashinfer import FlashInferAttention
 
     found, is_faster = [], True
     for context in (8192, 32_768):

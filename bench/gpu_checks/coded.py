@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu_checks.fp8 import LAYER_SHAPES, NUM_ROWS, ROUNDED_ERROR, SMALL_SHAPES, copies, rows_of, timed, weight_of
-from engine.kernels import gpu_blocks, gpu_groups
-from engine.ops.base import Ops, multiply_widened
-from engine.ops.cuda import CudaOps
-from engine.weights.fp8 import BLOCK, Fp8Matrix, quantise_blocks
-from engine.weights.groups import GROUP, Groups, StoredGroups, store_groups
+from engine.cuda import gpu_blocks, gpu_groups
+from engine.cuda.ops import CudaOps
+from engine.formats.fp8 import BLOCK, Fp8Matrix, quantise_blocks
+from engine.formats.groups import GROUP, Groups, StoredGroups, store_groups
+from engine.formats.ops import FormatOps
+from engine.ops.base import multiply_widened
 
 MANY_ROWS = 512
 
@@ -47,15 +48,17 @@ def check_blocks(device: torch.device) -> str:
         matrix = blocks_of(num_outputs, depth, device)
         for num_rows in NUM_ROWS:
             rows = rows_of(num_rows, depth, dtype, device)
-            truth = Ops().multiply_fp8(rows.float(), *matrix, None)
+            truth = FormatOps().multiply_fp8(rows.float(), *matrix, None)
             error = (gpu_blocks.multiply(rows, *matrix).float() - truth).abs()
             is_near = error <= truth.abs() * torch.finfo(dtype).eps / 2 + 5e-4
             assert is_near.all(), f"{depth}x{num_outputs}, {num_rows} rows: off by {error.max().item():.2g}"
         if depth % BLOCK == 0:
             rows = rows_of(2 * NUM_ROWS[-1], depth, torch.float32, device)
-            truth, codes = Ops().multiply_fp8(rows, *matrix, None), quantise_blocks(rows)
+            truth, codes = FormatOps().multiply_fp8(rows, *matrix, None), quantise_blocks(rows)
             rounded = gpu_blocks.multiply_rounded(*codes, *matrix, None, torch.float32)
-            same = Ops().multiply_fp8(Fp8Matrix(*codes).dense(), *matrix, None)  # tensor cores add e4m3 less exactly
+            same = FormatOps().multiply_fp8(
+                Fp8Matrix(*codes).dense(), *matrix, None
+            )  # tensor cores add e4m3 less exactly
             assert (rounded - same).norm() < 1e-3 * same.norm(), f"{depth}x{num_outputs}, rounded rows"
             off = ((rounded - truth).norm() / truth.norm()).item()
             assert off < ROUNDED_ERROR, f"{depth}x{num_outputs}, rounded rows: off by {off:.1%} of the product's norm"

@@ -20,11 +20,11 @@ from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow
+from engine.cuda.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
 from engine.engine import Engine, KvDType, build_engine
-from engine.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
+from engine.formats.fp8 import has_fp8
 from engine.input_batch import InputBatch
 from engine.layers.linear import Quantization
-from engine.weights.fp8 import has_fp8
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import build_speculators
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import gpu_linear
-from engine.kernels.gpu_layers import round_rows
-from engine.ops.base import Ops
-from engine.ops.cuda import multiply_rounded
-from engine.weights.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, has_fp8, quantise_rows
+from engine.cuda import gpu_linear
+from engine.cuda.gpu_layers import round_rows
+from engine.cuda.ops import multiply_rounded
+from engine.formats.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, has_fp8, quantise_rows
+from engine.formats.ops import FormatOps
 
 LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
 SMALL_SHAPES = ((256, 192),)
@@ -57,14 +57,14 @@ def check_fp8(device: torch.device) -> str:
         codes, scale = quantise_rows(weight_of(num_outputs, depth, device))
         for num_rows in NUM_ROWS:
             rows = rows_of(num_rows, depth, dtype, device)
-            truth = Ops().multiply_fp8(rows.float(), codes, scale, bias)
+            truth = FormatOps().multiply_fp8(rows.float(), codes, scale, bias)
             error = (gpu_linear.multiply(rows, codes, scale, bias).float() - truth).abs()
             # one rounding at the end, and float32 sums of up to 14,336 products in two orders
             is_near = error <= truth.abs() * torch.finfo(dtype).eps / 2 + 5e-4
             assert is_near.all(), f"{depth}x{num_outputs}, {num_rows} rows: off by {error.max().item():.2g}"
         if depth % 16 == num_outputs % 16 == 0:
             rows = rows_of(128, depth, torch.bfloat16, device)
-            truth = Ops().multiply_fp8(rows.float(), codes, scale, None)
+            truth = FormatOps().multiply_fp8(rows.float(), codes, scale, None)
             rounded = multiply_rounded(rows, codes, scale, None).float()
             off = ((rounded - truth).norm() / truth.norm()).item()
             assert off < ROUNDED_ERROR, f"{depth}x{num_outputs}, rounded rows: off by {off:.1%} of the product's norm"

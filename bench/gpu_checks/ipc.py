@@ -22,7 +22,7 @@ import torch
 from bench.gpu_checks.card import MissedError, require, scale_for
 from bench.gpu_checks.loop import build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
-from engine.kv import gpu as gpu_module
+from engine.cuda import gpu as gpu_module
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.nixl_agent import NOT_INSTALLED, is_installed

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from bench.gpu_checks.attention import dtype_for
 from engine.attention.qkv import QKV, RopeArgs
-from engine.kernels.gpu_layers import rope_and_write
+from engine.cuda.gpu_layers import rope_and_write
+from engine.cuda.ops import CudaOps
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5

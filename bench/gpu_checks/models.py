@@ -5,13 +5,12 @@ from pathlib import Path
 import torch
 
 from bench.roofline import SHAPES
+from engine.compose import LAYER_PARTS, choose_format, open_device
+from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.engine import Engine, Loaded, assemble_engine
-from engine.graph_shapes import PIECE_TOKENS
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
 from engine.models.read_config import build_config
-from engine.ops.choose import ops_for
-from engine.weights.formats import choose_format
 from engine.weights.reader import ShardReader
 from tests.support.random_models import RandomCheckpoint
 from worker.table import num_rows_for
@@ -27,7 +26,8 @@ def load_random(
     config = build_config({**SHAPES[shape], "max_position_embeddings": longest})
     checkpoint = RandomCheckpoint(config, device)
     reader = ShardReader(checkpoint, torch.bfloat16, device, lambda done, total: None)
-    decoder = build_decoder(config, choose_format(reader, ops_for(device), quantization, None))
+    format = choose_format(reader, open_device(device).ops, quantization, None)
+    decoder = build_decoder(config, format, LAYER_PARTS)
     return Loaded(Path(shape), shape, decoder, config.kv_parts)
 
 

@@ -4,7 +4,7 @@
 
 Writes FOLDER/NAME/NAME.so, the layout of flashinfer/data/aot, where FlashInfer looks before it compiles. A module holds
 code for every architecture, those of fa3 for 9.0a alone; FOLDER/architectures.txt lists them for
-`engine/attention/modules.py`. Knows which modules a plan needs; nothing of what they compute.
+`engine/cuda/modules.py`. Knows which modules a plan needs; nothing of what they compute.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from cyclopts import App
 
-from engine.attention.modules import ARCHITECTURES, HEAD_DIMS, find_nvcc
+from engine.cuda.modules import ARCHITECTURES, HEAD_DIMS, find_nvcc
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.sampling_fields import SEEN_BIT
-from engine.ops.choose import ops_for
+from engine.compose import open_device
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.sample import sample, sample_slowly
+from engine.sampling.fields import SEEN_BIT
+from engine.sampling.sample import sample_slowly
 from tests.support.batches import build_sampling_batch
 from wire.sampling import SamplingParams
 
@@ -84,10 +85,10 @@ def time_sampling(device: torch.device) -> str:
 
 def _find_sampler(device: torch.device) -> Sampler:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        from engine.sampling import gpu  # imports Triton
+        from engine.cuda import sampling as gpu  # imports Triton
 
         return gpu.sample
-    return sample_slowly if device.type == "cpu" else ops_for(device).sample
+    return sample_slowly if device.type == "cpu" else open_device(device).ops.sample
 
 
 def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:
@@ -110,8 +111,8 @@ def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:
 
 def _time_graph(logits: Tensor, batch: SamplingBatch) -> float:
     """Seconds per replay. Checks that the graph's tokens are those of a call."""
-    from engine.kernels.gpu_sampling import choose_tokens
-    from engine.sampling.gpu import upload_batch
+    from engine.cuda.gpu_sampling import choose_tokens
+    from engine.cuda.sampling import upload_batch
 
     fields = upload_batch(batch, logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -30,7 +30,7 @@ from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator, build_speculator, measure
 from engine.batch import ForwardRow
 from engine.engine import Engine
-from engine.weights.fp8 import has_fp8
+from engine.formats.fp8 import has_fp8
 from runtime.config import DecodeConfig
 from wire.sampling import SamplingParams
 from worker.chunks import FEWEST_ON_GPU

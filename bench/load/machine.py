@@ -19,8 +19,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bench.load.ceilings import Ceilings, ModelSize, read_size
-from engine.kernels import cpu_math
-from engine.kernels.build import BuildError
+from engine.cpu import cpu_math
+from engine.cpu.build import BuildError
 from runtime.child import with_our_packages
 from runtime.settings import ConfigError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from bench.simulate.worker import MODEL, SimWorker
-from protos import decode_pb2, kv_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
 from runtime.virtual_time import MemoryChannel, refusal
 from wire.page_keys import TOKEN_BYTES
@@ -43,12 +43,12 @@ class WorkerChannel(MemoryChannel):
         """The time that one takes."""
         await asyncio.sleep(self._wires.call_s)
 
-    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> decode_pb2.WorkerStatus:
+    async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> worker_pb2.WorkerStatus:
         self.worker.settle()
         scheduler = self.worker.scheduler
         layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.kv.page_tokens)
         peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.kv.cache.num_pages)
-        return decode_pb2.WorkerStatus(
+        return worker_pb2.WorkerStatus(
             peer=peer, max_running=scheduler.max_running, free_pages=scheduler.kv.cache.num_spare
         )
 

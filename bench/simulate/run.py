@@ -25,7 +25,7 @@ from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation, build_conversations
 from gateway.errors import ApiError
 from gateway.router import fleet as gateway_fleet
-from gateway.router.autoscaling import Goals
+from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.placement import Placement, Unready, Wait, WorkerView
 from gateway.router.placer import Held, Placer
@@ -36,7 +36,6 @@ from wire.sampling import SamplingParams
 from worker.sequences import ANY_NUMBER
 
 FOR_EVER = float("inf")
-NO_GOALS = Goals(1.0, 1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -107,7 +106,14 @@ class Simulation:
         )  # fmt: skip
         self._placer = TimedPlacer(fleet.local_prefill_max_tokens, fleet.uses_cache)
         self._router = Router(
-            self._fleet, ANY_NUMBER, FOR_EVER, FOR_EVER, CollectorRegistry(), NO_GOALS, self._placer, self._loop.time
+            self._fleet,
+            Admission(ANY_NUMBER),
+            FOR_EVER,
+            FOR_EVER,
+            CollectorRegistry(),
+            False,
+            self._placer,
+            self._loop.time,
         )
 
     def _build(self, role: Workers, is_bulk: bool) -> SimWorker:

@@ -23,8 +23,8 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
+from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
-from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
 from engine.runner import HeadRunner, Runner

@@ -1,6 +1,6 @@
 """A layer's new queries, keys and values between the projection and attention: norm and rotation.
 
-Backends without a kernel for this call `QKV.ready`, the slow twin of kernels/gpu_layers.py.
+Backends without a kernel for this call `QKV.ready`, the slow twin of cuda/gpu_layers.py.
 """
 
 from typing import NamedTuple

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -15,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.cuda_memory import CudaError, DeviceBytes
-from engine.kv.gpu import Gpu, GpuPages, T
 from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
 from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes
@@ -24,6 +23,57 @@ from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_by
 OS_PAGE_BYTES = 4096
 Part = KvPart | StatePart
 log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class Landing(Protocol):
+    """Pages beside a pool, in its own kind of memory: kvtransfer's Landing."""
+
+    @property
+    def address(self) -> int: ...
+
+    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PeerPages(Landing, Protocol):
+    """Another process's pool: kvtransfer's PeerPages."""
+
+    def copy(
+        self, pages: Sequence[int], into: Sequence[int], source: int = 0, target: int = 0, num_bytes: int | None = None
+    ) -> None: ...
+
+    def probe(self, num_pages: int, source: int, num_bytes: int) -> None: ...
+
+    def load(self, begin: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]: ...
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device that is not the host's. Raises RuntimeError with the driver's message."""
+
+    uuid: str
+    readable: tuple[str, ...]  # UUIDs of the devices whose memory it can read, itself first
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, zeroed, outside torch's allocator."""
+        ...
+
+    def export(self, address: int) -> bytes:
+        """The handle by which other processes open an allocation."""
+        ...
+
+    def open_peer(self, handle: bytes, num_bytes: int, ours: Tensor, page_bytes: int) -> PeerPages:
+        """Another process's allocation of `num_bytes`, as pages to be copied into `ours`, [P, W] int32."""
+        ...
+
+    def open_landing(self, num_pages: int, ours: Tensor, page_bytes: int) -> Landing:
+        """Memory for pages that something else writes, to be copied into `ours`."""
+        ...
+
+    def run(self, launch: Callable[[], T]) -> T:
+        """Launch work beside the steps and wait for it. From any thread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +148,12 @@ class Pool:
     """
 
     def __init__(
-        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None, gpu: Gpu | None = None,
-        share: PoolShare | None = None, lends: bool = True,
+        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None,
+        gpu: DeviceMemory | None = None, share: PoolShare | None = None, lends: bool = True,
     ) -> None:  # fmt: skip
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages is ignored. Both: of this rank.
 
-        `gpu`: that of `device`; found automatically on CUDA. Raises ValueError if there is not enough memory,
+        `gpu`: that of `device`; None: pages are in main memory. Raises ValueError if there is not enough memory,
         RuntimeError if another rank does not come.
         """
         if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
@@ -121,7 +171,7 @@ class Pool:
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
         self.why_private: str | None = None  # why peers on this host cannot open the memory
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-        self.gpu = Gpu(device) if gpu is None and device.type == "cuda" else gpu
+        self.gpu = gpu
         self.gpu_uuid, self.readable_gpus = (self.gpu.uuid, self.gpu.readable) if self.gpu else ("", ())
         self.ipc_handle = b""
         self.test_checksum = 0
@@ -173,21 +223,20 @@ class Pool:
             return None
         return self._place(memory, self.pages_offset + self.rank * num_bytes)
 
-    def _allocate_on(self, gpu: Gpu) -> Tensor:
+    def _allocate_on(self, gpu: DeviceMemory) -> Tensor:
         """The elements of all pages in the memory of `gpu`; exports their handle for peers."""
         try:
             begin = find_test_bytes(self.num_pages * self.page_bytes)
-            memory = DeviceBytes(gpu.cudart, begin + TEST_BYTES)
-        except CudaError as error:
+            whole = gpu.reserve(begin + TEST_BYTES)
+        except RuntimeError as error:
             raise self._no_memory(f" on the GPU ({error})") from error
-        whole, random = gpu.view(memory), os.urandom(TEST_BYTES)
+        random = os.urandom(TEST_BYTES)
         self.test_checksum, test = zlib.crc32(random), np.frombuffer(random, np.uint8)
-        gpu.run(whole.zero_)
         gpu.run(lambda: whole[begin:].copy_(upload([test], whole.device)[0]))
         if self._map_file(self.pages_offset) is not None:
             try:
-                self.ipc_handle = gpu.cudart.export(memory.address)
-            except CudaError as error:
+                self.ipc_handle = gpu.export(whole.data_ptr())
+            except RuntimeError as error:
                 self.why_private = f"the GPU's memory cannot be exported: {error}"
         return whole[: self.num_pages * self.page_bytes].view(self.shape.dtype)
 
@@ -225,12 +274,11 @@ class Pool:
     def device_index(self) -> int:
         return self.pages.get_device()
 
-    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> GpuPages:
+    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
         if self.gpu is None:
             raise RuntimeError("this pool is not on a GPU")
-        cudart = self.gpu.cudart
-        address = cudart.open(handle, find_test_bytes(num_pages * page_bytes) + TEST_BYTES)
-        return GpuPages(self.gpu, self.pages.view(torch.int32), address, page_bytes, cudart.close)
+        num_bytes = find_test_bytes(num_pages * page_bytes) + TEST_BYTES
+        return self.gpu.open_peer(handle, num_bytes, self.pages.view(torch.int32), page_bytes)
 
     def end_if_lost(self) -> None:
         """End this process if its GPU's context is lost, which even a copy of our own memory then says.
@@ -244,12 +292,10 @@ class Pool:
                 log.error("the GPU is lost to this process, which ends", reason=str(error))
                 end_process()
 
-    def open_landing(self, num_pages: int) -> "GpuPages | HostPages":
+    def open_landing(self, num_pages: int) -> Landing:
         if self.gpu is None:
             return HostPages(self, num_pages)
-        cudart = self.gpu.cudart
-        address = cudart.allocate(num_pages * self.page_bytes)
-        return GpuPages(self.gpu, self.pages.view(torch.int32), address, self.page_bytes, cudart.free)
+        return self.gpu.open_landing(num_pages, self.pages.view(torch.int32), self.page_bytes)
 
     def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
         """`begin` and `num_bytes` are multiples of 4."""

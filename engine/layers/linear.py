@@ -1,5 +1,6 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,15 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights
 from engine.layers.config import Activation
 from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import StoredGroups
 from wire.names import Quantization as Quantization
-
-MAX_CODE = 127  # of 8 bits
 
 
 class Linear(Protocol):
@@ -25,45 +21,6 @@ class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [T, K] in the model's dtype |-> [T, N] in the same, contiguous."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class AdaptersStep:
-    """What products with adapters need to know of the step that runs. See `layers.adapters`."""
-
-    tiles: AdapterTiles | None = None  # of the rows that they get now; None: none has an adapter
-    outputs: AdapterTiles | None = None  # the same of rows with logits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Site:
-    """The adapters (LoRA) of one product, in all slots."""
-
-    weights: AdapterWeights
-    step: AdaptersStep
-    ops: Ops
-    is_panelled: bool  # its columns are two parts in panels that alternate
-
-    @property
-    def is_idle(self) -> bool:
-        return self.step.tiles is None
-
-    def add_(self, out: Tensor, rows: Tensor) -> Tensor:
-        """out: [T, N], the product of rows [T, K]; changed in place and returned."""
-        if self.step.tiles is not None:
-            self.ops.add_adapters_(out, rows.contiguous(), self.step.tiles, self.weights)
-        return out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedLinear:
-    """A product whose rows may have adapters: y = x W^T + b + B A x."""
-
-    own: Linear
-    site: Site
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.site.add_(self.own(rows), rows)
 
 
 class Gated(Linear, Protocol):
@@ -78,22 +35,28 @@ class Gated(Linear, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AdaptedGated:
-    """The same for a product that joins gate and up."""
+class Extended(ABC):
+    """A product to which something is added in some steps."""
 
-    own: Gated
-    site: Site
+    own: Linear
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self.site.is_idle:
-            return self.own(rows)
-        return self.own.join(self.site.add_(self.own.split(rows), rows))
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether nothing is added in the step that runs."""
 
 
-def without_adapters(linear: Linear) -> Linear:
-    """The product alone, if the step has no adapters; else itself."""
-    return linear.own if isinstance(linear, AdaptedLinear | AdaptedGated) and linear.site.is_idle else linear
+def bare(linear: Linear) -> Linear:
+    """The product alone, if nothing is added to it in this step; else itself."""
+    return linear.own if isinstance(linear, Extended) and linear.is_idle else linear
+
+
+class GatedInput(ABC):
+    """A product that can join gate and up itself, while it reads them."""
+
+    @abstractmethod
+    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up: [T, 2 K], see `Ops.gate` |-> [T, N]. May overwrite it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +99,8 @@ class Mlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, H] |-> [T, H]"""
-        gated, down = without_adapters(self.gated), without_adapters(self.down)
-        if isinstance(gated, GatedLinear) and isinstance(down, Fp8Linear):
+        gated, down = bare(self.gated), bare(self.down)
+        if isinstance(gated, GatedLinear) and isinstance(down, GatedInput):
             return down.multiply_gated(gated.gate_up(rows), gated.activation)
         return down(gated(rows))
 
@@ -192,58 +155,3 @@ class WidenedLinear:
         if self.weight.is_cuda:
             return torch.mm(rows, self.weight.T, out_dtype=torch.float32)
         return multiply_widened(rows, self.weight)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Linear:
-    """W in e4m3. A float32 sum; see `Ops.multiply_fp8`."""
-
-    weight: Fp8Matrix  # contiguous
-    bias: Tensor | None  # [N] in the model's dtype
-    ops: Ops
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.ops.multiply_fp8(rows, *self.weight, self.bias)
-
-    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """gate_up: [T, 2 K], see `Ops.gate` |-> [T, N]. May overwrite it."""
-        return self.ops.multiply_gated_fp8(gate_up, activation, *self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupsLinear:
-    """W in groups of 32 along K; see `Ops.multiply_groups`."""
-
-    weight: StoredGroups
-    bias: Tensor | None  # [N] in the model's dtype
-    ops: Ops
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.ops.multiply_groups(rows, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Int8Linear:
-    """In 8 bits, by torch: the slow twin of packed ones, and their fallback.
-
-    y[t, n] = s[t] scale[n] * sum_k x[t, k] w[n, k] + b[n], of codes x and w: exact integers;
-    returns bfloat16 or float32.
-    """
-
-    codes: Tensor  # [N, K] int8
-    scale: Tensor  # [N, 1] float32, with the codes from `round_rows`
-    bias: Tensor | None = None  # [N]
-    dtype: torch.dtype = torch.bfloat16
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        codes, scale = round_rows(rows)
-        sums = codes.double() @ self.codes.double().T  # [T, N]: integers, exact
-        product = sums.float() * (self.scale.T * scale)
-        return (product if self.bias is None else product.add_(self.bias)).to(self.dtype)
-
-
-def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """rows: [T, K] |-> codes [T, K] int8, scale [T, 1] float32. The largest value of a row becomes 127 or -127."""
-    scale = rows.abs().amax(dim=1, keepdim=True).float() / MAX_CODE  # [T, 1]
-    factor = torch.where(scale > 0, 1 / scale, 0.0)
-    return (rows.double() * factor.double()).round().to(torch.int8), scale  # rounded once, like the kernel

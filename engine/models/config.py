@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
+from engine.formats.scheme import Scheme
 from engine.layers.config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
-from engine.weights.scheme import Scheme
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together

@@ -15,16 +15,16 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch, States
-from engine.image_rows import BatchImages
-from engine.layers.adapters import Adapters
+from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
+from engine.layers.mixer import Mixer, StateRows
 from engine.layers.rope import build_rope_table, gather_rotation
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
+from engine.vision.image_rows import BatchImages
 from wire.sampling import MAX_DRAFT_TOKENS
 
 
@@ -32,8 +32,8 @@ from wire.sampling import MAX_DRAFT_TOKENS
 class DecoderLayer:
     """One layer's weights; query, key and value are one product, gate and up another. A norm is [H], or not there.
 
-    Hkv is 0 in a layer that reads the keys and values of another. A layer with `recurrent` has no attention: qkv_proj
-    gives the rows of that operation, o_proj takes what it returns.
+    Hkv is 0 in a layer that reads the keys and values of another. A layer with a mixer has no attention: qkv_proj
+    gives the mixer's rows, o_proj takes what it returns.
     """
 
     before_attention: Tensor | None
@@ -48,7 +48,7 @@ class DecoderLayer:
     input_block: InputBlock | None = None  # after the MLP
     after_input: Tensor | None = None
     scale: Tensor | None = None  # [1], of what leaves the layer
-    recurrent: DeltaNet | GatedConv | None = None
+    mixer: Mixer | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Decoder:
         ops: Ops,
         ranks: Ranks = ONE_RANK,
         token_inputs: TokenInputs | None = None,
-        adapters: Adapters | None = None,
+        additions: Additions = NO_ADDITIONS,
     ) -> None:
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 
@@ -104,7 +104,7 @@ class Decoder:
         self._places = _find_places(config.layers)
         self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks
-        self.adapters = adapters  # None: its products take none
+        self.additions = additions
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
         dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
@@ -151,9 +151,7 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        if self.adapters is None or batch.adapters is None:
-            return self._run_planned(batch, attention)
-        with self.adapters.during(batch):
+        with self.additions.during(batch):
             return self._run_planned(batch, attention)
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
@@ -161,10 +159,10 @@ class Decoder:
         flow, parts = self.embed(batch.token_ids, turns, batch.hidden, batch.images), _divide(batch)
         for index, layer in enumerate(self._layers):
             self.write_taps(index, flow.sums, batch)
-            if layer.recurrent is None:
+            if layer.mixer is None:
                 mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
             else:
-                mixed = self._recur(index, layer.recurrent, layer.qkv_proj(flow.normed), batch.states, parts)
+                mixed = self._mix(index, layer.mixer, layer.qkv_proj(flow.normed), batch.states, parts)
             if self.is_done(index, batch):
                 return flow.normed[:0]
             if index < len(self._layers) - 1:
@@ -186,10 +184,10 @@ class Decoder:
     def _leave(self, flow: Flow) -> Tensor:
         return flow.normed
 
-    def _recur(
+    def _mix(
         self,
         index: int,
-        layer: DeltaNet | GatedConv,
+        mixer: Mixer,
         rows: Tensor,
         states: States | None,
         parts: Sequence[tuple[slice, StateRows]],
@@ -200,12 +198,7 @@ class Decoder:
         """
         assert states is not None
         own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
-        mixed = [
-            self.ops.delta_net(rows[part], layer, at, DeltaStates(*own))
-            if isinstance(layer, DeltaNet)
-            else self.ops.gated_conv(rows[part], layer, at, *own)
-            for part, at in parts
-        ]
+        mixed = [mixer(rows[part], at, own) for part, at in parts]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def embed(
@@ -257,8 +250,7 @@ class Decoder:
         if rows is not None:
             attended, flow.sums = _keep_rows(attended, rows), _keep_rows(flow.sums, rows)  # [S, ...]
             inputs = None if inputs is None else _keep_rows(inputs, rows)
-            if self.adapters is not None:
-                self.adapters.keep_outputs()
+            self.additions.keep_outputs()
         sums = flow.sums
         normed = self._add_product(sums, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
         if layer.input_block is not None and inputs is not None:

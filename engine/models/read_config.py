@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.formats.scheme import read_scheme
 from engine.json_values import Json, collection, flag, integer, number
 from engine.layers.config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, ExpertKeys, Family
 from engine.models.read_layers import read_axes, read_kv_heads, read_recurrent, read_ropes, read_windows
 from engine.models.wholes import DEFAULTS, WHOLES, Whole
-from engine.weights.scheme import read_scheme
 from wire.files import named, read_json_object
 
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import PARAMS, ROW_FIELDS
+from engine.sampling.fields import PARAMS, ROW_FIELDS
 
 
 class SamplingBatch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Adjusts logits before sampling: penalties, bias, masks. The slow twin of kernels/cpu_sampling.cpp.
+"""Adjusts logits before sampling: penalties, bias, masks. The slow twin of cpu/cpu_sampling.cpp.
 
 The order is fixed: repetition penalty, frequency and presence penalty, bias, then the mask. Only a row's own parameters
 adjust it. Whatever the parameters and logits are, the result has no NaN and the mask wins.
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import MOST, SEEN_BIT
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import MOST, SEEN_BIT
 
 NO_TOKEN = -1  # in place of a token: the mask allows none
 NOT_A_NUMBER = -2  # the same: the row's first logit is NaN, as all are if the hidden state is

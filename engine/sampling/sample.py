@@ -4,22 +4,24 @@ The noise is counter-based (`noise.py`), so a token depends only on its own logi
 batch, the worker, the device's generator or earlier draws.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.sampling_fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.cpu import load_cpu_sampling
+from engine.sampling.fields import MOST, PARAMS, SamplingTensors
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
 from wire.sampling import LEAST_TEMPERATURE
 
+Choose = Callable[[Tensor, SamplingBatch], Tensor]
 CHUNK_VALUES = 1 << 21  # logits sampled at once: bounds memory
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """[S, V] float32 -> [S] int64 on the CPU, and slowly on other devices. May modify `logits`.
+def sample(logits: Tensor, batch: SamplingBatch, choose: Choose | None = None) -> Tensor:
+    """[S, V] float32 -> [S] int64. May modify `logits`. choose: a kernel with the results of `sample_slowly`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
     the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
@@ -27,8 +29,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
     """
     batch.check(logits)
-    kernel = load_cpu_sampling()
-    tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
+    tokens = (choose or sample_slowly)(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
         raise ValueError(f"the masks of rows {(tokens == NO_TOKEN).nonzero()[:, 0].tolist()} allow no token")
     return tokens
@@ -72,7 +73,7 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
 
 
 def keep_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """By sorting all tokens: the slow twin of the floors in kernels/cpu_sampling.cpp.
+    """By sorting all tokens: the slow twin of the floors in cpu/cpu_sampling.cpp.
 
     [R, V] scaled logits with maxima 0, [R] int64, [R] float64, [R] float64 -> [R, V] bool, the tokens to keep.
 

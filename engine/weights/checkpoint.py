@@ -4,10 +4,10 @@ A tensor that needs no conversion stays a view of the file's mapping: all proces
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,23 @@ from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import Groups
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
+
+
+class CodedMatrix(Protocol):
+    """A matrix [N, K] in few bits, in a form that products take."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """`change`: of rows, which all its tensors have."""
+        ...
+
+    def columns(self, begin: int, count: int) -> Self | None:
+        """Columns from `begin` on; None if they cut what shares a scale."""
+        ...
+
+
+FormT = TypeVar("FormT", bound=CodedMatrix)
 
 
 class StoredMatrix(Protocol):
@@ -28,12 +41,8 @@ class StoredMatrix(Protocol):
         """float32"""
         ...
 
-    def groups(self) -> Groups | None:
-        """Equal values, if the form fits."""
-        ...
-
-    def fp8(self) -> Fp8Matrix | None:
-        """Equal values, if it is e4m3 with scales that fit."""
+    def find(self, form: type[FormT]) -> FormT | None:
+        """Equal values in that form; None if they do not fit it."""
         ...
 
 

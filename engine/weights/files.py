@@ -6,12 +6,13 @@ Imports no torch, so that commands can look at a checkpoint at once.
 from pathlib import Path
 from typing import Any
 
+from engine.formats.gguf_file import read_gguf
 from engine.weights.entry import TensorEntry
-from engine.weights.gguf_file import read_gguf
 from wire.files import check_file, parse_json, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+GGUF = ".gguf"  # the suffix of such files
 MAX_DIMS, MAX_DTYPE_CHARS = 8, 16
 HEADER_LIMIT_BYTES = 100 * 2**20  # of safetensors, the format's own limit
 
@@ -27,7 +28,7 @@ def list_shards(folder: Path) -> list[Path]:
     if not index.exists():
         if (folder / SINGLE_NAME).exists():
             return [folder / SINGLE_NAME]
-        if found := sorted(folder.glob("*.gguf")):
+        if found := sorted(folder.glob(f"*{GGUF}")):
             return found
         raise FileNotFoundError(
             f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf; other files of weights are not supported"
@@ -46,7 +47,7 @@ def list_shards(folder: Path) -> list[Path]:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Tensor name |-> entry of one file. ValueError if it is damaged, OSError if it cannot be read."""
-    return read_gguf(path).entries if path.suffix == ".gguf" else read_safetensors(path)
+    return read_gguf(path).entries if path.suffix == GGUF else read_safetensors(path)
 
 
 def read_safetensors(path: Path) -> dict[str, TensorEntry]:

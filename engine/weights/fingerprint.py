@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from engine.kernels.build import cache_folder
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, locked
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
+from engine.weights.folders import cache_folder
 from wire.files import read_json_object
 
 KV_VERSION = 1  # of how KV is computed from the weights: whatever changes its values, beyond rounding, raises it

@@ -1,19 +1,15 @@
 """Reads this rank's part of a checkpoint's tensors and reports progress."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.weights.checkpoint import FLOATS, Checkpoint, StoredMatrix
-from engine.weights.fp8 import Fp8Matrix
-from engine.weights.groups import Groups
+from engine.weights.checkpoint import FLOATS, Checkpoint, FormT
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 PAGE_BYTES = 4096
-Matrix = TypeVar("Matrix", Groups, Fp8Matrix)
 
 
 class ShardReader:
@@ -43,14 +39,18 @@ class ShardReader:
         """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
         return [self._weight(product, part) for part in product.parts]
 
-    def groups(self, product: Product) -> list[Groups] | None:
-        """Each part of a product, [n, K], if the file has them all in groups. Counts nothing."""
-        return self._coded(product, lambda matrix: matrix.groups())
-
-    def fp8(self, product: Product) -> list[Fp8Matrix] | None:
-        """Each part of a product, [n, K], if the file has them all in e4m3 with scales alike. Counts nothing."""
-        found = self._coded(product, lambda matrix: matrix.fp8())
-        return found if found and len({matrix.scale.ndim for matrix in found}) == 1 else None
+    def coded(self, product: Product, form: type[FormT]) -> list[FormT] | None:
+        """Each part of a product, [n, K], if the file has them all in a form of few bits. Counts nothing."""
+        found = []
+        for part in product.parts:
+            is_direct = part.is_transposed == (part.index is not None)  # only stacked ones are the transpose's
+            stored = self.checkpoint.coded(part.weight, part.index) if is_direct else None
+            matrix = None if stored is None else stored.find(form)
+            own = None if matrix is None else self._cut(matrix, product, part)
+            if own is None:
+                return None
+            found.append(own)
+        return found
 
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
@@ -93,19 +93,7 @@ class ShardReader:
         rows = cut_rows(tensor.T if part.is_transposed else tensor, part, self.shard)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
 
-    def _coded(self, product: Product, take: Callable[[StoredMatrix], Matrix | None]) -> list[Matrix] | None:
-        found = []
-        for part in product.parts:
-            is_direct = part.is_transposed == (part.index is not None)  # only stacked ones are the transpose's
-            stored = self.checkpoint.coded(part.weight, part.index) if is_direct else None
-            matrix = None if stored is None else take(stored)
-            own = None if matrix is None else self._cut(matrix, product, part)
-            if own is None:
-                return None
-            found.append(own)
-        return found
-
-    def _cut(self, matrix: Matrix, product: Product, part: Part) -> Matrix | None:
+    def _cut(self, matrix: FormT, product: Product, part: Part) -> FormT | None:
         """The part's own; None if its columns cut what shares a scale."""
 
         def cut(rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import secrets
 import string
 import time
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar
 
@@ -13,7 +13,6 @@ import structlog
 
 from gateway.access.keys import Key
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
-from gateway.batches.turns import LineTurns
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -34,6 +33,9 @@ from wire.timing import Timing
 _log = structlog.get_logger()
 
 T = TypeVar("T")
+Hold = Callable[[AsyncGenerator[Tokens, None]], AsyncGenerator[Tokens, None]]
+
+HOLD_CHOICES = "hold_choices"  # in the state of the HTTP request of a batch's line: its Hold
 
 _ID_CHARS = string.ascii_letters + string.digits
 _NUM_ID_CHARS = 24  # as many as OpenAI's
@@ -104,11 +106,11 @@ def _note_failure(
 
 
 async def stream_choices(
-    served: ServedModel, totals: Totals, turns: LineTurns | None = None, *, is_whole: bool = False
+    served: ServedModel, totals: Totals, hold: Hold | None = None, *, is_whole: bool = False
 ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
-    `turns`: of a batch's line, whose choices wait for theirs. `is_whole`: nobody sees pieces before the last.
+    `hold`: of a batch's line, whose choices wait for their turns. `is_whole`: nobody sees pieces before the last.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
@@ -130,7 +132,7 @@ async def stream_choices(
             totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
-            streams = [turns.hold(stream) for stream in streams] if turns else streams
+            streams = [hold(stream) for stream in streams] if hold else streams
             async with MergedStreams(streams) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()

@@ -13,9 +13,7 @@ from gateway.api.http.answer import json_response
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
 from gateway.api.http.service_routes import WorkerStatus
 from gateway.api.openai import answers
-from gateway.api.openai.batches import Deleted, Page
 from gateway.api.responses.answers import InputTokens, ResponseBody
-from gateway.batches.store import Batch, FileObject
 
 _REF = "#/components/schemas/{name}"
 
@@ -63,14 +61,6 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JS
     f"{MESSAGES_PATH}/count_tokens": CountAnswer,
     "/tokenize": answers.TokenizeAnswer,
     "/detokenize": answers.DetokenizeAnswer,
-    "POST /v1/files": FileObject,
-    "GET /v1/files": Page,
-    "GET /v1/files/{file_id}": FileObject,
-    "DELETE /v1/files/{file_id}": Deleted,
-    "GET /v1/batches": Page,
-    "POST /v1/batches": Batch,
-    "/v1/batches/{batch_id}": Batch,
-    "/v1/batches/{batch_id}/cancel": Batch,
     "/live": Alive,
     "/ready": Alive,
     "/health": Alive,
@@ -85,8 +75,12 @@ _KEY_SCHEMES = {
 
 
 def add_document(app: FastAPI, *, needs_key: bool) -> None:
-    """Adds answers, and API keys if `needs_key`, to the OpenAPI document that `app` serves."""
-    build = app.openapi
+    """Adds answers, and API keys if `needs_key`, to the OpenAPI document that `app` serves.
+
+    Routes that are added later have their answers in `app.state.answers`.
+    """
+    build, known = app.openapi, dict(_ANSWERS)
+    app.state.answers = known
     document_route = APIRouter(route_class=CheckedRoute, include_in_schema=False)
 
     @document_route.get("/openapi.json")
@@ -99,7 +93,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
         if app.openapi_schema is None:
             document, open_routes = build(), _find_open(app)
             _, schemas = msgspec.json.schema_components(
-                [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
+                [*known.values(), ErrorEnvelope, ErrorEvent, answers.TokenLogprob], ref_template=_REF
             )
             # msgspec does not know the types of these fields: they hold JSON that was encoded before
             schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(answers.TokenLogprob)
@@ -109,7 +103,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
             document["components"]["schemas"] |= schemas
             for path, methods in document["paths"].items():
                 for method, operation in methods.items():
-                    operation["responses"] = _responses(method, path)
+                    operation["responses"] = _responses(path, known.get(path) or known.get(f"{method.upper()} {path}"))
                     if needs_key and (method.upper(), path) in open_routes:
                         operation["security"] = []
             if needs_key:
@@ -127,9 +121,8 @@ def _find_open(app: FastAPI) -> set[tuple[str, str]]:
     return {(method, route.path) for route in checked for method in route.methods or ()}
 
 
-def _responses(method: str, path: str) -> dict[str, Any]:
+def _responses(path: str, answer: type[msgspec.Struct] | None) -> dict[str, Any]:
     """Status |-> response of one operation."""
-    answer = _ANSWERS.get(path) or _ANSWERS.get(f"{method.upper()} {path}")
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}

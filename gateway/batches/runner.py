@@ -16,10 +16,12 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
+from gateway.answer.choices import HOLD_CHOICES
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
-from gateway.batches.pace import Gaps, Pace, count_room
+from gateway.batches.pace import Pace, count_room
 from gateway.batches.store import OVER, Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
-from gateway.batches.turns import TURNS, LineTurns
+from gateway.batches.turns import LineTurns
+from gateway.metrics import Gaps
 from gateway.router.engine_client import Load
 
 _log = structlog.get_logger()
@@ -109,7 +111,7 @@ class _Lines(httpx.AsyncBaseTransport):
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        state = {TURNS: _turns.get(), KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
+        state = {HOLD_CHOICES: _turns.get().hold, KEY_OF_REQUEST: request.extensions[KEY_OF_REQUEST]}
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app({**scope, "state": dict(state)}, receive, send)
@@ -124,8 +126,8 @@ class Service(Protocol):
     def live_gaps(self) -> Gaps:
         """Between tokens of answers that are not of lines."""
 
-    def find_obstacle(self) -> str | None:
-        """Why no model can be served now; None when one can."""
+    def can_serve(self) -> bool:
+        """Whether a request for one of the models would be served now."""
 
     def load(self) -> Load:
         """Of all models together."""
@@ -259,11 +261,12 @@ class BatchRunner:
 
     def _fill(self, now: float) -> None:
         """Lets answers of lines run, or drops some for live answers. More of lines that run come before new lines."""
-        if self._served.find_obstacle() is not None:  # draining, or no worker is there
+        if not self._served.can_serve():  # draining, or no worker is there
             return
         running = [(job, number, turns) for job in self._jobs for number, (_, turns) in job.running.items()]
         load, num_answers = self._served.load(), self._pace.num_answers
-        most = self._pace.look(now, max(load.num_inside - len(running), 0), self._served.live_gaps)
+        gaps = self._served.live_gaps
+        most = self._pace.look(now, max(load.num_inside - len(running), 0), gaps.total_s, gaps.count)
         for job, number, turns in reversed(running):
             if num_answers <= most:
                 break
@@ -278,10 +281,10 @@ class BatchRunner:
                 left -= 1
                 self._pace.begin()
                 turns.allow()
-        while left > 0 and (num_begun := self._start_next(now)):
+        while left > 0 and (num_begun := self._start_next()):
             left -= num_begun
 
-    def _start_next(self, now: float) -> int:
+    def _start_next(self) -> int:
         """How many answers the line asks for that begins; 0: there is none to begin."""
         for _ in range(len(self._jobs)):
             job = self._jobs[0]
@@ -290,11 +293,11 @@ class BatchRunner:
             if job.pending and job.batch.status == "in_progress" and has_room:
                 number = job.pending.popleft()
                 self._pace.begin()
-                turns = LineTurns(lambda: self._pace.end(asyncio.get_running_loop().time(), now))
+                turns = LineTurns(self._pace.end)
                 _turns.set(turns)
                 task = asyncio.create_task(self._answer(job, number))
                 job.running[number] = task, turns
-                task.add_done_callback(partial(self._finish, job, number, now))
+                task.add_done_callback(partial(self._finish, job, number))
                 return job.input.num_answers[number - 1]
         return 0
 
@@ -320,10 +323,10 @@ class BatchRunner:
                 return response
             await asyncio.sleep(min(float(response.headers.get("retry-after", 1)), MAX_RETRY_S))
 
-    def _finish(self, job: _Job, number: int, began: float, task: asyncio.Task[None]) -> None:
+    def _finish(self, job: _Job, number: int, task: asyncio.Task[None]) -> None:
         _, turns = job.running.pop(number)
         for _ in range(turns.num_allowed):
-            self._pace.end(asyncio.get_running_loop().time(), began)
+            self._pace.end()
         self._changed.set()
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error:

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TURNS = "batch_line_turns"  # in the state of a line's request: its LineTurns
-
 
 class LineTurns:
     """How many answers of a line may run at once: one from its start, more as the runner allows."""

@@ -12,7 +12,7 @@ import httpx
 
 from gateway.images.parts import MAX_URL_CHARS, too_large
 from runtime.addresses import is_public, matches_host
-from wire.image_files import MAX_FILE_BYTES
+from wire.image_formats import MAX_FILE_BYTES
 
 FETCH_S = 10.0  # for all of it
 MAX_REDIRECTS = 3

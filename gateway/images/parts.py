@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wire.image_files import FORMATS, MAX_FILE_BYTES, TAKEN, find_type
+from wire.image_formats import FORMATS, MAX_FILE_BYTES, TAKEN, find_type
 
 MAX_URL_CHARS = 2048  # of an image elsewhere
 

@@ -21,7 +21,8 @@ from PIL import Image
 from gateway.images.families import PROCESSORS
 from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
 from wire.files import blamed, blamed_tokenizer, check_folder
-from wire.image_files import FORMATS, read_image
+from wire.image_files import read_image
+from wire.image_formats import FORMATS
 
 CPU_S = 10  # for one image
 WALL_S = 60.0  # the same where the CPU is shared with others

@@ -27,7 +27,7 @@ from gateway.images.processor_process import (
 from gateway.shares import Shared
 from gateway.text.offload import Offload
 from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
-from wire.image_files import MAX_FILE_BYTES
+from wire.image_formats import MAX_FILE_BYTES
 from wire.images import MAX_IMAGES
 
 MAX_ALL_BYTES = 48 << 20  # of one prompt's: they go to a worker in one message (runtime/rpc.py)

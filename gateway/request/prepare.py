@@ -1,34 +1,29 @@
 """What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from hashlib import blake2b
-from itertools import product
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry
 
 from gateway.access.keys import Key, Keys
-from gateway.batches.pace import Gaps
-from gateway.errors import ApiError, bad_request, check_count, missed_deadline, overloaded
+from gateway.errors import ApiError, bad_request, missed_deadline, overloaded
 from gateway.fair_turns import LoopTurn
 from gateway.held import Held
-from gateway.metrics import RequestMetrics
+from gateway.metrics import Gaps, RequestMetrics
 from gateway.request import rules
+from gateway.request.check import build, check
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.types import Chat, GenerateRequest, PreparedRequest
-from gateway.router.engine_client import DEFAULT_PRIORITY, EngineClient, Load, TokenizedRequest
+from gateway.router.engine_client import EngineClient, Load
 from gateway.shares import Shared, is_fair
-from gateway.tools.formats import PLAIN
-from gateway.tools.grammar import after_reasoning, call_grammar, hidden_tokens, in_dialect
+from gateway.text.offload import Offload
+from gateway.text.templates import Templates
 from gateway.tools.request import check_tools
 from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from runtime.config_parts import MAX_NAME_CHARS
 
-_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
@@ -42,7 +37,6 @@ class ApiOptions:
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
-    keep_billing_header: bool = False  # prompts begin with such headers of the system's text
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26
@@ -91,102 +85,30 @@ class ServedModel(Prompts):
         `arrived_s`: by time.perf_counter; the deadline counts from then. `key`: its API key.
         """
         key.allowance.check(time.perf_counter(), key.name)
-        cache_salt = key.salted(raw.cache_salt) if self.options.salts_by_key else raw.cache_salt
-        priority = key.order(raw.priority)
         name = self.names.check(raw.model)
-        n = rules.check_choices(raw)
-        rules.check_lengths(raw)
-        rules.check_logprobs(raw)
-        rules.check_stops(raw)
-        rules.check_order(raw)
-        tools = check_tools(raw.tools, self.tool_format)
-        form = rules.check_form(raw.form)
-        if tools and tools.is_required and form is not None:
-            message = f"{form.param} and a tool_choice that requires a call are both given; drop one"
-            raise bad_request(message, form.param)
-        reasoning = self.reasoning if raw.is_chat else None
-        dialect = self.tool_format.name if self.tool_format and raw.begins_message else ""
-        budget = rules.check_budget(raw)
-        if tools:
-            grammar = call_grammar(tools, form, reasoning if budget is not None else None)
-        else:
-            grammar = in_dialect(form, dialect) if form else None
-        rules.check_ends(raw, grammar)
-        model = self.tokenizer
-        sampling = rules.check_sampling(raw, model.sampling_defaults, model.vocab_size)
-        generation = partial(
-            TokenizedRequest,
-            stop_token_ids=rules.check_stop_ids(raw, model.eos_token_ids, model.vocab_size),
-            num_logprobs=raw.num_logprobs,
-            num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
-            speculation=rules.check_speculation(raw),
-            cache_salt=cache_salt,
-            priority=DEFAULT_PRIORITY if priority is None else priority,
-            owner=_find_owner(raw, key),
-            adapter=name if name in self.names.adapters else "",
-        )
-        check_count("cache_salt", len(raw.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
+        checked = check(raw, self, key, salts_by_key=self.options.salts_by_key)
         late_s = time.perf_counter() - arrived_s
         try:
             async with asyncio.timeout(None if raw.deadline_ms is None else raw.deadline_ms / 1000 - late_s):
-                prompts = await self.encode(raw.prompts, tools, salt=cache_salt, owner=key.name)
+                prompts = await self.encode(raw.prompts, checked.tools, salt=checked.cache_salt, owner=key.name)
         except TimeoutError:
             raise missed_deadline() from None
-        # control tokens that calls, reasoning or the grammar use
-        visible = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
-        visible -= hidden_tokens(dialect)
-        for format in (reasoning, tools.format if tools else None):
-            visible |= self.tokenizer.controls_of(format.markers) if format else frozenset[str]()
-        warnings = [*raw.warnings, *self._chat_warnings(raw)]
-        age_s = time.perf_counter() - arrived_s
-        generations: list[TokenizedRequest] = []
-        for prompt, rank in product(prompts, range(n)):
-            max_tokens, min_tokens = rules.resolve_lengths(raw, len(prompt.ids), model.context_tokens)
-            if raw.max_tokens is not None and max_tokens < raw.max_tokens:
-                warnings.append(f"{raw.max_tokens_param} is lowered to {max_tokens}, the rest of the context")
-            one = generation(
-                request_id=request_id if n * len(prompts) == 1 else f"{request_id}-{len(generations)}",
-                prompt_ids=prompt.ids,
-                images=prompt.images,
-                max_tokens=max(max_tokens, 1),
-                age_s=age_s,
-                deadline_s=None if raw.deadline_ms is None else raw.deadline_ms / 1000,
-                min_tokens=min_tokens,
-                # without a given seed, equal prompts of one request get different ones
-                sampling=replace(
-                    sampling,
-                    seed=(sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63),
-                ),
-                grammar=after_reasoning(grammar, reasoning, prompt.reasoning, dialect, budget, visible)
-                if reasoning
-                else grammar,
-            )
-            generations.append(one)
-        num_prompt_places = sum(len(one.prompt_ids) for one in generations if one.num_prompt_logprobs is not None)
-        rules.check_num_logprobs(raw, len(generations), sum(one.max_tokens for one in generations) + num_prompt_places)
-        key.allowance.begin(time.perf_counter(), key.name, sum(len(prompt.ids) for prompt in prompts))
-        if raw.is_echoed:
-            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, key.name)
-        return PreparedRequest(
-            model=name,
-            key=key,
-            generations=tuple(generations),
-            num_per_prompt=n,
-            prompts=tuple(prompts),
-            stop_strings=tuple(raw.stop),
-            stop_token_ids=frozenset(raw.stop_token_ids) - (frozenset() if raw.ignore_eos else model.eos_token_ids),
-            is_prompt_only=raw.max_tokens == 0,
-            reasoning=reasoning,
-            tools=tools,
-            is_json=form is not None and form.kind in ("json_schema", "json_object"),
-            warnings=(
-                *warnings,
-                *([_PLAIN_WARNING] if tools and tools.format == PLAIN else ()),
-                *(form.warnings if form else ()),
-                *(tools.warnings if tools else ()),
-            ),
-            visible_controls=visible,
+        prepared = build(
+            prompts,
+            checked,
+            self,
+            key,
+            name,
+            adapter=name if name in self.names.adapters else "",
+            request_id=request_id,
+            age_s=time.perf_counter() - arrived_s,
+            warnings=tuple(self._chat_warnings(raw)),
         )
+        key.allowance.begin(time.perf_counter(), key.name, prepared.num_prompt_tokens)
+        if raw.is_echoed:
+            echoed = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None, key.name)
+            prepared = replace(prepared, prompts=tuple(echoed))
+        return prepared
 
     def check_share(self, sharer: str, num_choices: int) -> None:
         """No key fills the queue alone. Raises ApiError 429."""
@@ -196,7 +118,7 @@ class ServedModel(Prompts):
             raise overloaded(f"your key has its share of the {most} places in the queue; try again in a moment")
 
     def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
-        """What a conversation has without effect on this model. Counts the headers that are left out."""
+        """What a conversation has without effect on this model."""
         if raw.max_reasoning_tokens is not None and not self.reasoning:
             yield f"{raw.max_reasoning_param} has no effect on this model"
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
@@ -204,9 +126,6 @@ class ServedModel(Prompts):
             for name, variable in chat.wishes.items():
                 if not (variable in known if variable else self.reasoning):
                     yield f"{name} has no effect on this model"
-            if chat.header and not self.keeps_header:
-                self.metrics.headers_left_out.inc()
-                yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
 
 def may_use(key: Key, served: ServedModel, name: str | None) -> bool:
@@ -215,21 +134,20 @@ def may_use(key: Key, served: ServedModel, name: str | None) -> bool:
     return not key.models or not set(own).isdisjoint(key.models)
 
 
-def _find_owner(raw: GenerateRequest, key: Key) -> str:
-    """A name for the request's API key and user that metrics and logs may show."""
-    if raw.user:
-        return "user-" + blake2b(f"{key.name} {raw.user!r}".encode(), digest_size=4).hexdigest()
-    return key.name
-
-
-@dataclass(frozen=True, slots=True)
 class ServedModels:
-    """All models of a service, and what REST and gRPC do alike for each of them."""
+    """All models of a service, what they share, and what REST and gRPC do alike for each of them."""
 
-    models: Sequence[ServedModel]  # the first answers requests that name none
-    registry: CollectorRegistry  # of all metrics
-    keys: Keys
-    held: Held = field(default_factory=Held)
+    def __init__(self, options: ApiOptions, registry: CollectorRegistry, keys: Keys) -> None:
+        """`registry`: of all metrics."""
+        self.models: list[ServedModel] = []  # the first answers requests that name none
+        self.options, self.registry, self.keys = options, registry, keys
+        self.held = Held()
+        self.offload, self.templates = Offload(), Templates()
+        self.waiting = Shared(options.max_queue)  # choices that wait for their first token
+        self.live_gaps = Gaps()  # between tokens of all answers but those of the last priority
+
+    def find_names(self) -> Iterator[rules.ServedNames]:
+        return (one.names for one in self.models)
 
     def start_images(self) -> list[asyncio.Task[None]]:
         """Start what reads images, so that the first ones do not wait. Each task ends when that is ready."""
@@ -237,8 +155,8 @@ class ServedModels:
 
     async def close(self) -> None:
         """End threads and processes."""
-        self.models[0].offload.close()
-        await self.models[0].templates.close()
+        self.offload.close()
+        await self.templates.close()
         for one in self.models:
             if one.images is not None:
                 await one.images.close()
@@ -257,13 +175,9 @@ class ServedModels:
             raise ApiError(403, message, "model", "model_not_allowed")
         return found
 
-    @property
-    def options(self) -> ApiOptions:
-        return self.models[0].options
-
     def new_turn(self, owner: str, num_bytes: int) -> LoopTurn:
         """For reading and checking a request."""
-        return LoopTurn(self.models[0].offload.loop_turns, owner, num_bytes)
+        return LoopTurn(self.offload.loop_turns, owner, num_bytes)
 
     @property
     def context_tokens(self) -> int:
@@ -276,32 +190,24 @@ class ServedModels:
         named += [(name, one) for one in self.models for name in one.names.adapters]
         return ((name, one) for name, one in named if may_use(key, one, name))
 
-    @property
-    def live_gaps(self) -> Gaps:
-        """Between tokens of all answers but those of the last priority."""
-        return self.models[0].metrics.live_gaps
-
     def load(self) -> Load:
-        """Of all models together; requests are counted where they enter, once for all."""
+        """Of all models together."""
         loads = [one.ring.load() for one in self.models]
         return Load(
-            loads[0].num_inside,
+            sum(load.num_inside for load in loads),
             sum(load.num_waiting for load in loads),
             sum(load.num_places for load in loads),
             sum(load.num_free for load in loads),
         )
 
-    def check_ready(self) -> str | None:
+    def readiness(self) -> str | None:
         """Why no model is ready; None when one is."""
-        return _join_reasons([one.ring.check_ready() for one in self.models])
+        reasons = [one.ring.readiness() for one in self.models]
+        return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
-    def find_obstacle(self) -> str | None:
-        """Why no model can be served now; None when one can."""
-        return _join_reasons([one.ring.find_obstacle() for one in self.models])
-
-
-def _join_reasons(reasons: Sequence[str | None]) -> str | None:
-    return None if None in reasons else "; ".join(reason for reason in reasons if reason)
+    def can_serve(self) -> bool:
+        """Whether a request for one of the models would be served now."""
+        return any(one.ring.can_serve() for one in self.models)
 
 
 async def tokenize(served: ServedModel, raw: GenerateRequest, key: Key) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ class Prompts:
     images: Images | None  # None: the model takes none
     dialect: Dialect  # how the model writes calls
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
-    keeps_header: bool  # headers before the system's text are part of prompts
 
     @property
     def tool_format(self) -> Format | None:
@@ -189,8 +188,7 @@ class Prompts:
         chat = prompt.content
         if not isinstance(chat, Chat):
             return []
-        given = history.put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
-        messages = [history.fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
+        messages = [history.fit_reasoning(message, self.tokenizer.chat_templates) for message in chat.messages]
         if self.tool_format is not None:
             messages = history.fit_calls(messages, self.tool_format)
         later = [said.strip() for said in history.later_system_texts(messages)]

@@ -6,7 +6,7 @@ checks whether a schema, expression or grammar is valid.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -59,17 +59,19 @@ class ServedNames:
     """A model's names in requests."""
 
     def __init__(
-        self, given: Sequence[str], adapters: Mapping[str, Adapter], table: "list[ServedNames] | None" = None
+        self,
+        given: Sequence[str],
+        adapters: Mapping[str, Adapter],
+        find_all: "Callable[[], Iterable[ServedNames]]" = lambda: (),
     ) -> None:
         """`given`: at least one name, and perhaps ANY_NAME. Requests that name none are answered under the first.
 
-        `adapters`: by names, which come and go. `table`: the names of all models, to which these are added.
+        `adapters`: by names, which come and go. `find_all`: the names of all models of the service.
         """
         self.listed = tuple(name for name in given if name != ANY_NAME)
         self._takes_any = ANY_NAME in given
         self.adapters = adapters
-        self.table = [] if table is None else table
-        self.table.append(self)
+        self._find_all = find_all
 
     def has(self, name: str | None) -> bool:
         """Whether it is the model's own name, or that of one of its adapters."""
@@ -80,8 +82,9 @@ class ServedNames:
         name = model or self.listed[0]
         if self.has(name) or (self._takes_any and len(name) <= MAX_NAME_CHARS):
             return name
-        listed = [name for names in self.table for name in names.listed]
-        adapters = islice((name for names in self.table for name in names.adapters), MAX_LISTED)
+        table = list(self._find_all())
+        listed = [name for names in table for name in names.listed]
+        adapters = islice((name for names in table for name in names.adapters), MAX_LISTED)
         raise model_not_found(name[:MAX_NAME_CHARS], [*listed, *adapters])
 
 

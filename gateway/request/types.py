@@ -29,7 +29,6 @@ class Chat:
     options: Mapping[str, Option] = field(default_factory=dict)  # variables for the template
     reasoning_param: str | None = None  # the field that requires reasoning, if any
     wishes: Mapping[str, str] = field(default_factory=dict)  # field |-> the variable it sets; "": it asks for reasoning
-    header: str = ""  # what stood before the system's text and changes with each request
     add_generation_prompt: bool = True  # end with the start of the answer
     is_open: bool = False  # the answer continues the last message, an assistant's
 

@@ -56,8 +56,11 @@ class Attempt:
         assert isinstance(decode, DecodeClient) and (prefill is None or isinstance(prefill, PrefillClient))
         self._request, self._waiter, self._queue, self._record, self._clock = request, waiter, queue, record, clock
         self._places, self._decode, self._prefill = places, decode, prefill
-        self._session: Session = decode.open_session(request.attempt, request.silent_since)
-        self._session.on_over = lambda: places.release(decode)  # however slowly its client reads
+        self._session: Session = decode.open_session(
+            request.attempt,
+            request.silent_since,
+            lambda: places.release(decode),  # however slowly its client reads
+        )
         self.incarnations = decode.incarnation, prefill.incarnation if prefill else None  # of its workers
         self._num_cached = 0  # prompt tokens whose KV is not computed for this attempt, as far as is known
         self._prefilled: Timing | None = None  # where a prefill worker ran
@@ -94,7 +97,7 @@ class Attempt:
             elif failed.why == "restoring":
                 self._queue.remember(self._places, request, "decode")  # it is about to have it
             raise failed from error
-        self._record.reserve(reserved.needs_prefill, reserved.ticket.begin, self._clock())
+        self._record.reserve(reserved.needs_prefill, reserved.ticket.begin)
         request.absent_since, places.is_reserved = None, True
         self._num_cached = reserved.ticket.begin
         self._ring_alarm()

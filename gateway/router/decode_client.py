@@ -42,15 +42,20 @@ SessionEvent = decode_pb2.SessionDelta | Prefilled | Exception
 class Session:
     """The gateway's end of one session on a decode worker."""
 
-    def __init__(self, handle: int, attempt: int, stream: str, silent_since: float) -> None:
-        """`stream`: name of the Steps stream that reports it. `silent_since`: when its client last got tokens."""
+    def __init__(
+        self, handle: int, attempt: int, stream: str, silent_since: float, on_over: Callable[[], None] = lambda: None
+    ) -> None:
+        """`stream`: name of the Steps stream that reports it. `silent_since`: when its client last got tokens.
+
+        `on_over`: called when nothing of it is left on the worker.
+        """
         self.handle = handle
         self.attempt = attempt
         self.stream = stream
         self.silent_since = silent_since
         self.inbox: deque[SessionEvent] = deque()  # not read by the request; as long as the answer, at most
         self.is_over = False  # its last update has come: nothing is left to abort
-        self.on_over: Callable[[], None] = lambda: None  # called when nothing of it is left on the worker
+        self.on_over = on_over
         self._woken: asyncio.Future[None] | None = None  # while the request waits
 
     def put(self, event: SessionEvent) -> None:
@@ -71,11 +76,10 @@ class DecodeClient(WorkerClient):
     """A decode worker."""
 
     role: Role = "decode"
-    stub_type = decode_pb2_grpc.DecodeStub
-    _stub: decode_pb2_grpc.DecodeStub
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._sessions: dict[int, Session] = {}  # handle |-> session
         self._stream = ""  # name of the open Steps stream; empty while there is none
         self._stream_incarnation = ""  # of the worker behind the stream
@@ -128,7 +132,7 @@ class DecodeClient(WorkerClient):
         """The worker ends the sessions of a stream with it."""
         self._stream = ""
         self._lose_all(f"{self.address} {detail}")
-        self.on_change()
+        self._mark()
 
     async def _follow(self, name: str) -> None:
         """Deliver what the stream `name` brings until it ends. Raises grpc.aio.AioRpcError."""
@@ -137,7 +141,7 @@ class DecodeClient(WorkerClient):
                 if self._stream != name:
                     self._stream, self._stream_incarnation = name, events.incarnation
                     self._poll_soon()  # it may have restarted with another model
-                    self.on_change()
+                    self._mark()
                 now = self._clock()
                 for delta in events.deltas:
                     self._deliver(delta, now)
@@ -165,9 +169,9 @@ class DecodeClient(WorkerClient):
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def open_session(self, attempt: int, silent_since: float) -> Session:
-        """`reserve` opens it on the worker."""
-        session = Session(next(self._handles), attempt, self._stream, silent_since)
+    def open_session(self, attempt: int, silent_since: float, on_over: Callable[[], None]) -> Session:
+        """`reserve` opens it on the worker. `on_over`: as in Session."""
+        session = Session(next(self._handles), attempt, self._stream, silent_since, on_over)
         self._sessions[session.handle] = session
         return session
 

@@ -8,12 +8,15 @@ from typing import Literal, Protocol
 from gateway.router.attempt_record import AttemptRecord
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
+from wire.page_keys import PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
 
 FinishReason = Literal["stop", "length"]
 DEFAULT_PRIORITY = 5  # of 0, which goes first, to 9
 Drafter = Literal["auto", "off", "ngram", "draft"]
+# of a model's workers; failed: like asleep, the last wake failed
+State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,15 @@ class PromptImage:
     data: bytes  # the file
 
 
+@dataclass(slots=True, eq=False)
+class PromptMemo:
+    """What the router has computed of a prompt, shared by the choices that answer it."""
+
+    packed: bytes = b""
+    # (weights, adapter, page_tokens) |-> keys of its whole pages
+    keys: dict[tuple[str, str, int], list[PageKey]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedRequest:
     """What to generate: one answer."""
@@ -63,6 +75,7 @@ class TokenizedRequest:
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
+    memo: PromptMemo = field(default_factory=PromptMemo, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +139,11 @@ class EngineClient(Protocol):
     def load(self) -> Load:
         """Now, of this gateway's requests and all workers."""
 
-    def check_ready(self) -> str | None:
-        """Why the service is not ready: the first obstacle to a request for the base model or any adapter."""
+    def readiness(self) -> str | None:
+        """Why the service is not ready: the first obstacle to a request for the base model or any adapter.
 
-    def find_obstacle(self, adapter: str = "") -> str | None:
-        """Why a request, for the base model or an adapter, cannot be served now; None when it can, or makes it so."""
+        None when it is, also where the model is asleep: the next request wakes it.
+        """
 
-    def is_awake(self) -> bool:
-        """Whether workers run; else requests wait until they do."""
+    def can_serve(self, adapter: str = "") -> bool:
+        """Whether a request, for the base model or an adapter, would be served now, and not first wait for workers."""

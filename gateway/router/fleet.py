@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import product
 
 import structlog
 
 from gateway.router.adapters import AdapterRegistry
+from gateway.router.changes import Changes
 from gateway.router.decode_client import DecodeClient
 from gateway.router.placement import Role, WorkerView
 from gateway.router.worker_client import PrefillClient, WorkerClient
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 class Fleet:
-    """Owns the clients. Subscribers are called whenever a worker may have got room, appeared or died.
+    """Owns the clients. `changes`: a worker may have got room, appeared or died.
 
     A gateway with several models has a part for each. A worker says which model it serves, and is in that part then:
 
@@ -36,23 +36,21 @@ class Fleet:
         context_tokens: int,
         open_channel: OpenChannel = rpc.open_channel,
         clock: Callable[[], float] = time.monotonic,
+        changes: Changes | None = None,
     ) -> None:
-        """context_tokens: the longest prompt and answer that this gateway accepts."""
+        """`context_tokens`: the longest prompt and answer that this gateway accepts. `changes`: of the whole fleet."""
         self._limits = heartbeat_s, stall_s
         self._clock = clock
         self._context_tokens = context_tokens
         self._open_channel = open_channel
-        self._subscribers: list[Callable[[], None]] = [self._report_mismatches, self._report_outage]
+        self.changes = changes or Changes()
+        self.changes.follow(self._look)
         self._is_started = False
         self._log = log  # with the model's name, of a part
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
         self._compared: set[str] = set()  # incarnations compared with all others in the set
-        self.on_join: Callable[[WorkerClient], None] = lambda _worker: None  # called when a worker appears
-        self.on_leave: Callable[[WorkerClient], None] = lambda _worker: None  # called when one has gone
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
-        self.adapters = AdapterRegistry()
-        self.adapters.on_change = self._wake_all
-        self.adapters.on_drop = self._drop_adapter
+        self.adapters = AdapterRegistry(self._wake_all)
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
         for address in prefill:
@@ -62,22 +60,20 @@ class Fleet:
 
     def add_part(self, model: str, context_tokens: int) -> "Fleet":
         """The workers of one of several models, as they say that they serve it. Before `start`."""
-        self._subscribers.clear()  # the parts report
-        part = self.parts[model] = Fleet((), (), *self._limits, context_tokens, self._open_channel, self._clock)
+        parts = *self._limits, context_tokens, self._open_channel, self._clock, self.changes
+        part = self.parts[model] = Fleet((), (), *parts)
         part._log = log.bind(model=model)
         return part
 
     def join(self, role: Role, address: str, source: str = "", server_name: str = "") -> None:
         """Connect to a worker. `source`: the DNS name that has the address. `server_name`: as in `OpenChannel`."""
         channel = self._open_channel(address, server_name)
-        parts = (*self._limits, source, self._clock, self.adapters)
+        parts = (*self._limits, source, self._clock, self.adapters, self.changes.mark)
         worker: WorkerClient
         if role == "prefill":
             worker = self.prefill[address] = PrefillClient(address, channel, *parts)
         else:
             worker = self.decode[address] = DecodeClient(address, channel, *parts)
-        worker.on_change = partial(self._on_change, worker)
-        self.on_join(worker)
         if source:
             log.info("worker found", role=role, address=address, source=source)
         if self._is_started:
@@ -86,17 +82,20 @@ class Fleet:
     def leave(self, role: Role, address: str) -> WorkerClient:
         """Forget a worker where no request runs. The caller closes it."""
         worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
-        self.on_leave(worker)
         self._compared.discard(worker.status.peer.incarnation)
         if worker.model is not None:
             self.parts[worker.model]._drop(worker)
         log.info("worker left", role=role, address=address, source=worker.source)
         return worker
 
-    def _on_change(self, worker: WorkerClient) -> None:
-        if self.parts and worker.status.peer.incarnation:
-            self._assign(worker)
-        self._notify()
+    def _look(self) -> None:
+        """Give workers to the parts, which report; without parts, report."""
+        for worker in self.workers() if self.parts else ():
+            if worker.status.peer.incarnation:
+                self._assign(worker)
+        if not self.parts:
+            self._report_mismatches()
+            self._report_outage()
 
     def _assign(self, worker: WorkerClient) -> None:
         """Put it into the part of the model that it serves now, once no request of another model has a place there."""
@@ -107,13 +106,12 @@ class Fleet:
             worker.model = model if model in self.parts else None
             if worker.model is not None:
                 self.parts[model]._adopt(worker)
-        stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
-        stray = "" if worker.model == model else stray
-        if stray and stray != worker.stray_because:
-            log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
+        stray = ""
+        if worker.model != model:
+            stray = f"serves {model or 'a model that it does not name'}, this gateway has {', '.join(self.parts)}"
+            if stray != worker.stray_because:
+                log.error("a worker serves none of the models", role=worker.role, address=worker.address, reason=stray)
         worker.stray_because = stray
-        for name in {before, worker.model} - {None}:
-            self.parts[str(name)]._notify()
 
     def _adopt(self, worker: WorkerClient) -> None:
         """It serves this part's model from now on."""
@@ -122,12 +120,10 @@ class Fleet:
         elif isinstance(worker, DecodeClient):
             self.decode[worker.address] = worker
         worker.adapters.follow(self.adapters)
-        self.on_join(worker)
 
     def _drop(self, worker: WorkerClient) -> None:
         """It does not any more. No request runs there."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
-        self.on_leave(worker)
         self._compared.discard(worker.status.peer.incarnation)
 
     def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
@@ -135,7 +131,7 @@ class Fleet:
         worker = self.of_role(role)[address]
         if worker.is_leaving != is_leaving:
             worker.is_leaving = is_leaving
-            self._on_change(worker)
+            self.changes.mark()
 
     def mark_duplicates(self) -> None:
         """A worker with two addresses gets requests at the first that answers, as long as that does."""
@@ -193,21 +189,7 @@ class Fleet:
     def _wake_all(self) -> None:
         for worker in self.workers():
             worker.adapters.wake()
-        self._notify()
-
-    def _drop_adapter(self, digest: str) -> None:
-        for worker in self.workers():
-            worker.adapters.drop(digest)
-
-    def subscribe(self, on_change: Callable[[], None]) -> None:
-        self._subscribers.append(on_change)
-
-    def _notify(self) -> None:
-        for on_change in self._subscribers:
-            try:
-                on_change()
-            except Exception:  # a bug there must not end the link or the request that brought the change
-                self._log.exception("a change of the workers was not followed")
+        self.changes.mark()
 
     def of_role(self, role: Role) -> Mapping[str, WorkerClient]:
         """address |-> worker"""

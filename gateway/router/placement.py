@@ -1,10 +1,10 @@
 """Which workers serve a request. Pure: views in, a decision out.
 
 Filter, score, pick: a worker that cannot serve is filtered out with a reason, the rest are scored by what they would
-have to compute and by load, and the one with the least cost is picked:
+have to compute and by load (`score`: another term goes there), and the one with the least is picked:
 
-    cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
-                    (those that it has in files, or can read from another prefill worker, count READ_SHARE each)
+    score [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
+                     (those that it has in files, or can read from another prefill worker, count READ_SHARE each)
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
@@ -13,8 +13,7 @@ requests have spreads over all workers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gateway.router.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
@@ -29,7 +28,6 @@ Role = Literal["prefill", "decode"]
 BUSY_TOKENS = 8192
 READ_SHARE = 0.25  # what it costs to read a token's KV, against computing it; workers measure, and decide
 LEAST_LENT = 512  # tokens: for fewer a prefill worker does not ask another one
-NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
@@ -111,76 +109,91 @@ class Unready:
     role: Role = "decode"  # whose workers are missing
 
 
-def choose_placement(
-    workers: Sequence[WorkerView],
-    num_missing: int,
-    local_prefill_max_tokens: int | None,
-    avoid: frozenset[str] = frozenset(),
-    cached: Mapping[str, int] = NOTHING_CACHED,
-    stored: Mapping[str, int] = NOTHING_CACHED,
-    no_prefill: NoPrefill = "fallback",
-    has_images: bool = False,
-) -> Placement | Wait | Unready:
-    """Place a request that needs KV for `num_missing` positions. `workers`: those that have its adapter.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one request needs of workers, and what they probably have for it."""
 
-    `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages; `stored`: the
-    same of its files.
-    Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
-    request before: such a worker is asked again only when no other can serve, and such a prefill worker never while
-    decode may prefill instead. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the
-    rest of a page behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback.
-    None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`);
-    on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
-    `has_images`: only workers that take images compute it.
+    num_missing: int  # positions whose KV it needs
+    # The decode worker prefills so many by itself. None: any number where all prefill workers would take the cores away
+    # that it computes with (`share_cores`); on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
+    local_prefill_max_tokens: int | None = None
+    avoid: frozenset[str] = frozenset()  # incarnations that failed this request before
+    # incarnation |-> tokens of the prompt whose KV is there, in whole pages
+    cached: Mapping[str, int] = field(default_factory=dict)
+    stored: Mapping[str, int] = field(default_factory=dict)  # the same of its files
+    no_prefill: NoPrefill = "fallback"
+    has_images: bool = False  # only workers that take images compute it
+    num_lent: int = 0  # tokens whose KV another prefill worker has, for one that has less
+
+    def find_cached(self, view: WorkerView) -> int:
+        return self.cached.get(view.incarnation, 0)
+
+    def find_there(self, view: WorkerView) -> int:
+        """Tokens that are cached or in files."""
+        return max(self.find_cached(view), self.stored.get(view.incarnation, 0))
+
+    def can_borrow(self, view: WorkerView) -> bool:
+        return self.num_lent - self.find_there(view) >= LEAST_LENT
+
+    def can_compute(self, view: WorkerView) -> bool:
+        return view.takes_images or not self.has_images
+
+
+def score(view: WorkerView, need: Need) -> tuple[float, int, int]:
+    """What the request costs at the worker; at equal cost fewer waiting tokens are better, then more free pages."""
+    num_there = need.num_lent if need.can_borrow(view) else need.find_there(view)
+    num_lacking = need.num_missing - num_there + READ_SHARE * (num_there - need.find_cached(view))
+    return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
+
+
+def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | Wait | Unready:
+    """Place a request. `workers`: those that have its adapter.
+
+    Workers to avoid: one is asked again only when no other can serve, and a prefill worker never while decode may
+    prefill instead.
     """
-    unready = find_unready(workers) or (find_blind(workers) if has_images else None)
+    unready = find_unready(workers) or (find_no_vision(workers) if need.has_images else None)
     if unready is not None:
         return unready
-
-    def find(view: WorkerView) -> tuple[int, int]:
-        """Tokens that are cached, and those and the ones in files."""
-        num_cached = cached.get(view.incarnation, 0)
-        return num_cached, max(num_cached, stored.get(view.incarnation, 0))
-
-    def can_borrow(view: WorkerView, num_lent: int) -> bool:
-        return num_lent - find(view)[1] >= LEAST_LENT
-
-    def cost(view: WorkerView, num_lent: int = 0) -> tuple[float, int, int]:
-        num_cached, num_there = find(view)
-        num_there = num_lent if can_borrow(view, num_lent) else num_there
-        num_lacking = num_missing - num_there + READ_SHARE * (num_there - num_cached)
-        return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
-
-    workers = _leave_out(workers, avoid, no_prefill) if avoid else workers
+    workers = _leave_out(workers, need.avoid, need.no_prefill) if need.avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
-    for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
-        _, num_cached = find(decode)
-        known = [
-            view for view in workers
-            if view.role == "prefill" and view.layout == decode.layout and (view.takes_images or not has_images)
-        ]  # fmt: skip
-        partners = [view for view in known if view.is_alive]
-        num_lacking = num_missing - num_cached
-        limit, why = local_prefill_max_tokens, "within --local-prefill-max-tokens"
-        if limit is None:
-            limit, why = _find_limit(decode, partners or known, num_lacking)
-        is_rest = num_cached > 0 and num_lacking < decode.page_tokens
-        is_short = num_lacking <= limit or is_rest
-        may_compute = decode.takes_images or not has_images
-        if not partners and no_prefill == "fallback" and may_compute:
-            return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL)
-        if is_short and may_compute:
-            why = why if num_lacking <= limit else "the rest of a page behind cached ones"
-            return Placement(decode, None, limit, num_cached, why=why)
-        lender = max(partners, key=lambda view: find(view)[0], default=None)
-        num_lent = find(lender)[0] if lender is not None else 0
-        partners = [view for view in partners if _has_room(view)]
-        if partners:
-            why = why if local_prefill_max_tokens is None else ""
-            prefill = min(partners, key=lambda view: cost(view, num_lent))
-            lender = lender if can_borrow(prefill, num_lent) else None
-            return Placement(decode, prefill, limit, num_cached, why=why, lender=lender, num_lent=num_lent)
-    return (find_unready(workers, no_prefill) if with_room else None) or Wait()
+    decodes = [view for view in with_room if view.role == "decode"]
+    for decode in sorted(decodes, key=lambda view: score(view, need)):
+        if (choice := _place_at(decode, workers, need)) is not None:
+            return choice
+    return (find_unready(workers, need.no_prefill) if with_room else None) or Wait()
+
+
+def _place_at(decode: WorkerView, workers: Sequence[WorkerView], need: Need) -> Placement | None:
+    """With the best prefill worker, or without; None while one is needed and none has room.
+
+    The decode worker prefills by itself what lies within its limit, the rest of a page behind cached ones, and what no
+    compatible prefill worker is alive for if `no_prefill` is fallback.
+    """
+    known = [
+        view for view in workers if view.role == "prefill" and view.layout == decode.layout and need.can_compute(view)
+    ]
+    partners = [view for view in known if view.is_alive]
+    num_cached = need.find_there(decode)
+    num_lacking = need.num_missing - num_cached
+    limit, why = need.local_prefill_max_tokens, "within --local-prefill-max-tokens"
+    if limit is None:
+        limit, why = _find_limit(decode, partners or known, num_lacking)
+    is_within = num_lacking <= limit
+    is_short = is_within or (num_cached > 0 and num_lacking < decode.page_tokens)
+    if not partners and need.no_prefill == "fallback" and need.can_compute(decode):
+        return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL)
+    if is_short and need.can_compute(decode):
+        why = why if is_within else "the rest of a page behind cached ones"
+        return Placement(decode, None, limit, num_cached, why=why)
+    lender = max(partners, key=need.find_cached, default=None)
+    need = replace(need, num_lent=need.find_cached(lender) if lender is not None else 0)
+    prefill = min(filter(_has_room, partners), key=lambda view: score(view, need), default=None)
+    if prefill is None:
+        return None
+    why = why if need.local_prefill_max_tokens is None else ""
+    lender = lender if need.can_borrow(prefill) else None
+    return Placement(decode, prefill, limit, num_cached, why=why, lender=lender, num_lent=need.num_lent)
 
 
 def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill: NoPrefill) -> list[WorkerView]:
@@ -200,7 +213,7 @@ def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallbac
     return None if no_prefill == "fallback" else find_no_prefill(workers)
 
 
-def find_blind(workers: Sequence[WorkerView]) -> Unready | None:
+def find_no_vision(workers: Sequence[WorkerView]) -> Unready | None:
     """Why no prompt with images can be computed; None when one can."""
     layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
     if any(view.is_alive and view.takes_images and view.layout in layouts for view in workers):

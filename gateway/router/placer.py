@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.router.placement import (
     NO_PREFILL,
+    Need,
     Placement,
     Unready,
     Wait,
@@ -82,10 +83,11 @@ class Placer:
         cached = {view.incarnation: found.get(view.incarnation, 0) * page_tokens for view in known}
         stored = {view.incarnation: found[view.store] * page_tokens for view in known if view.store in found}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
-        choice = choose_placement(
-            workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
-            stored, self._no_prefill_of(request), bool(request.wanted.images),
+        need = Need(
+            request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
+            self._no_prefill_of(request), bool(request.wanted.images),
         )  # fmt: skip
+        choice = choose_placement(workers, need)
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])
         if not request.adapter or isinstance(choice, Wait | Unready) or choice.why != NO_PREFILL:

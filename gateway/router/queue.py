@@ -1,16 +1,14 @@
-"""The one queue where requests wait for places on workers, bounded; order.py says who is next. Pure.
+"""The one queue where requests wait for places on workers; order.py says who is next. Pure.
 
 Started answers go before new requests, and among them the one whose client has waited longest for a token: otherwise
 answers that move from one dying worker to the next would always stand behind those that were there before.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal, overloaded
-from gateway.router.engine_client import Admitted
+from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal
 from gateway.router.forecast import Forecast, predict_prompt_s
 from gateway.router.order import Order
 from gateway.router.placement import Placement, Role, Unready, WorkerView, find_unready
@@ -56,8 +54,6 @@ class Places:
 
     def __post_init__(self) -> None:
         self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
-        for worker in self.held:
-            worker.num_mine += 1
 
     def release(self, worker: PlaceOwner, is_refused: bool = False) -> None:
         """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
@@ -73,6 +69,7 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
+    is_over: bool = False  # it has one of the two
     without_since: float | None = None  # when it was first seen that no worker has its adapter and weights
 
 
@@ -80,17 +77,23 @@ class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
     def __init__(
-        self, workers: Iterable[PlaceOwner], placer: Placer, max_queue: int, patience_s: float, has_goal: bool = False
+        self,
+        workers: Mapping[Role, Mapping[str, PlaceOwner]],
+        placer: Placer,
+        patience_s: float,
+        mark: Callable[[], None],
+        has_goal: bool = False,
     ) -> None:
-        """`patience_s`: how long requests wait while no worker can serve, counted from when one last could.
+        """`workers`: by address; they come and go, those without a request's place. `mark`: called when requests that
+        were held back may go on.
 
+        `patience_s`: how long requests wait while no worker can serve, counted from when one last could.
         `has_goal`: requests that would wait for longer than that for a place are refused.
         """
         self.placer = placer
-        self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
-        self._workers: dict[tuple[Role, str], PlaceOwner] = {}
-        self._max_queue = max_queue
+        self._workers = workers
+        self._mark = mark
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
         self._forecast = Forecast()
@@ -99,17 +102,6 @@ class Queue:
         self._placed: set[Waiter] = set()
         self._stuck: set[Waiter] = set()  # cannot be placed without a prefill worker, while these workers are alive:
         self._stuck_while: frozenset[str] = frozenset()  # incarnations
-        self._num_apart = 0  # admitted and neither in the queue nor placed
-        for worker in workers:
-            self.add(worker)
-
-    def add(self, worker: PlaceOwner) -> None:
-        """It may get requests from now on."""
-        self._workers[worker.role, worker.address] = worker
-
-    def remove(self, worker: PlaceOwner) -> None:
-        """It gets no more. No request has a place there."""
-        del self._workers[worker.role, worker.address]
 
     @property
     def num_tokens_waiting(self) -> int:
@@ -117,47 +109,15 @@ class Queue:
         return sum(waiter.request.num_missing for waiter in self._waiting)
 
     @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, and those that were admitted and will come into it."""
-        return len(self._waiting) + self._num_apart
-
-    @property
     def num_placed(self) -> int:
         return len(self._placed)
 
     def views(self) -> list[WorkerView]:
         """Of all workers, each once."""
-        return [worker.view() for worker in self._workers.values() if not worker.duplicate_of]
+        return [worker.view() for worker in self._find_workers() if not worker.duplicate_of]
 
-    # -- being let in ------------------------------------------------------------------------------------------------
-
-    def admit(self, num_choices: int) -> Admitted:
-        """As EngineClient.admit, until `dismiss`. An empty queue admits any number."""
-        num_waiting = self.num_waiting
-        if num_waiting and num_waiting + num_choices > self._max_queue:
-            raise overloaded(_describe_full(num_waiting, num_choices, self._max_queue))
-        self._num_apart += num_choices
-        return Admitted(num_choices)
-
-    def dismiss(self, admitted: Admitted) -> None:
-        """Choices that never came do not count any more."""
-        self._num_apart -= admitted.num_unplaced
-        admitted.num_unplaced = 0
-
-    def begin_choice(self, admitted: Admitted) -> None:
-        """One of the request's choices is here: it joins next."""
-        if admitted.num_unplaced:
-            admitted.num_unplaced -= 1
-            self._num_apart -= 1
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """An admitted request waits for something else, and counts as if it were in the queue."""
-        self._num_apart += 1
-        try:
-            yield
-        finally:
-            self._num_apart -= 1
+    def _find_workers(self) -> Iterator[PlaceOwner]:
+        return (worker for workers in self._workers.values() for worker in workers.values())
 
     # -- waiting and leaving -----------------------------------------------------------------------------------------
 
@@ -215,28 +175,30 @@ class Queue:
         if places.coming is not None:
             self.placer.end(places.coming)
             places.coming = None
-            self.on_change()
+            self._mark()
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
-    def decide(self, now: float) -> list[Waiter]:
-        """Requests whose wait is over: they have places, or an error. Call it at each change and after each poll."""
+    def decide(self, now: float) -> None:
+        """Give requests places, or errors. Call it at each change and after each poll."""
         views = self.views()
         unready = find_unready(views, self.placer.no_prefill)
         if unready is None or unready.role == "prefill":
             self._last_ready["decode"] = now
             if unready is None:
                 self._last_ready["prefill"] = now
-            decided = self._place_all(views, unready is not None, now) if self._waiting else []
-            self._forecast.note_places(now, sum(waiter.error is None for waiter in decided), bool(self._waiting))
-            return decided
-        if not self._is_given_up("decode", now):
-            return []
-        refused, self._stuck = list(self._waiting), set()
-        for waiter in refused:
-            self._waiting.remove(waiter)
-            waiter.error = not_ready(unready.detail)
-        return refused
+            num_before = len(self._placed)
+            if self._waiting:
+                self._place_all(views, unready is not None, now)
+            self._forecast.note_places(now, len(self._placed) - num_before, bool(self._waiting))
+        elif self._is_given_up("decode", now):
+            self._stuck = set()
+            for waiter in list(self._waiting):
+                self._refuse(waiter, not_ready(unready.detail))
+
+    def _refuse(self, waiter: Waiter, error: ApiError) -> None:
+        self._waiting.remove(waiter)
+        waiter.error, waiter.is_over = error, True
 
     def _is_given_up(self, role: Role, now: float) -> bool:
         """Whether requests stop waiting for a worker of the role: none could serve for too long."""
@@ -245,13 +207,12 @@ class Queue:
     def _patience(self, role: Role) -> float:
         return 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
 
-    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
-        """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
+    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> None:
+        """Place requests in order; refuse those for which a prefill worker, an adapter or time was lacking too long.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
         back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
-        decided: list[Waiter] = []
         self.placer.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
@@ -263,11 +224,9 @@ class Queue:
             if waiter in self._stuck:
                 continue
             if request.due < request.deadline and self._give_up_late(waiter, views, now):
-                decided.append(waiter)
                 continue
             if (lacking := self.placer.find_unusable(views, request)) is not None:
-                if self._give_up_unusable(waiter, lacking, now):
-                    decided.append(waiter)
+                self._give_up_unusable(waiter, lacking, now)
                 continue
             waiter.without_since = None
             if self.placer.find_key(views, request) in held:
@@ -278,15 +237,12 @@ class Queue:
             choice = self.placer.choose(usable, request)
             if isinstance(choice, Placement):
                 self._place(waiter, choice)
-                decided.append(waiter)
                 views = self.views()
             elif isinstance(choice, Held):
                 held.add(choice.key)
             elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
                 if self._is_given_up("prefill", now):
-                    self._waiting.remove(waiter)
-                    waiter.error = not_ready(choice.detail)
-                    decided.append(waiter)
+                    self._refuse(waiter, not_ready(choice.detail))
                 else:
                     self._stuck.add(waiter)
             elif not request.adapter or all(view.has_slots for view in views):
@@ -294,25 +250,19 @@ class Queue:
                 spared = frozenset(unusable) if spared is None else spared & unusable
                 if not spared:
                     break
-        return decided
 
     def _give_up_late(self, waiter: Waiter, views: Sequence[WorkerView], now: float) -> bool:
         """Whether the waiter gets an error: its prompt alone takes longer than there is time until its first token."""
         left_s, prompt_s = waiter.request.due - now, self._predict_prompt_s(waiter.request, views)
-        if prompt_s <= left_s:
-            return False
-        self._waiting.remove(waiter)
-        waiter.error = cannot_keep_deadline(prompt_s, left_s)
-        return True
+        if prompt_s > left_s:
+            self._refuse(waiter, cannot_keep_deadline(prompt_s, left_s))
+        return waiter.is_over
 
-    def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> bool:
-        """Whether the waiter gets an error: no worker has had its adapter, or its weights, for too long."""
+    def _give_up_unusable(self, waiter: Waiter, lacking: Unready, now: float) -> None:
+        """Refuse it where no worker has had its adapter, or its weights, for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
-        if now - waiter.without_since < self._patience(lacking.role):
-            return False
-        self._waiting.remove(waiter)
-        waiter.error = not_ready(lacking.detail)
-        return True
+        if now - waiter.without_since >= self._patience(lacking.role):
+            self._refuse(waiter, not_ready(lacking.detail))
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         request = waiter.request
@@ -321,22 +271,18 @@ class Queue:
         self._placed.add(waiter)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
         coming = self.placer.begin(waiter.request, choice)
-        decode = self._workers["decode", choice.decode.address]
-        prefill = self._workers["prefill", choice.prefill.address] if choice.prefill else None
+        decode = self._workers["decode"][choice.decode.address]
+        prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
         waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
+        for worker in waiter.places.held:
+            worker.num_mine += 1
+        waiter.is_over = True
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
         held = [worker for waiter in self._placed if waiter.places for worker in waiter.places.held]
-        for worker in self._workers.values():
+        for worker in self._find_workers():
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
-        assert not any(waiter in self._placed or waiter.places for waiter in self._waiting)
+        assert not any(waiter in self._placed or waiter.places or waiter.is_over for waiter in self._waiting)
         self._waiting.check(len(self._placed))
-
-
-def _describe_full(num_waiting: int, num_choices: int, max_queue: int) -> str:
-    if num_choices == 1:
-        return f"{num_waiting} requests are waiting, the most allowed by --max-queue; try again"
-    limit = f"--max-queue, which is {max_queue}"
-    return f"{num_waiting} requests are waiting, and {num_choices} more exceed {limit}; try again"

@@ -70,10 +70,12 @@ class Request:
     queue_s: float = 0.0  # spent waiting for places in all attempts
     is_prompt_scored: bool = False  # the client has the log-probabilities of the prompt
     _prompt: bytes = field(init=False)  # packed
-    _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)  # (weights, page_tokens) |-> keys so far
+    # (weights, page_tokens) |-> keys so far, once there is more than the prompt
+    _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._prompt = _pack(self.wanted.prompt_ids)
+        memo = self.wanted.memo
+        self._prompt = memo.packed = memo.packed or _pack(self.wanted.prompt_ids)
 
     def can_use(self, worker: WorkerView) -> bool:
         """Whether the worker has its adapter, and the weights that its answer began with."""
@@ -86,7 +88,9 @@ class Request:
 
     def page_keys(self, weights: str, page_tokens: int) -> Sequence[PageKey]:
         """Keys of the whole pages filled by all tokens so far but the last, whose KV the next step computes."""
-        keys = self._keys.setdefault((weights, page_tokens), [])
+        keys = self.wanted.memo.keys.setdefault((weights, self.adapter, page_tokens), [])
+        if self.emitted:
+            keys = self._keys.setdefault((weights, page_tokens), list(keys))
         if page_tokens and len(keys) < self.num_missing // page_tokens:
             parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt, self.adapter)
             rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]

@@ -2,27 +2,26 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.errors import ApiError, missed_deadline, not_ready
+from gateway.router.admission import DRAINING, Admission
 from gateway.router.attempt import Attempt
 from gateway.router.attempt_record import AttemptRecord
-from gateway.router.autoscaling import FleetMetrics, Goals
-from gateway.router.drain_gate import DRAINING, DrainGate
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
-from gateway.router.placement import count_places, find_no_prefill, find_unready
+from gateway.router.model_gate import ModelGate
+from gateway.router.placement import Role, count_places, find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
-from gateway.router.sleep import ModelGate
+from gateway.router.worker_client import WorkerClient
 from runtime.ops import SECONDS_BUCKETS
 
-ADAPTER_POLL_S = 0.1
 log = structlog.get_logger()
 
 
@@ -32,34 +31,30 @@ class Router:
     def __init__(
         self,
         fleet: Fleet,
-        max_queue: int,
+        admission: Admission,
         request_timeout_s: float,
         patience_s: float,
         registry: CollectorRegistry,
-        goals: Goals,
+        has_goal: bool,
         placer: Placer,
         clock: Callable[[], float] = time.monotonic,
-        gate: DrainGate | None = None,
         model: ModelGate | None = None,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `goals`: of the desired numbers of workers. `gate`: what the routers of several models share. `model`: where
-        requests wait until it is awake.
+        `has_goal`: as in Queue. `model`: where requests wait until it is awake.
         """
-        self.gate = DrainGate() if gate is None else gate  # an empty one is false
-        self.model = model or ModelGate(clock=clock)
+        self.admission = admission
+        self.model = model or ModelGate(fleet.changes, clock=clock)
         self._fleet = fleet
+        self._changes = fleet.changes
         self._placer = placer
-        self._queue = Queue(fleet.workers(), placer, max_queue, patience_s, has_goal=bool(goals.itl_s))
-        self._queue.on_change = self._pump
-        fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
-        fleet.subscribe(self._pump)
-        self._decided: dict[Waiter, asyncio.Future[None]] = {}
+        workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
+        self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal)
+        fleet.changes.follow(lambda: self.queue.decide(clock()))
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._clock = clock
-        registry.register(FleetMetrics(self._queue, goals))
         text = "Time a request waits for a worker"
         self._queue_seconds = Histogram(
             "baton:request_queue_time_seconds", text, registry=registry, buckets=SECONDS_BUCKETS
@@ -68,27 +63,27 @@ class Router:
             "baton:attempts_failed", "Tries that ended without an answer", registry=registry
         )
 
-    def check_ready(self) -> str | None:
-        adapters = ("", *self._fleet.adapters.pending)
-        return next(filter(None, map(self.find_obstacle, adapters)), None)
+    def readiness(self) -> str | None:
+        pending = (f"adapter {name} is not loaded yet: {why}" for name, why in self._fleet.adapters.pending.items())
+        return self._find_obstacle() or next(pending, None)
 
-    def find_obstacle(self, adapter: str = "") -> str | None:
-        if self.gate.is_draining():
+    def can_serve(self, adapter: str = "") -> bool:
+        is_pending = adapter in self._fleet.adapters.pending
+        return self.model.is_open and not is_pending and self._find_obstacle() is None
+
+    def _find_obstacle(self) -> str | None:
+        if self.admission.is_draining():
             return DRAINING
         if self.model.has_just_failed:
             return f"the model could not be woken: {self.model.reason}"
         if self.model.state != "awake":
             return None  # the next request wakes it
-        if unready := find_unready(self._fleet.views(), self._placer.no_prefill):
-            return unready.detail
-        reason = self._fleet.adapters.pending.get(adapter)
-        return f"adapter {adapter} is not loaded yet: {reason}" if reason else None
+        unready = find_unready(self._fleet.views(), self._placer.no_prefill)
+        return unready.detail if unready else None
 
     def load(self) -> Load:
-        return Load(len(self.gate), self._queue.num_waiting, *count_places(self._queue.views()))
-
-    def is_awake(self) -> bool:
-        return self.model.is_open
+        admission = self.admission
+        return Load(admission.num_inside, admission.num_waiting, *count_places(self.queue.views()))
 
     def find_trouble(self) -> str | None:
         """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
@@ -103,48 +98,34 @@ class Router:
         """Why prompts are not handed off although prefill workers are alive; or empty."""
         return self._placer.explain_no_hand_off(self._fleet.views())
 
-    @contextmanager
-    def admit(self, num_choices: int) -> Iterator[Admitted]:
-        with self.gate.inside():
-            admitted = self._queue.admit(num_choices)
-            try:
-                yield admitted
-            finally:
-                self._queue.dismiss(admitted)
+    def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
+        return self.admission.inside(num_choices)
 
     async def generate(
         self, wanted: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
         now = self._clock()
         arrived = now - wanted.age_s
-        deadline = arrived + self._request_timeout_s
         first_by = None if wanted.deadline_s is None else arrived + wanted.deadline_s
-        with self.gate.waiting():
-            wake_s = await self._wake(deadline, first_by)
-        if wake_s:
-            admitted.note(f"the model was asleep: the request waited {wake_s:.1f} s until it was awake")
+        request = Request(wanted, arrived + self._request_timeout_s, self._patience_s, now, first_by)
         with ExitStack() as held:
-            held.enter_context(self.model.inside())
-            with self.gate.waiting():
-                await self._wait_for_adapter(wanted.adapter, first_by)
-            self._queue.begin_choice(admitted)
-            adapter = held.enter_context(self._fleet.adapters.hold(wanted.adapter))
-            request = Request(wanted, deadline, self._patience_s, now, first_by, adapter, wake_s=wake_s)
+            with self.admission.waits(admitted):
+                await self._enter(request, admitted, held)
             try:
                 while True:
                     record = AttemptRecord(request.attempt, self._clock())
                     if attempts is not None:
                         attempts.append(record)
-                    with self.gate.waiting():
+                    with self.admission.waits():
                         waiter = await self._wait_for_places(request)
                     if waiter.places and waiter.places.placement.is_fallback and self._placer.expects_prefill:
                         admitted.note(f"{waiter.places.placement.why}: a decode worker computes the prompt")
                     try:
-                        with Attempt(request, waiter, self._queue, record, self._clock) as attempt:
-                            with self.gate.waiting():
+                        with Attempt(request, waiter, self.queue, record, self._clock) as attempt:
+                            with self.admission.cuttable():
                                 await attempt.reserve()
                             while True:
-                                with self.gate.waiting():
+                                with self.admission.cuttable():
                                     tokens = await attempt.next()
                                 yield tokens
                                 if tokens.finish_reason:
@@ -162,73 +143,52 @@ class Router:
             finally:
                 record.close(self._clock())
 
-    async def _wake(self, deadline: float, first_by: float | None) -> float:
-        """Wait until the model is awake; returns the seconds that it took. Raises ApiError."""
-        until = deadline if first_by is None else min(first_by, deadline)
+    async def _enter(self, request: Request, admitted: Admitted, held: ExitStack) -> None:
+        """Wait until the model is awake, and up to `patience_s` for a pending adapter; hold both. Raises ApiError."""
+        now = self._clock()
         try:
-            return await self.model.enter(until - self._clock())
+            request.wake_s = await self.model.enter(request.due - now)
         except ApiError as error:
-            if first_by is not None and self._clock() >= first_by:
+            if request.first_by is not None and self._clock() >= request.first_by:
                 raise missed_deadline() from error
             raise
-
-    async def _wait_for_adapter(self, name: str, first_by: float | None) -> None:
-        """Wait up to `patience_s` for a pending adapter; `hold` then raises. ApiError at the deadline."""
-        until = self._clock() + self._patience_s
-        until = until if first_by is None else min(until, first_by)
-        while name in self._fleet.adapters.pending:  # the registry is pure
-            if (left_s := until - self._clock()) <= 0:
-                if until == first_by:
-                    raise missed_deadline()
-                return
-            await asyncio.sleep(min(left_s, ADAPTER_POLL_S))
+        held.enter_context(self.model.inside())
+        if request.wake_s:
+            admitted.note(f"the model was asleep: the request waited {request.wake_s:.1f} s until it was awake")
+        name, adapters, now = request.wanted.adapter, self._fleet.adapters, self._clock()
+        left_s = self._patience_s if request.first_by is None else min(self._patience_s, request.first_by - now)
+        await self._changes.until(lambda: name not in adapters.pending, left_s)
+        if name in adapters.pending and request.first_by is not None and self._clock() >= request.first_by:
+            raise missed_deadline()
+        request.adapter = held.enter_context(adapters.hold(name))
 
     async def _wait_for_places(self, request: Request) -> Waiter:
         """Raises ApiError where the request gets none."""
         began = self._clock()
         if request.resumes_at > began:
-            with self._queue.apart():
-                await asyncio.sleep(request.resumes_at - began)
+            await asyncio.sleep(request.resumes_at - began)
         if request.due <= began:
             raise request.end_late()
-        if request.attempt == 1 and (error := self._queue.find_refusal(request, began)) is not None:
+        if request.attempt == 1 and (error := self.queue.find_refusal(request, began)) is not None:
             raise error
-        waiter = self._queue.join(request)
-        decided = self._decided[waiter] = asyncio.get_running_loop().create_future()
+        waiter = self.queue.join(request)
+        self._changes.mark()
         timeout_s = request.due - self._clock()
-        self._pump()
         try:
-            # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
-            async with asyncio.timeout(timeout_s):
-                await decided
+            if not await self._changes.until(lambda: waiter.is_over, timeout_s):
+                is_over = request.due == request.deadline
+                waiter.error = (
+                    not_ready(f"no worker had room within {timeout_s:.0f} s") if is_over else missed_deadline()
+                )
             if waiter.error is not None:
                 raise request.end_with(waiter.error)
-        except TimeoutError:
-            self._queue.leave(waiter)
-            is_over = request.due == request.deadline
-            error = not_ready(f"no worker had room within {timeout_s:.0f} s") if is_over else missed_deadline()
-            raise request.end_with(error) from None
         except BaseException:
-            self._queue.leave(waiter)
+            self.queue.leave(waiter)
             raise
-        finally:
-            del self._decided[waiter]
         waited_s = self._clock() - began
         request.queue_s += waited_s
         self._queue_seconds.observe(waited_s)
         return waiter
-
-    def _pump(self) -> None:
-        """Something changed, or a worker answered, or was silent: so time counts. Wakes those whose wait is over."""
-        try:
-            over: Iterable[Waiter] = self._queue.decide(self._clock())
-        except Exception:  # a bug there is no reason to lose those that it has decided on, or who called us
-            log.exception("the queue could not decide; it is asked again after the next change")
-            over = [waiter for waiter in self._decided if waiter.places or waiter.error]
-        for waiter in over:
-            decided = self._decided[waiter]
-            if not decided.done():  # else the request was cancelled this very moment, and leaves
-                decided.set_result(None)
 
     def _note(self, failed: AttemptFailed, request_id: str) -> None:
         if failed.is_failure:

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import grpc
 import structlog
 
 from gateway.router.adapters import Adapter, AdapterRegistry
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.malformed import ask_twice
 
 log = structlog.get_logger()
@@ -18,35 +19,48 @@ UNLOAD_S = 10.0
 RETRY_S = 10.0  # before a worker that could not load an adapter is asked again
 
 
+class LoadFailure(NamedTuple):
+    """Why a worker could not load an adapter."""
+
+    code: grpc.StatusCode
+    reason: str
+    retry_at: float
+
+
 class WorkerAdapters:
-    """Asks the worker for what the registry wants, one call at a time, until `run` is cancelled."""
+    """Loads what the registry wants into the worker and unloads the rest, one call at a time, until `run` is cancelled.
+
+    It unloads only what the registry has wanted of this incarnation: another gateway may have had others loaded.
+    """
 
     def __init__(
         self,
         registry: AdapterRegistry,
         address: str,
-        stub: prefill_pb2_grpc.PrefillStub | decode_pb2_grpc.DecodeStub,
+        stub: worker_pb2_grpc.WorkerStub,
         clock: Callable[[], float] = time.monotonic,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
+        """`mark`: called when the worker has loaded one, or could not."""
         self.loaded: frozenset[str] = frozenset()  # digests
         self.max_loras = 0  # 0: it takes none
         self.has_slots = True  # it has refused none for want of a slot since its last status
-        self.on_change: Callable[[], None] = lambda: None  # called when it has loaded one
-        self.address = address
+        self._address = address
         self._registry = registry
         self._stub = stub
         self._clock = clock
+        self._mark = mark
         self._incarnation = ""
-        self._dropped: set[str] = set()  # digests that this incarnation is to unload, once it has them
-        self._failures: dict[str, tuple[str, float]] = {}  # digest |-> why it is not loaded, when it is tried again
+        self._ours: set[str] = set()  # digests that the registry has wanted of this incarnation
+        self._reports: dict[Adapter, str | LoadFailure] = {}  # |-> its digest here, or why it is not loaded
         self._woken = asyncio.Event()
 
-    def learn(self, status: decode_pb2.WorkerStatus) -> None:
+    def learn(self, status: worker_pb2.WorkerStatus) -> None:
         """The worker's latest status."""
         if status.peer.incarnation != self._incarnation:
             self._incarnation = status.peer.incarnation
-            self._dropped.clear()
-            self._failures.clear()
+            self._ours.clear()
+            self._reports.clear()
         self.loaded, self.max_loras = frozenset(status.adapters), status.max_loras
         self.has_slots = True
         self._woken.set()
@@ -60,65 +74,68 @@ class WorkerAdapters:
         """What the registry wants has changed."""
         self._woken.set()
 
-    def drop(self, digest: str) -> None:
-        """It is to unload the adapter, unless the registry wants that again before."""
-        self._dropped.add(digest)
-        self._woken.set()
-
     def forget(self, digest: str) -> None:
         """It refused a request because it lacks the adapter."""
         self.loaded -= {digest}
 
+    def find(self, adapter: Adapter) -> str | LoadFailure | None:
+        """The adapter's digest once it is loaded here, or why it is not; None: it has not been tried."""
+        report = self._reports.get(adapter)
+        digest = adapter.digest or report
+        return digest if digest in self.loaded else report if isinstance(report, LoadFailure) else None
+
     def describe(self) -> dict[str, str]:
         """Name |-> "loaded", or why it is not."""
-        return {name: self._describe(adapter.digest) for name, adapter in self._registry.named.items()}
+        return {name: self._describe(self.find(adapter)) for name, adapter in self._registry.named.items()}
 
-    def _describe(self, digest: str) -> str:
-        if digest in self.loaded:
+    def _describe(self, found: str | LoadFailure | None) -> str:
+        if isinstance(found, str):
             return "loaded"
         if not self.max_loras:
             return "this worker takes no adapters: set --max-loras to 1 or more"
-        return self._failures.get(digest, ("not loaded yet", 0.0))[0]
+        return found.reason if found else "not loaded yet"
 
     async def run(self) -> None:
         """After each status, and each change of the registry."""
         while True:
             await self._woken.wait()
             self._woken.clear()
-            for adapter in self._registry.wanted() if self.max_loras else ():
-                _reason, not_before = self._failures.get(adapter.digest, ("", 0.0))
-                if adapter.digest not in self.loaded and self._clock() >= not_before:
-                    await self._load_again(adapter)
-            for digest in self._dropped & self.loaded:
-                await self._unload(digest)
+            wanted = self._registry.wanted() if self.max_loras else []
+            self._reports = {adapter: self._reports[adapter] for adapter in wanted if adapter in self._reports}
+            for adapter in wanted:
+                found = self.find(adapter)
+                if found is None or (isinstance(found, LoadFailure) and self._clock() >= found.retry_at):
+                    await self._load(adapter)
+            self._ours |= self._find_digests()
+            for digest in self._ours & self.loaded:
+                if digest not in self._find_digests():
+                    await self._unload(digest)
 
-    async def _load_again(self, adapter: Adapter) -> None:
+    def _find_digests(self) -> set[str]:
+        """Of what the registry wants, as far as they are known here."""
+        found = {adapter.digest or self._reports.get(adapter) for adapter in self._registry.wanted()}
+        return {digest for digest in found if isinstance(digest, str)}
+
+    async def _load(self, adapter: Adapter) -> None:
+        request = worker_pb2.LoadAdapterRequest(name=adapter.name, path=adapter.path, digest=adapter.digest)
         try:
-            await self.load(adapter.name, adapter.path, adapter.digest)
+            digest = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
-            if self._failures.get(adapter.digest, ("", 0.0))[0] != reason:
-                log.error("adapter not loaded", adapter=adapter.name, address=self.address, reason=reason)
-            self._failures[adapter.digest] = reason, self._clock() + RETRY_S
-
-    async def load(self, name: str, path: str, digest: str = "") -> str:
-        """Returns the digest of what the folder has; `digest`: what it must have. Raises grpc.aio.AioRpcError."""
-        request = decode_pb2.LoadAdapterRequest(name=name, path=path, digest=digest)
-        found = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
-        self._failures.pop(found, None)
-        self._dropped.discard(found)
-        self.loaded |= {found}
-        self.on_change()
-        return found
+            before, reason = self._reports.get(adapter), error.details() or error.code().name
+            if not (isinstance(before, LoadFailure) and before.reason == reason):
+                log.error("adapter not loaded", adapter=adapter.name, address=self._address, reason=reason)
+            self._reports[adapter] = LoadFailure(error.code(), reason, self._clock() + RETRY_S)
+        else:
+            self._reports[adapter] = digest
+            self._ours.add(digest)
+            self.loaded |= {digest}
+        self._mark()
 
     async def _unload(self, digest: str) -> None:
-        if self._registry.wants(digest):
-            self._dropped.discard(digest)
-            return
         try:
-            await self._stub.UnloadAdapter(decode_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
+            await self._stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
         except grpc.aio.AioRpcError as error:  # again after the next status
-            log.warning("adapter not unloaded", digest=digest, address=self.address, reason=error.details())
+            log.warning("adapter not unloaded", digest=digest, address=self._address, reason=error.details())
         else:
-            self._dropped.discard(digest)
+            self._ours.discard(digest)
             self.loaded -= {digest}

@@ -18,7 +18,7 @@ from gateway.router.local_prefill import ChunkCosts
 from gateway.router.placement import Role, WorkerView
 from gateway.router.request import AttemptFailed
 from gateway.router.worker_adapters import WorkerAdapters
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.tasks import keep_running
 from wire.stalls import find_stuck
@@ -37,7 +37,6 @@ class WorkerClient:
     """One worker: its channel, its last status, and the places that this gateway's requests have there."""
 
     role: Role
-    stub_type: type[prefill_pb2_grpc.PrefillStub] | type[decode_pb2_grpc.DecodeStub]
 
     def __init__(
         self,
@@ -48,17 +47,19 @@ class WorkerClient:
         source: str = "",
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterRegistry | None = None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         """`channel`: closed with the client. `heartbeat_s`: silence after which a worker counts as dead.
 
-        `stall_s`: see wire/stalls.py. `adapters`: those that it is to have.
+        `stall_s`: see wire/stalls.py. `adapters`: those that it is to have. `mark`: called when it may have got room
+        or died.
         """
         self.address = address
-        self.status = decode_pb2.WorkerStatus()
+        self.status = worker_pb2.WorkerStatus()
         self.num_mine = 0  # places held by requests of this gateway
         self.is_full = False  # refused a request since it last answered or a place there got free
         self.was_asked = False  # it has answered, or failed to
-        self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
+        self._mark = mark
         self.source = source  # the DNS name that it has; empty: named by its address
         self.is_leaving = False  # DNS no longer lists it
         self.duplicate_of = ""  # the other address of the same worker, which is used
@@ -68,9 +69,8 @@ class WorkerClient:
         self._heartbeat_s = heartbeat_s
         self._stall_s = stall_s
         self._channel = channel
-        self._stub = self.stub_type(channel)
-        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._stub, clock)
-        self.adapters.on_change = lambda: self.on_change()
+        self._worker = worker_pb2_grpc.WorkerStub(channel)
+        self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, mark)
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
         self._heard = -float("inf")  # when it last answered
@@ -108,7 +108,7 @@ class WorkerClient:
     async def _poll(self) -> None:
         while True:
             try:
-                status = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
+                status = await self._worker.Status(worker_pb2.StatusRequest(), timeout=self._heartbeat_s)
             except grpc.aio.AioRpcError as error:
                 self._miss(error)
             else:
@@ -126,7 +126,7 @@ class WorkerClient:
         if self._silence is None:
             log.warning("worker does not answer", address=self.address, reason=f"nothing came for {QUIET_S:g} s")
 
-    def _learn(self, status: decode_pb2.WorkerStatus) -> None:
+    def _learn(self, status: worker_pb2.WorkerStatus) -> None:
         if self.status.peer.incarnation not in ("", status.peer.incarnation):
             log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
         elif self._silence:
@@ -159,7 +159,7 @@ class WorkerClient:
         self._pause_s, self._next_poll = pause_s, self._clock() + pause_s
         self.is_full = False  # try it again at the latest now
         self._judge()
-        self.on_change()
+        self._mark()
 
     def _judge(self) -> None:
         """What follows from the last answer, or its absence, for work under way."""
@@ -252,7 +252,7 @@ class WorkerClient:
         self.is_full = is_refused
         if is_refused:
             self._poll_soon()
-        self.on_change()
+        self._mark()
 
     def refuse_adapter(self, digest: str, is_loaded: bool) -> None:
         """It refused a request with this adapter, which it lacks, or for which it has no slot.
@@ -285,11 +285,10 @@ class PrefillClient(WorkerClient):
     """A prefill worker."""
 
     role: Role = "prefill"
-    stub_type = prefill_pb2_grpc.PrefillStub
-    _stub: prefill_pb2_grpc.PrefillStub
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._runs: set[Callable[[AttemptFailed], None]] = set()  # `on_lost` of those under way
 
     def _judge(self) -> None:

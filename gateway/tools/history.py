@@ -148,13 +148,6 @@ def _without_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
-def put_before(header: str, messages: Sequence[Message]) -> Sequence[Message]:
-    """Begins the system's text with `header`."""
-    if header and messages[0]["role"] == "system":
-        return [{**messages[0], "content": header + messages[0]["content"]}, *messages[1:]]
-    return [{"role": "system", "content": header}, *messages] if header else messages
-
-
 def later_system_texts(messages: Sequence[Message]) -> list[str]:
     """What the system says after the first message, which some templates drop or refuse."""
     return [message["content"] for message in messages[1:] if message["role"] in _SYSTEM]

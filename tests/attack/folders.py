@@ -31,16 +31,17 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decode_worker.grammar.vocabulary import read_vocabulary
+from engine.adapters.peft import PeftReader, find_digest
+from engine.compose import open_model
 from engine.engine import build_engine
+from engine.formats.gguf_folder import make_gguf_folder
 from engine.llm import GREEDY, LLM
-from engine.models.gguf_folder import make_gguf_folder
-from engine.models.load import open_model
-from engine.models.peft import PeftReader, find_digest
 from engine.models.table import build_table
 from engine.weights.table import Shard
-from gateway.app import build_served_model
+from gateway.access.keys import Keys
+from gateway.app import add_model
 from gateway.images.processor_process import ImageReader, ReaderReady, ReaderStart
-from gateway.request.prepare import ApiOptions
+from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.text.trial import load_tokenizer
 from runtime.child import Fork, Limits
 from runtime.config_parts import NO_DRAFT
@@ -85,8 +86,8 @@ def check(folder: Path) -> None:
 
 def start_gateway(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
-    served = build_served_model(FakeEngineClient(), tokenizer, ["m"], ApiOptions(), CollectorRegistry())
-    served.segments.encode("hello world")
+    served = ServedModels(ApiOptions(), CollectorRegistry(), Keys())
+    add_model(served, FakeEngineClient(), tokenizer, ["m"]).segments.encode("hello world")
     served.offload.close()
 
 

@@ -29,14 +29,13 @@ from cli.chat import (
     run_command,
     run_line,
     set_options,
-    wrap,
 )
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, keep_watching, status
 from tests.support.command_line import call, run
-from wire.image_files import MAX_FILE_BYTES
+from wire.image_formats import MAX_FILE_BYTES
 
 WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
@@ -198,15 +197,6 @@ def test_settings_are_parsed() -> None:
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2Jé\n\t😀\x07") == "a[2Jé\n\t😀"
-
-
-def test_an_answer_wraps_between_words() -> None:
-    text = "The sun goes down,\n\nthe day is done.  Much-too-long 你好世界你好 x"
-    for size in (1, 3, 100):
-        parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
-        lines = "".join(wrap(parts, 10)).split("\n")
-        assert lines == ["The sun ", "goes down,", "", "the day is", "done.  ", "Much-too-long 你好世", "界你好 x"]
-        assert "".join(wrap(parts, 1000)) == text
 
 
 def test_events_end_at_done_and_lines_at_line_feeds_only(conversation: Conversation) -> None:

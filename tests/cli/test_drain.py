@@ -5,24 +5,24 @@ from typing import Any
 import pytest
 
 from cli.drain import _drain
-from protos import decode_pb2, decode_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.config_parts import ProcessConfig
 from runtime.rpc import bind, build_server
 from tests.support.garbling import Garbler
 
 
-class Draining(decode_pb2_grpc.DecodeServicer):
+class Draining(worker_pb2_grpc.WorkerServicer):
     """Has one request, which ends after the first question."""
 
     def __init__(self) -> None:
         self.num_left = 1
 
-    async def Drain(self, request: decode_pb2.DrainRequest, context: Any) -> decode_pb2.DrainResponse:  # noqa: N802
-        return decode_pb2.DrainResponse(num_left=self.num_left, drain_s=60)
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:  # noqa: N802
+        return worker_pb2.DrainResponse(num_left=self.num_left, drain_s=60)
 
-    async def Status(self, request: decode_pb2.StatusRequest, context: Any) -> decode_pb2.WorkerStatus:  # noqa: N802
+    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
         self.num_left -= 1
-        return decode_pb2.WorkerStatus(draining=self.num_left >= 0, num_running=max(self.num_left, 0))
+        return worker_pb2.WorkerStatus(draining=self.num_left >= 0, num_running=max(self.num_left, 0))
 
 
 @pytest.mark.parametrize("method", ["Drain", "Status"])
@@ -31,7 +31,7 @@ async def test_a_broken_answer_is_asked_for_again(method: str, capsys: pytest.Ca
     garbler.wanted[method] = 1
     server = build_server([garbler])
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    decode_pb2_grpc.add_DecodeServicer_to_server(Draining(), server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(Draining(), server)
     await server.start()
     try:
         assert await _drain(address, ProcessConfig(), True) == 0

@@ -361,7 +361,7 @@ def test_log_lines_become_readable() -> None:
 def test_three_things_to_try_can_be_copied() -> None:
     text = list_things_to_try("http://h:1", "m", needs_key=True)
     curl = text[text.index("curl") : text.index("Ctrl-C")]
-    assert subprocess.run(["bash", "-n", "-c", curl], timeout=10).returncode == 0
+    assert subprocess.run(["bash", "-n", "-c", curl], timeout=60).returncode == 0
     assert "$BATON_API_KEY" in curl and '"model": "m"' in curl
     assert "baton chat --url http://h:1\n" in text
     assert "baton chat\n" in list_things_to_try("http://127.0.0.1:8000", "m", needs_key=False)

@@ -174,4 +174,4 @@ def rpc_cases(headers: Section) -> Iterator[Case]:
         yield Case(f"health {service}", "rpc", "/grpc.health.v1.Health/Check", body, {"authorization": None})
     yield Case("health list", "rpc", "/grpc.health.v1.Health/List", b"")
     yield Case("health unauthorised", "rpc", "/grpc.health.v1.Health/List", b"", {"authorization": None})
-    yield Case("other service", "rpc", "/baton.v1.Decode/Status", b"")
+    yield Case("other service", "rpc", "/baton.v1.Worker/Status", b"")

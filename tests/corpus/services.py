@@ -34,7 +34,7 @@ FLAGS: Mapping[str, Sequence[str]] = {  # service |-> its command
     "both": ("serve", *SERVE, "--max-context-tokens=512", "--prefill-workers=0", "--served-name=*", "--cors-origins=*",
              "--tool-format=mistral-args", "--reasoning-format=none"),
     "tight": ("serve", *SERVE, "--max-context-tokens=192", "--api-key=key-one", "--api-key=key-two", "--max-queue=2",
-              "--body-limit-bytes=16384", "--decode-max-running=2", "--keep-billing-header", "--patience-s=0",
+              "--body-limit-bytes=16384", "--decode-max-running=2", "--patience-s=0",
               "--no-prefill=wait", "--tool-format=llama3"),
     "alone": ("gateway", "--decode=127.0.0.1:1", "--prefill=127.0.0.1:1", "--served-name=demo", "--patience-s=0",
               "--no-prefill=fail", "--tool-format=none"),

@@ -1,5 +1,6 @@
 """Draft heads in a decode worker's loop: every draft is what plain torch computes, and no answer depends on them."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +43,12 @@ def ask(handle: int, prompt: Seq[int], max_tokens: int = 20, **others: Any) -> S
 
 
 class CheckedDrafter(HeadDrafter):
-    """Compares each draft with the truth."""
+    """Compares each draft with the truth. answers: of each handle, in the end."""
 
-    def __init__(self, engine: Engine, target: Any, head: Head) -> None:
+    def __init__(self, engine: Engine, target: Any, head: Head, answers: Mapping[int, list[int]]) -> None:
         assert engine.draft_runner is not None
         super().__init__(engine.draft_runner, CostMeter(), 64)
-        self._target, self._truth = target, head
+        self._target, self._truth, self._answers = target, head, answers
         self.num_checked = 0
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
@@ -55,8 +56,10 @@ class CheckedDrafter(HeadDrafter):
         for one, draft in zip(wanted, drafts, strict=True):
             guesses = list(draft.token_ids)
             if guesses:
-                truth = draft_truth(self._target, self._truth, one.sequence.tokens, guesses[:-1])
-                assert guesses == [int(row.argmax()) for row in truth], one.sequence.params.handle
+                tokens, params = one.sequence.tokens, one.sequence.params
+                rest = self._answers[params.handle][len(tokens) - params.num_prompt :]
+                truth = draft_truth(self._target, self._truth, tokens, guesses[:-1], rest)
+                assert guesses == [int(row.argmax()) for row in truth], params.handle
                 self.num_checked += 1
         return drafts
 
@@ -76,7 +79,7 @@ def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, ki
     ]  # fmt: skip
     plain = decode(engine, [replace(one, drafter="off") for one in requests], at_once=1)
     for at_once, num_pages in ((1, 40), (6, 24)):
-        drafter = CheckedDrafter(engine, target, head)
+        drafter = CheckedDrafter(engine, target, head, plain.tokens)
         speculator = build_eager_speculator({"draft": drafter}, step_s=1.0)
         answers = decode(
             engine, requests, speculator, at_once=at_once, num_pages=num_pages, chunk_tokens=PAGE_TOKENS,
@@ -115,7 +118,7 @@ def test_drafts_go_on_from_what_another_worker_computed(tmp_path: Path) -> None:
         here.pool.pages[into] = prefill.pool.pages[pages]
         receiving.finish_read(scheduler, sequence.id, params.end, 0.0)
 
-    drafter = CheckedDrafter(here, target, head)
+    drafter = CheckedDrafter(here, target, head, plain.tokens)
     speculator = build_eager_speculator({"draft": drafter}, step_s=1.0)
     answers = decode(here, requests, speculator, at_once=1, is_checked=True, receive=receive)
     assert answers.tokens == plain.tokens

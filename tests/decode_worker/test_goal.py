@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from protos import decode_pb2
+from protos import worker_pb2
 from runtime import rpc
 from tests.support.fake_workers import Signal
 from tests.support.real_workers import decode_worker, expected_answer, gateway
@@ -25,7 +25,7 @@ async def test_answers_that_would_break_the_goal_are_refused_and_those_that_bega
         assert dict(refused.value.trailing_metadata() or ())[rpc.REFUSED_FOR] == rpc.OVER_GOAL
         begun = [*PROMPT, *expected_answer(PROMPT, 2)]
         await opened.ask(4, begun, 4, local=LOCAL, num_emitted=2)
-        status = await opened.stub.Status(decode_pb2.StatusRequest())
+        status = await opened.worker.Status(worker_pb2.StatusRequest())
         assert (status.goal_answers, status.num_running) == (1, 2)
         decode.runner.may_run.set()
         assert await opened.end_of(2) == await opened.end_of(4) == ("length", "")
@@ -37,6 +37,6 @@ async def test_without_a_goal_workers_name_none() -> None:
     async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
         for handle in (1, 2, 3):
             await opened.ask(handle, PROMPT, 4, local=LOCAL)
-        assert not (await opened.stub.Status(decode_pb2.StatusRequest())).goal_answers
+        assert not (await opened.worker.Status(worker_pb2.StatusRequest())).goal_answers
         for handle in (1, 2, 3):
             assert await opened.end_of(handle) == ("length", "")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.grammar import compiler as compiler_module
@@ -106,6 +106,7 @@ def vocabulary_of(folder: Path) -> dict[int, bytes]:
     return {token: text for token, text in enumerate(texts) if text}
 
 
+@settings(max_examples=50)
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_depth_is_counted_without_parsing(value: Any) -> None:
     def depth(node: Any) -> int:
@@ -341,7 +342,8 @@ def test_a_compiler_that_dies_is_replaced(service: Service) -> None:
         assert killed is not None
         os.kill(killed, signal.SIGSTOP)
         waiting = asyncio.create_task(here.get("regex", "b", LONG_S))
-        await asyncio.sleep(0.1)
+        for _ in range(10):  # turns of tasks until it is asked
+            await asyncio.sleep(0)
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(GrammarBusyError, match="died"):
             await waiting

@@ -25,7 +25,7 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
-from engine.graph_shapes import CHUNK_VALUES, choose_shapes
+from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
 from engine.runner import ModelOutput
 from protos import decode_pb2
 from tests.support.real_workers import PLAIN

@@ -16,14 +16,14 @@ import openai
 import pytest
 
 from demo.paths import TARGET_DIR
-from engine.kernels.build import FOLDER as KERNELS
+from engine.cpu.build import FOLDER as KERNELS
 from tests.support.instruction_sets import link_kernels
 from tests.support.live import CHECKOUT, HTTP, Live, serve
 
 WAIT_S = 120.0
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 VERSION = PROJECT["project"]["version"]
-BUILT = {"cpu_layers", "cpu_math"}  # kernels that the wheel must build itself
+BUILT = {"cpu_layers"}  # kernels that the wheel must build itself
 PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["sources"]  # in the checkout |-> in the wheel
 
 

@@ -12,17 +12,17 @@ import torch
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
+from engine.adapters import peft
+from engine.adapters.ops import AdapterOps
+from engine.adapters.peft import find_alphas, find_digest
+from engine.adapters.rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
+from engine.adapters.slots import AdapterLimits
 from engine.batch import ForwardRow, take_turns
+from engine.cpu import cpu_adapters
+from engine.cpu.ops import CpuOps
+from engine.cuda.graph_shapes import Shape
+from engine.cuda.ops import CudaOps
 from engine.engine import Engine, build_engine
-from engine.graph_shapes import Shape
-from engine.kernels import cpu_adapters
-from engine.kernels.adapter_rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
-from engine.layers.adapters import AdapterLimits
-from engine.models import peft
-from engine.models.peft import find_alphas, find_digest
-from engine.ops.base import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.cuda import CudaOps
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import VOCAB
@@ -122,7 +122,7 @@ def test_packed_products_add_the_same_and_leave_the_base_as_it_is(quantization: 
     mixed, alone = logits(engine, [1, -1]), logits(plain, [-1, -1])
     assert torch.equal(mixed[1], alone[1]) and torch.equal(logits(engine, [-1, -1]), alone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuOps, "add_adapters_", Ops.add_adapters_)
+        patch.setattr(CpuOps, "add_adapters_", AdapterOps.add_adapters_)
         twin = logits(engine, [1, -1])
     torch.testing.assert_close(mixed[0], twin[0], rtol=0.05, atol=0.15)
     assert (mixed[0] - alone[0]).abs().max() > 1
@@ -147,11 +147,11 @@ def logits(engine: Engine, slots: list[int]) -> Tensor:
 SLOTS = np.array([-1, 2, 0, 2, -1, *[1] * 37, 3, 2, -1], np.int32)
 
 
-@pytest.mark.parametrize("ops", [Ops(), CpuOps(), CudaOps()], ids=lambda ops: type(ops).__name__)
+@pytest.mark.parametrize("ops", [AdapterOps(), CpuOps(), CudaOps()], ids=lambda ops: type(ops).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("depth, sizes, alternates", [(96, [70, 33, 5], False), (1500, [48, 48], True)])
 def test_kernels_add_what_the_definition_says(
-    ops: Ops, dtype: torch.dtype, depth: int, sizes: list[int], alternates: bool
+    ops: AdapterOps, dtype: torch.dtype, depth: int, sizes: list[int], alternates: bool
 ) -> None:
     if isinstance(ops, CudaOps) and dtype is torch.bfloat16:
         pytest.skip("Triton's interpreter does not multiply bfloat16")

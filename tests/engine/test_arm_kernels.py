@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.kernels.build import FLAGS, FOLDER, INSTRUCTION_SETS
-from engine.kernels.cpu_math import Math
+from engine.cpu.build import FLAGS, FOLDER, INSTRUCTION_SETS
+from engine.cpu.cpu_math import Math
 from tests.support.attention import needs_compiler
 
 CROSS = ["aarch64-linux-gnu-g++"]

@@ -17,15 +17,16 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
-from engine.kernels import build
-from engine.kernels.build import NATIVE, BuildError, load_kernel
-from engine.kernels.cpu_math import Math, choose_math
+from engine.compose import choose_attention
+from engine.cpu import build
+from engine.cpu.build import NATIVE, BuildError, load_kernel
+from engine.cpu.cpu_math import Math, choose_math
+from engine.cpu.cpu_paged import CpuPagedAttention
+from engine.weights.folders import cache_folder
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import BUILDS, Build, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
@@ -264,7 +265,7 @@ def test_a_cache_others_can_write_is_not_trusted(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "baton").mkdir()
     (tmp_path / "baton").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() != tmp_path / "baton"
+    assert cache_folder() != tmp_path / "baton"
 
 
 def test_a_cache_that_is_a_link_or_below_a_folder_of_all_is_left_out_and_the_log_says_so_once(
@@ -274,16 +275,16 @@ def test_a_cache_that_is_a_link_or_below_a_folder_of_all_is_left_out_and_the_log
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "baton").symlink_to(tmp_path)
     with capture_logs() as logs:
-        assert build.cache_folder() == build.cache_folder() != tmp_path / "cache" / "baton"
+        assert cache_folder() == cache_folder() != tmp_path / "cache" / "baton"
         (tmp_path / "cache" / "baton").unlink()
         (tmp_path / "cache").chmod(0o777)
-        assert build.cache_folder() == build.cache_folder() != tmp_path / "cache" / "baton"
+        assert cache_folder() == cache_folder() != tmp_path / "cache" / "baton"
     assert [("is a link" in one["reason"], "mode 0777" in one["reason"]) for one in logs] == [
         (True, False), (False, True),
     ]  # fmt: skip
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     with pytest.raises(UnsafeFolderError):
-        build.cache_folder()
+        cache_folder()
 
 
 @needs_compiler

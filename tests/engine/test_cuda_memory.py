@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu_pages import copy_pages
-from engine.kv import gpu as gpu_module
-from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
-from engine.kv.gpu import Gpu, GpuPages
+from engine.cuda import gpu as gpu_module
+from engine.cuda.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
+from engine.cuda.gpu import Gpu, GpuPages
+from engine.cuda.gpu_pages import copy_pages
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool

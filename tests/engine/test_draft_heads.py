@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.batch import ForwardRow, take_turns
 from engine.engine import Engine, build_engine
+from engine.heads.read_head import read_head
 from engine.models.read_config import load_config
-from engine.models.read_head import read_head
 from engine.models.table import shard_config
 from engine.runner import HeadRunner
 from engine.weights.table import Shard

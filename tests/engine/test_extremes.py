@@ -44,7 +44,7 @@ def check(logits: Tensor, asked: list[Asked]) -> None:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 33, 90]), is_broken=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_no_request_and_no_model_makes_a_step_raise_or_gets_what_is_forbidden(
     data: st.DataObject, vocabulary: int, is_broken: bool
 ) -> None:
@@ -69,15 +69,16 @@ def test_a_broken_row_takes_any_filter_and_harms_no_other(vocabulary: int, broke
         {}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 70, "top_p": 0.9}, {"top_k": 70, "min_p": 0.1}, {"top_p": 1e-9},
         {"temperature": 1.7, "top_k": 5, "top_p": 0.999, "min_p": 0.5}, {"temperature": 0.0},
     ]  # fmt: skip
-    for params in (SamplingParams(**one) for one in filters):
-        tokens = sample_both(broken_too, [params] * 3, [0, 1, 2], on_gpu=number == 20)
+    for at, params in enumerate(SamplingParams(**one) for one in filters):
+        on_gpu = number == 20 and at % 2 == 0  # interpreted: half a second each
+        tokens = sample_both(broken_too, [params] * 3, [0, 1, 2], on_gpu=on_gpu)
         assert int(tokens[1]) in ([NOT_A_NUMBER] if math.isnan(broken) else range(vocabulary))
         assert torch.equal(tokens[[0, 2]], sample_both(logits, [params] * 3, [0, 1, 2])[[0, 2]])
 
 
 @given(temperature=st.floats(0, 1e-6, exclude_max=True), seed=st.integers(0, 100))
 @example(temperature=TINY, seed=0)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_next_to_no_temperature_is_none(temperature: float, seed: int) -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     params = SamplingParams(temperature, top_k=5, top_p=0.9, min_p=0.1, seed=seed)

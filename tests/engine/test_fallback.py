@@ -19,15 +19,16 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from engine.attention.choose import reference_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow, take_turns
+from engine.compose import load_any_config, load_model
 from engine.engine import build_engine
+from engine.fallback import probe as fallback_probe
+from engine.fallback.load import check
+from engine.fallback.model import FallbackModel
+from engine.fallback.probe import probe_config
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models import fallback_probe
 from engine.models.decoder import Decoder
-from engine.models.fallback import check
-from engine.models.fallback_model import FallbackModel
-from engine.models.fallback_probe import probe_config
-from engine.models.load import load_any_config, load_model
+from engine.ops.base import Ops
 from engine.ranks import Ranks
 from engine.runner import Runner
 from tests.support.batches import Part, pack
@@ -97,7 +98,7 @@ def serve_logits(model: FallbackModel) -> Tensor:
 def load(model_type: str, dtype: torch.dtype = torch.float32, **special: Any) -> FallbackModel:
     """In memory."""
     config = tiny_config(model_type, **special)
-    return FallbackModel(tiny_model(config, dtype), probe_config(config))
+    return FallbackModel(tiny_model(config, dtype), probe_config(config), Ops())
 
 
 HALVES = [(name, dtype) for name in ("gpt_oss", "deepseek_v2") for dtype in (torch.bfloat16, torch.float16)]
@@ -241,7 +242,7 @@ def test_refused_settings_and_files(tmp_path: Path) -> None:
 def test_the_check_notices_wrong_attention(wrong: dict[str, Any]) -> None:
     config = tiny_config("gemma2")
     with pytest.raises(ValueError, match=r"'gemma2' .* other logits than alone; they differ by .* in torch.float32 is"):
-        check(FallbackModel(tiny_model(config), replace(probe_config(config), **wrong)))
+        check(FallbackModel(tiny_model(config), replace(probe_config(config), **wrong), Ops()))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint, write_config
 from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
-from tests.support.instruction_sets import link_kernels
 from wire.files import read_json_object
 from wire.kv_layout import KvPart, StatePart
 
@@ -96,7 +95,7 @@ def test_packed_weights_from_a_file_are_those_in_memory(
 ) -> None:
     """A row is the same alone and among others. Rounding changes logits by a part of them."""
     folder = write_checkpoint(tmp_path / "model", family)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(link_kernels(tmp_path)))
+    monkeypatch.setattr(weights, "cache_folder", lambda: tmp_path)  # of files of weights; kernels are shared
     with torch.inference_mode():
         (own,) = Steps(folder, "bfloat16", quantization).step((0, 0, 40))
         (truth,) = Steps(folder).step((0, 0, 40))

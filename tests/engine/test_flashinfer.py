@@ -13,13 +13,14 @@ import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
-from engine.attention import choose, modules
-from engine.attention import flashinfer as backend_module
-from engine.attention.choose import choose_attention
-from engine.attention.flashinfer import FlashInferAttention, find_obstacle
-from engine.attention.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
+from engine.attention import choose
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.compose import choose_attention
+from engine.cuda import flashinfer as backend_module
+from engine.cuda import modules
+from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
+from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
@@ -43,11 +44,18 @@ def build(problem: Problem, *windows: int | None) -> FlashInferAttention:
     return FlashInferAttention(problem.shape, windows, problem.query.dtype, CPU)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (2, 2)])
+DECODE, PROMPT, MIXED = [(1, 1), (1, 40), (1, 16), (1, 17)], [(24, 24)], [(5, 33), (1, 9), (3, 3), (16, 48)]
+
+
 @pytest.mark.parametrize(
-    "lens", [[(1, 1), (1, 40), (1, 16), (1, 17)], [(24, 24)], [(5, 33), (1, 9), (3, 3), (16, 48)]], ids=str
-)
+    ("lens", "heads", "window"),  # each two of a lens, of heads and of a window in one of them
+    [
+        (DECODE, (6, 2), None), (DECODE, (7, 1), 1), (DECODE, (2, 2), 20),
+        (PROMPT, (6, 2), 1), (PROMPT, (7, 1), 20), (PROMPT, (2, 2), None),
+        (MIXED, (6, 2), 20), (MIXED, (7, 1), None), (MIXED, (2, 2), 1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_steps_are_those_of_torch_sdpa(lens: list[tuple[int, int]], heads: tuple[int, int], window: int | None) -> None:
     problem = Problem(lens, heads=heads, head_dim=16)
     check(problem, build(problem, None, 1, 20), window)
@@ -93,8 +101,8 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "engine.attention.flashinfer", None)
-    monkeypatch.delattr("engine.attention.flashinfer", raising=False)
+    monkeypatch.setitem(sys.modules, "engine.cuda.flashinfer", None)
+    monkeypatch.delattr("engine.cuda.flashinfer", raising=False)
     choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
     assert "cannot be imported" in choice.reason and "baton[cuda]" in choice.reason

@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.compose import load_model
+from engine.cuda import gpu_blocks, gpu_linear
+from engine.cuda import ops as ops_module
+from engine.cuda.gpu_layers import round_rows
+from engine.cuda.ops import CudaOps, multiply_rounded
 from engine.engine import Engine, build_engine
-from engine.kernels import gpu_blocks, gpu_linear
-from engine.kernels.gpu_layers import round_rows
+from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
+from engine.formats.linear import Fp8Linear
+from engine.formats.ops import FormatOps
 from engine.layers.config import Activation
-from engine.layers.linear import Fp8Linear, GatedLinear, Mlp, PlainLinear, Quantization
-from engine.models.load import load_model
-from engine.ops import cuda as ops_module
+from engine.layers.linear import GatedLinear, Mlp, PlainLinear, Quantization
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps, multiply_rounded
-from engine.weights.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
@@ -108,21 +110,21 @@ def test_an_mlp_gates_and_rounds_many_rows_at_once(has_blocks: bool, monkeypatch
     # the interpreter's dot cannot multiply e4m3 into bfloat16: only what it is given is checked
     monkeypatch.setattr(gpu_blocks, "multiply_rounded", lambda *args: args[0])
     rows = randn(gpu_linear.MAX_ROWS + 1, 32).bfloat16()
-    cases: tuple[tuple[Ops, Activation, list[bool]], ...] = (
-        (CudaOps(), "silu", [True]), (CudaOps(), "gelu_tanh", [False]), (Ops(), "silu", []),
+    cases: tuple[tuple[FormatOps, Activation, list[bool]], ...] = (
+        (CudaOps(), "silu", [True]), (CudaOps(), "gelu_tanh", [False]), (FormatOps(), "silu", []),
     )  # fmt: skip
     for ops, activation, expected in cases:
         made = Mlp(GatedLinear(gate_up, ops, activation), Fp8Linear(weight, None, ops))(rows)
         assert taken == expected and len(made) == len(rows)
         taken.clear()
         if not has_blocks:
-            twin = Mlp(GatedLinear(gate_up, Ops(), activation), Fp8Linear(weight, None, Ops()))(rows)
+            twin = Mlp(GatedLinear(gate_up, Ops(), activation), Fp8Linear(weight, None, FormatOps()))(rows)
             assert (made.float() - twin.float()).norm() < 0.06 * twin.float().norm()
 
 
 def test_the_rounded_product_is_torchs() -> None:
     rows, codes, scale, bias = operands(100, 64, 512, torch.bfloat16, has_bias=True)
-    truth = Ops().multiply_fp8(rows.float(), codes, scale, bias)
+    truth = FormatOps().multiply_fp8(rows.float(), codes, scale, bias)
     product = multiply_rounded(rows, codes, scale, bias)
     assert product.dtype is torch.bfloat16
     rounded, row_scale = quantise_rows(rows)
@@ -144,7 +146,7 @@ def test_products_are_those_of_the_values(
     num_rows, num_outputs, depth = size
     rows, codes, scale, bias = operands(*size, dtype, has_bias=num_rows % 2 == 0)
     matrix = block_matrix(num_outputs, depth) if has_blocks else Fp8Matrix(codes, scale)
-    for ops in (CudaOps(), Ops()):
+    for ops in (CudaOps(), FormatOps()):
         product = Fp8Linear(matrix, bias, ops)(rows)
         assert product.dtype is dtype
         torch.testing.assert_close(
@@ -181,7 +183,7 @@ def test_many_rows_are_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     CudaOps().multiply_fp8(rows.bfloat16(), *matrix, bias)
     assert torch.equal(taken["args"][1], quantise_blocks(rows.bfloat16())[1]) and taken["args"][5] is torch.bfloat16
     for other, narrow in ((rows, matrix), (rows[:, :300].bfloat16(), block_matrix(131, 300))):
-        slow = Ops().multiply_fp8(other, *narrow, None)
+        slow = FormatOps().multiply_fp8(other, *narrow, None)
         assert torch.equal(CudaOps().multiply_fp8(other, *narrow, None), slow)
 
 
@@ -198,7 +200,7 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
     for exact_layer, layer in products:
         assert isinstance(exact_layer, PlainLinear) and isinstance(layer, Fp8Linear)
         x = randn(3, exact_layer.weight.shape[1])
-        expected = Ops().multiply_fp8(x, *quantise_rows(exact_layer.weight), exact_layer.bias)
+        expected = FormatOps().multiply_fp8(x, *quantise_rows(exact_layer.weight), exact_layer.bias)
         assert torch.equal(layer(x), expected)
     assert torch.equal(rounded.embedding.weight, plain.embedding.weight)
 

@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.compose import load_model, open_model
+from engine.formats.gguf_blocks import QUANTISED, read_dense, read_groups
+from engine.formats.gguf_config import build_config_json
+from engine.formats.gguf_file import list_gguf_shards, read_gguf
+from engine.formats.gguf_folder import make_gguf_folder
+from engine.formats.groups import Groups
 from engine.layers.linear import Quantization
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
 from engine.llm import LLM
 from engine.models import load
-from engine.models.gguf_config import build_config_json
-from engine.models.gguf_folder import make_gguf_folder
-from engine.models.load import load_model, open_model
 from engine.models.read_config import build_config, load_config
 from engine.weights.fingerprint import weight_fingerprint
-from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
-from engine.weights.gguf_file import list_gguf_shards, read_gguf
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
@@ -103,7 +104,7 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
     found = LLM(str(path), dtype="float32").generate(prompts, max_tokens=8)
     _config, checkpoint = open_model(folder)
     coded = checkpoint.coded("model.layers.0.mlp.down_proj.weight")
-    assert coded is not None and coded.groups() is not None
+    assert coded is not None and coded.find(Groups) is not None
     assert weight_fingerprint(folder) != weight_fingerprint(plain)
     assert LLM(str(plain), dtype="float32").generate(prompts, max_tokens=8) == found
     assert LLM(str(path), dtype="bfloat16").generate(prompts[1:], max_tokens=2)  # by kernels for its own codes

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_groups
-from engine.layers.linear import Fp8Linear, GroupsLinear, Linear, PlainLinear, Quantization
+from engine.compose import LAYER_PARTS, check_quantization, choose_format, load_model, open_model
+from engine.cuda import gpu_groups
+from engine.cuda.ops import CudaOps
+from engine.formats.fp8 import has_fp8
+from engine.formats.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
+from engine.formats.linear import Fp8Linear, GroupsLinear
+from engine.formats.ops import FormatOps
+from engine.formats.products import GpuFormat
+from engine.layers.linear import Linear, PlainLinear, Quantization
 from engine.models.assemble import build_decoder
-from engine.models.load import check_quantization, load_model, open_model
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps
-from engine.weights.formats import GpuFormat, choose_format
-from engine.weights.fp8 import has_fp8
-from engine.weights.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
 from engine.weights.reader import ShardReader
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
@@ -84,7 +86,7 @@ def test_the_kernel_multiplies_like_torch(
     assert product.dtype is dtype
     torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
     if num_rows > 1:
-        twin = Ops().multiply_groups(rows, stored, bias)
+        twin = FormatOps().multiply_groups(rows, stored, bias)
         torch.testing.assert_close(product, twin, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
         assert torch.equal(gpu_groups.multiply(rows[:2], *stored, bias), product[:2]), "a row depends on others"
 
@@ -101,7 +103,7 @@ def test_many_rows_widen_a_part_of_the_weights_at_a_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu_groups, "widen", count)
     rows, stored = randn(65, 64), store_groups(draw(600, 64, 4, "zeros"), CPU)
     for bias in (None, randn(600, seed=2)):
-        layers = [GroupsLinear(stored, bias, ops) for ops in (CudaOps(), Ops())]
+        layers = [GroupsLinear(stored, bias, ops) for ops in (CudaOps(), FormatOps())]
         torch.testing.assert_close(layers[0](rows), layers[1](rows), rtol=1e-5, atol=1e-5)
     assert widened == [256, 256, 88] * 2
 
@@ -137,7 +139,7 @@ def test_a_checkpoint_keeps_its_bits(name: str, kinds: list[type], tmp_path: Pat
     config, checkpoint = open_model(quantised)
     progress: list[tuple[int, int]] = []
     reader = ShardReader(checkpoint, torch.float32, CPU, lambda *done: progress.append(done))
-    decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"))
+    decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"), LAYER_PARTS)
     assert [type(one) for one in products_of(decoder)] == kinds
     assert progress == sorted(progress) and len({done for done, _total in progress}) > 9
     ids = list(range(2, 40))
@@ -149,7 +151,8 @@ def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> Non
     folder = write_checkpoint(tmp_path, "llama", layers=1, intermediate=200)
     config, checkpoint = open_model(folder)
     reader = ShardReader(checkpoint, torch.bfloat16, CPU, lambda *_: None)
-    decoder, plain = build_decoder(config, GpuFormat(reader, Ops(), "int4")), load_model(folder, "float32", CPU)
+    decoder = build_decoder(config, GpuFormat(reader, Ops(), "int4"), LAYER_PARTS)
+    plain = load_model(folder, "float32", CPU)
     *rounded, last = products_of(decoder)
     assert isinstance(last, PlainLinear), "200 columns are no groups"
     for layer, exact in zip(rounded, products_of(plain), strict=False):
@@ -174,7 +177,8 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
     assert not has_fp8(CUDA) and has_fp8(CPU)
     config, checkpoint = open_model(write_models(tmp_path / "fp8", "fp8-block")[0])
     for dtype, has in ((torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        monkeypatch.setattr("engine.weights.formats.has_fp8", lambda device, has=has: has)
-        decoder = build_decoder(config, GpuFormat(ShardReader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
+        monkeypatch.setattr("engine.formats.products.has_fp8", lambda device, has=has: has)
+        reader = ShardReader(checkpoint, dtype, CPU, lambda *_: None)
+        decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"), LAYER_PARTS)
         is_kept = has and dtype is torch.bfloat16
         assert [type(one) for one in products_of(decoder)] == [Fp8Linear if is_kept else PlainLinear] * 4

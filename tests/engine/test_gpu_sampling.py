@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels import gpu_noise
-from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust
-from engine.kernels.gpu_sampling import choose_tokens
-from engine.kernels.gpu_values import scale
-from engine.kernels.sampling_fields import SEEN_BIT
+from engine.cuda import gpu_noise
+from engine.cuda.gpu_logits import BLOCK, GROUP, INFINITY, adjust
+from engine.cuda.gpu_sampling import choose_tokens
+from engine.cuda.gpu_values import scale
+from engine.cuda.sampling import sample, upload_batch
 from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.gpu import sample, upload_batch
+from engine.sampling.fields import SEEN_BIT
 from engine.sampling.logits import adjust_logits_
 from engine.sampling.sample import sample_slowly
 from tests.support.batches import build_sampling_batch

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from engine import runner
-from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
-from engine.graph_shapes import choose_shapes
+from engine.compose import LAYER_PARTS, choose_format
+from engine.cuda import flashinfer
+from engine.cuda import gpu_sampling as sampling_kernels
+from engine.cuda import sampling as gpu_sampling
+from engine.cuda.graph_shapes import choose_shapes
+from engine.cuda.ops import CudaOps
 from engine.input_batch import InputBatch
-from engine.kernels import gpu_sampling as sampling_kernels
 from engine.models.assemble import build_decoder
 from engine.models.decoder import Decoder
 from engine.models.read_config import build_config
-from engine.ops.cuda import CudaOps
 from engine.runner import Runner
-from engine.sampling import gpu as gpu_sampling
-from engine.weights.formats import choose_format
 from engine.weights.reader import ShardReader
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import tiny_config
@@ -53,7 +53,9 @@ class Built:
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
         reader = ShardReader(checkpoint, BF16, CUDA, lambda *_: None)
-        decoder = build_decoder(CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None))
+        decoder = build_decoder(
+            CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None), LAYER_PARTS
+        )
         attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shapes[0])
         if way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(CONFIG.attention_shapes[0], {*CONFIG.windows}, BF16, CUDA)

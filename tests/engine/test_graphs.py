@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from engine import graphs as graphs_module
-from engine import pieces
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow, take_turns
-from engine.graph_shapes import Shape, choose_shapes, powers_to
-from engine.graphs import Compute
+from engine.compose import load_model
+from engine.cuda import graphs as graphs_module
+from engine.cuda import pieces
+from engine.cuda.graph_shapes import Shape, choose_shapes, powers_to
+from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder
-from engine.models.load import load_model
 from engine.ops.base import Ops
 from engine.runner import ModelOutput, Runner
 from tests.support.batches import SAMPLINGS

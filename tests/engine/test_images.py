@@ -16,18 +16,18 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import vision
-from engine.attention.choose import choose_for_layers, reference_attention
+from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, lay_out, take_turns
+from engine.compose import choose_for_layers, load_model
+from engine.cuda.graph_shapes import choose_shapes
+from engine.cuda.graphs import Compute
 from engine.engine import Engine, build_engine
-from engine.graph_shapes import choose_shapes
-from engine.graphs import Compute
-from engine.image_rows import Encoding, ImageRules, gather
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models.load import load_model
 from engine.runner import Runner
-from engine.vision import VisionTower, load_tower
+from engine.vision import tower as vision
+from engine.vision.image_rows import Encoding, ImageRules, gather
+from engine.vision.tower import VisionTower, load_tower
 from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
 from tests.support.families import FAMILIES, IMAGE
 from wire.images import ImageSpan

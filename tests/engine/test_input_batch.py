@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.input_batch import InputBatch
-from engine.kernels.sampling_fields import SEEN_BIT
+from engine.sampling.fields import SEEN_BIT
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")

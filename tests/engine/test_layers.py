@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_paged import apply_rope_in_place
 from engine.attention.qkv import NO_ROPE, QKV, RopeArgs
-from engine.kernels.gpu_layers import join_pages, rope_and_write
+from engine.cpu.cpu_paged import apply_rope_in_place
+from engine.cpu.ops import CpuOps
+from engine.cuda.gpu_layers import join_pages, rope_and_write
+from engine.cuda.ops import CudaOps
 from engine.ops.base import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.cuda import CudaOps
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes

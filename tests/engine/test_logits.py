@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.sampling.cpu import load_cpu_sampling
+from engine.cpu.cpu_sampling import load_cpu_sampling
 from engine.sampling.logits import adjust_logits_, allowed_words, can_choose
 from engine.sampling.logprobs import find_logprobs
 from tests.support.sampling_twins import Asked, build_batch, build_mask, sample_batch, threads

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.linear import Int8Linear, round_rows
-from engine.ops.base import multiply_widened
-from engine.weights import packed
-from engine.weights.cache import Weights
-from engine.weights.groups import GROUP, Groups, Tables, round_to_4_bits
-from engine.weights.packed import (
+from engine.cpu import packed
+from engine.cpu.packed import (
     NEVER,
     Epilogue,
     Matrix,
@@ -25,7 +21,11 @@ from engine.weights.packed import (
     pack,
     panel_order,
 )
-from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
+from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
+from engine.formats.groups import GROUP, Groups, Tables, round_to_4_bits
+from engine.formats.linear import Int8Linear, round_rows
+from engine.ops.base import multiply_widened
+from engine.weights.cache import Weights
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import BUILDS, Build, built_for, no_compiler
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.compose import load_model
 from engine.layers.linear import WidenedLinear
-from engine.models.load import load_model
 from engine.weights import cache as weight_file
 from engine.weights.cache import CannotShareError, MappedWeights, share_weights
 from tests.support.checkpoints import write_checkpoint

@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.compose import open_model
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import Groups
+from engine.formats.products import find_fp8
+from engine.formats.scheme import read_scheme
 from engine.models.assemble import check_tensors
-from engine.models.load import choose_dtype, open_model
+from engine.models.load import choose_dtype
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import ShardReader
-from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 
@@ -61,7 +65,7 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
         own = [part for part in stored if part.startswith(base) and part not in left_out]
         assert checkpoint.entries[tensor].dtype == format.dtype
         assert checkpoint.entries[tensor].num_bytes == sum(stored[part].nbytes for part in own)
-        groups, matrix = coded.groups(), coded.fp8()
+        groups, matrix = coded.find(Groups), coded.find(Fp8Matrix)
         assert (groups is not None) == format.has_groups
         assert (matrix is not None) == (format.kind == "fp8" and name != "ct-fp8-block")  # whose blocks are others
         if matrix is not None:
@@ -78,7 +82,7 @@ def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], nam
     whole, halves = read(checkpoint), [read(checkpoint, Shard(rank, 2)) for rank in range(2)]
     num_grouped = num_fp8 = 0
     for product in (one for one in build_table(config).weights() if isinstance(one, Product)):
-        axis, groups, fp8 = int(product.inputs.is_divided), whole.groups(product), whole.fp8(product)
+        axis, groups, fp8 = int(product.inputs.is_divided), whole.coded(product, Groups), find_fp8(whole, product)
         num_grouped += groups is not None
         for index, weight in enumerate(whole.weights(product)):
             is_cut = axis or product.parts[index].rows.is_divided
@@ -86,11 +90,11 @@ def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], nam
             assert torch.equal(torch.cat(own, axis) if is_cut else own[0], weight)
             if groups is not None:
                 assert torch.equal(groups[index].dense(), weight)
-                cut = [parts[index].dense() for half in halves if (parts := half.groups(product))]
+                cut = [parts[index].dense() for half in halves if (parts := half.coded(product, Groups))]
                 assert torch.equal(torch.cat(cut, axis) if is_cut else cut[0], weight)
             if fp8 is not None:
                 assert torch.equal(fp8[index].dense(), weight)
-                kept = [one[index].dense() for half in halves if (one := half.fp8(product))]
+                kept = [one[index].dense() for half in halves if (one := find_fp8(half, product))]
                 num_fp8 += len(kept)  # of down_proj, 2 * 96 columns, the cut is within a block
                 assert not kept or torch.equal(torch.cat(kept, axis) if is_cut else kept[0], weight)
     is_fp8 = name != "mxfp4" and FORMATS[name].kind == "fp8" and name != "ct-fp8-block"

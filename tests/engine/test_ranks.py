@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from demo.paths import TARGET_DIR
-from engine import one_shot
-from engine.kernels import gpu_ranks
-from engine.kv.cuda_memory import CudaError
+from engine.cuda import gpu_ranks, one_shot
+from engine.cuda.cuda_memory import CudaError
+from engine.cuda.one_shot import choose_limit
 from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
 from engine.models.table import build_table, shard_config
-from engine.one_shot import choose_limit
 from engine.ranks import Ranks, join_group
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import ShardReader

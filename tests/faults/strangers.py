@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from cli.certs import build_files, write_file
-from protos import decode_pb2
+from protos import worker_pb2
 from runtime.trust import SECRET_KEY, TLS_FILES, TlsFiles
 
 HOSTS = ("localhost", "127.0.0.1")
@@ -37,18 +37,18 @@ def open_channel(address: str, files: TlsFiles | None) -> grpc.Channel:
     return grpc.secure_channel(address, credentials, options)
 
 
-def ask_status(channel: grpc.Channel, secret: str = "", role: str = "Decode") -> grpc.StatusCode:
+def ask_status(channel: grpc.Channel, secret: str = "") -> grpc.StatusCode:
     """The status of a worker's answer."""
-    call: Any = channel.unary_unary(f"/baton.v1.{role}/Status", decode_pb2.StatusRequest.SerializeToString)
+    call: Any = channel.unary_unary("/baton.v1.Worker/Status", worker_pb2.StatusRequest.SerializeToString)
     try:
-        call(decode_pb2.StatusRequest(), metadata=((SECRET_KEY, secret),) if secret else (), timeout=CALL_S)
+        call(worker_pb2.StatusRequest(), metadata=((SECRET_KEY, secret),) if secret else (), timeout=CALL_S)
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code
     return grpc.StatusCode.OK
 
 
-def knock(address: str, files: TlsFiles | None, secret: str = "", role: str = "Decode") -> grpc.StatusCode:
+def knock(address: str, files: TlsFiles | None, secret: str = "") -> grpc.StatusCode:
     """One call on a new connection."""
     with open_channel(address, files) as channel:
-        return ask_status(channel, secret, role)
+        return ask_status(channel, secret)

@@ -17,8 +17,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.router.drain_gate import DRAINING
-from protos import decode_pb2
+from gateway.router.admission import DRAINING
+from protos import worker_pb2
 from runtime.trust import SECRET_KEY, TlsFiles
 from tests.faults.strangers import CALL_S, ask_status, issue, knock, open_channel, write_tls_dir
 from tests.support.fault_answers import Truth, ask
@@ -58,7 +58,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_row_22_strangers_are_closed_and_counted(guarded: ProcessFleet, truth: Truth, name: str) -> None:
     """Wrong, expired or missing certificates, random bytes, and wrong secrets."""
-    worker, role = guarded[name], guarded[name].role.capitalize()
+    worker = guarded[name]
     expired = issue(datetime.now(UTC) - timedelta(days=3))
     strangers = [None, issue(), expired]
     before, lines = worker.metric("peers_refused_total", {"by": "tls"}), worker.read_log().count(EVENT)
@@ -72,8 +72,8 @@ def test_row_22_strangers_are_closed_and_counted(guarded: ProcessFleet, truth: T
     with open_channel(worker.address, OWN) as channel:
         for _ in range(TIMES):
             for secret in ("", SECRET[:-1], SECRET + "x", "another-fleet-secret"):
-                assert ask_status(channel, secret, role) is grpc.StatusCode.UNAUTHENTICATED
-        assert ask_status(channel, SECRET, role) is grpc.StatusCode.OK
+                assert ask_status(channel, secret) is grpc.StatusCode.UNAUTHENTICATED
+        assert ask_status(channel, SECRET) is grpc.StatusCode.OK
     assert worker.metric("peers_refused_total", {"by": "secret"}) == before + 4 * TIMES
     assert worker.read_log().count(NO_SECRET) - lines <= 1 + math.log2(4 * TIMES)
     truth.check_canary(guarded)
@@ -138,8 +138,8 @@ def test_a_drain_shows_at_once_to_probes_without_secrets(guarded: ProcessFleet, 
         else:
             watch = health.Watch(HEALTH, timeout=CALL_S)
             assert next(watch).status == SERVING
-            drain: Any = channel.unary_unary("/baton.v1.Decode/Drain", decode_pb2.DrainRequest.SerializeToString)
-            drain(decode_pb2.DrainRequest(), metadata=((SECRET_KEY, SECRET),), timeout=CALL_S)
+            drain: Any = channel.unary_unary("/baton.v1.Worker/Drain", worker_pb2.DrainRequest.SerializeToString)
+            drain(worker_pb2.DrainRequest(), metadata=((SECRET_KEY, SECRET),), timeout=CALL_S)
             assert health.Check(HEALTH, timeout=CALL_S).status == NOT_SERVING
             assert next(watch).status == NOT_SERVING
             watch.cancel()

@@ -20,17 +20,16 @@ from structlog.testing import capture_logs
 
 from gateway import tracing
 from gateway.errors import ApiError, not_ready, overloaded
-from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.router.attempt_record import AttemptRecord
 from gateway.tracing import MAX_WRITTEN, Tracing, build_provider, open_traces
 from protos import decode_pb2, prefill_pb2
 from tests.gateway.router.test_requests import NO_ROOM
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
 from tests.support.fake_engine_client import Script
-from tests.support.traces import PARTS, WAIT_S, Trace, read_traces, run_collector, said
+from tests.support.traces import EVENTS, WAIT_S, Trace, read_traces, run_collector, said
 from tests.support.virtual_fleet import virtual_fleet, wanted
 from tests.support.words import Api, named
-from wire.timing import Timing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -73,45 +72,12 @@ def write(tracing: Tracing | None, *choices: list[AttemptRecord], error: ApiErro
 # -- attempts --------------------------------------------------------------------------------------------------------
 
 
-def record(begun: float = 10.0, needs_prefill: bool = True) -> AttemptRecord:
-    """Places after 2 s, a session after 3."""
-    made = AttemptRecord(1, begun)
-    made.place(WorkerName("d:1", "D1"), WorkerName("p:1", "P1"), begun + 2)
-    made.reserve(needs_prefill, 0, begun + 3)
-    return made
-
-
-def test_the_parts_of_an_attempt_lie_one_after_the_other() -> None:
-    sent = Timing(prefill_s=4.0, transfer_s=3.5, transport="shm")  # most of it while the prompt was computed
-
-    def parts(made: AttemptRecord) -> dict[Part, tuple[float, float]]:
-        made.close(30.0)
-        return {part: (start, end) for part, start, end in made.parts()}
-
-    whole = record()
-    whole.finish_prefill(sent, 19.0)
-    whole.add_tokens(1, None, 21.0)
-    assert parts(whole) == {"queue": (10, 12), "prefill": (12, 17), "transfer": (17, 19), "decode": (19, 30)}
-    late = record()  # the answer of prefill comes after the first token: all KV was there before
-    late.add_tokens(1, None, 16.0)
-    late.finish_prefill(sent, 19.0)
-    assert parts(late) == {"queue": (10, 12), "prefill": (12, 16), "transfer": (16, 16), "decode": (16, 30)}
-    never = record()  # it comes after the whole answer
-    never.add_tokens(1, Timing(prefill_s=5.0), 20.0)
-    assert parts(never) == {"queue": (10, 12), "prefill": (12, 18), "decode": (18, 30)}
-    here = record(needs_prefill=False)  # a stop string ended it, so that decode's own timing did not come
-    here.add_tokens(1, None, 14.0)
-    assert parts(here) == {"queue": (10, 12), "prefill": (12, 14), "decode": (14, 30)}
-    assert parts(record()) == {"queue": (10, 12), "prefill": (12, 30)}
-    assert parts(AttemptRecord(1, 10.0)) == {"queue": (10, 30)}
-
-
 def now() -> dict[str, float]:
     """Virtual time that stays behind the real one."""
     return {"now": time.monotonic() - 100}
 
 
-def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
+def test_an_attempt_says_when_it_got_on_and_what_workers_report() -> None:
     book = Book()
     with virtual_fleet(prefill=1, **now()) as fleet:
         fleet.prefills[0].response = prefill_pb2.RunResponse(
@@ -125,21 +91,30 @@ def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
         fleet.decodes[0].sessions[0].say([7, 8, 9, 10], "length", timing=timing)
     write(book.tracing, client.attempts)
     trace = book.take_one()
-    assert trace.names == PARTS
-    assert all(said(span)["baton.attempt"] == 1 and said(span)["baton.choice"] == 0 for span in trace.parts)
-    assert not any(span.links or span.status.code for span in trace.parts)
-    _, computing, transfer, decoding = map(said, trace.parts)
-    assert (computing["baton.worker.address"], computing["baton.worker.incarnation"]) == ("P1", "P1")
-    assert (decoding["baton.worker.address"], decoding["baton.worker.incarnation"]) == ("D1", "D1")
-    assert computing["baton.cached_tokens"] == 1
-    assert transfer.items() >= {
-        "baton.transport": "shm", "baton.transfer_bytes": 4096, "baton.transfer_seconds": 0.25,
-    }.items()  # fmt: skip
-    assert decoding.items() >= {
-        "baton.output_tokens": 4, "baton.first_step_seconds": 0.5, "baton.decode_seconds": 0.75,
-        "baton.draft_tokens": 3, "baton.accepted_tokens": 2,
+    (attempt,) = trace.attempts
+    assert {event.name for event in attempt.events} == EVENTS
+    assert not attempt.links and not attempt.status.code
+    assert said(attempt).items() >= {
+        "baton.attempt": 1, "baton.choice": 0, "baton.prefill.address": "P1", "baton.prefill.incarnation": "P1",
+        "baton.decode.address": "D1", "baton.decode.incarnation": "D1", "baton.cached_tokens": 1,
+        "baton.prefill_seconds": 1e-6, "baton.transport": "shm", "baton.transfer_bytes": 4096,
+        "baton.transfer_seconds": 0.25, "baton.output_tokens": 4, "baton.first_step_seconds": 0.5,
+        "baton.decode_seconds": 0.75, "baton.draft_tokens": 3, "baton.accepted_tokens": 2,
     }.items()  # fmt: skip
     assert "secret" not in str(trace)
+
+
+def test_a_prompt_that_decode_computes_has_its_seconds_and_no_worker_for_it() -> None:
+    for has_prefill in (False, True):  # there is one, but the decode worker has the prompt's KV
+        book = Book()
+        with virtual_fleet(prefill=int(has_prefill), **now()) as fleet:
+            fleet.decodes[0].needs_prefill = not has_prefill
+            client = fleet.ask()
+            fleet.decodes[0].sessions[0].say([7], "length", timing=decode_pb2.SessionTiming(kv_seconds=0.5))
+        write(book.tracing, client.attempts)
+        (attempt,) = book.take_one().attempts
+        assert [event.name for event in attempt.events] == ["placed", "first_token"]
+        assert said(attempt)["baton.prefill_seconds"] == 0.5 and "baton.prefill.address" not in said(attempt)
 
 
 def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
@@ -153,18 +128,16 @@ def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
         fleet.run()
         other.sessions[0].emit(4, "length")
     write(book.tracing, client.attempts)
-    trace = book.take_one()
-    assert trace.names == ["baton.queue", "baton.prefill", "baton.decode"] * 2
-    assert [said(span)["baton.attempt"] for span in trace.parts] == [1, 1, 1, 2, 2, 2]
-    cut = trace.parts[2]
+    cut, whole = book.take_one().attempts
+    assert [said(span)["baton.attempt"] for span in (cut, whole)] == [1, 2]
     assert cut.status.code == Status.STATUS_CODE_ERROR and cut.status.message == said(cut)["baton.reason"] != ""
-    assert [span.status.code for span in trace.parts].count(Status.STATUS_CODE_ERROR) == 1
-    assert [[link.span_id for link in span.links] for span in trace.parts] == [[]] * 3 + [[cut.span_id]] * 3
-    assert (said(cut)["baton.output_tokens"], said(trace.parts[-1])["baton.output_tokens"]) == (2, 4)
-    assert said(cut)["baton.worker.incarnation"] == "D1" and said(trace.parts[-1])["baton.worker.incarnation"] == "D2"
+    assert whole.status.code == Status.STATUS_CODE_UNSET
+    assert [[link.span_id for link in span.links] for span in (cut, whole)] == [[], [cut.span_id]]
+    assert (said(cut)["baton.output_tokens"], said(whole)["baton.output_tokens"]) == (2, 4)
+    assert (said(cut)["baton.decode.incarnation"], said(whole)["baton.decode.incarnation"]) == ("D1", "D2")
 
 
-def test_where_an_attempt_fails_its_last_part_says_why() -> None:
+def test_an_attempt_that_fails_says_why() -> None:
     book = Book()
     with virtual_fleet(**now()) as fleet:
         too_large = (grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
@@ -174,18 +147,17 @@ def test_where_an_attempt_fails_its_last_part_says_why() -> None:
     assert client.error is not None
     write(book.tracing, client.attempts, error=client.error)
     trace = book.take_one()
-    assert trace.names == ["baton.queue", "baton.prefill"] * 4
-    lasts = trace.parts[1::2]
-    assert [span.status.code for span in lasts] == [Status.STATUS_CODE_UNSET] + [Status.STATUS_CODE_ERROR] * 3
-    assert "no pages" in said(lasts[0])["baton.reason"], "no room is not a failure"
-    assert all("larger than max" in span.status.message for span in lasts[1:])
-    assert not any(span.status.code for span in trace.parts[::2])
+    first, *others = trace.attempts
+    assert first.status.code == Status.STATUS_CODE_UNSET, "no room is not a failure"
+    assert "no pages" in said(first)["baton.reason"]
+    assert len(others) == 3 and all(span.status.code == Status.STATUS_CODE_ERROR for span in others)
+    assert all("larger than max" in span.status.message for span in others)
     assert trace.root.status.code == Status.STATUS_CODE_ERROR and said(trace.root)["error.type"] == "failed"
     with virtual_fleet(decode=0, **now()) as fleet:
         client = fleet.ask()
     write(book.tracing, client.attempts)
-    (only,) = book.take_one().parts
-    assert only.name == "baton.queue" and only.status.code == Status.STATUS_CODE_ERROR and only.status.message
+    (only,) = book.take_one().attempts
+    assert not only.events and only.status.code == Status.STATUS_CODE_ERROR and only.status.message
 
 
 def test_only_the_last_of_many_attempts_are_shown() -> None:
@@ -194,7 +166,7 @@ def test_only_the_last_of_many_attempts_are_shown() -> None:
     for one in attempts:
         one.close(one.queued_s, "no room")
     write(book.tracing, attempts)
-    shown = [said(span)["baton.attempt"] for span in book.take_one().parts]
+    shown = [said(span)["baton.attempt"] for span in book.take_one().attempts]
     assert shown == list(range(1000 - MAX_WRITTEN, 1000))
 
 
@@ -246,13 +218,13 @@ def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api
 
 
 @pytest.mark.parametrize("name", ["completions", "Chat"])
-def test_each_choice_has_its_own_parts(traced: tuple[Served, Book], name: str) -> None:
+def test_each_choice_has_its_own_attempts(traced: tuple[Served, Book], name: str) -> None:
     served, book = traced
     served.engine.reset(Script([5, 6], delay_s=0.01), served.script(ANSWER))
     assert APIS[name].ask(served, {"n": 2, "max_tokens": 2}, stream=True).status == 200
     (trace,) = book.take()
-    assert {span.parent_span_id for span in trace.parts} == {trace.root.span_id}
-    assert sorted(said(span)["baton.choice"] for span in trace.parts) == [0, 1]
+    assert {span.parent_span_id for span in trace.attempts} == {trace.root.span_id}
+    assert sorted(said(span)["baton.choice"] for span in trace.attempts) == [0, 1]
     assert said(trace.root)["gen_ai.request.choice.count"] == 2
     assert said(trace.root)["gen_ai.response.finish_reasons"] == ["length", "length"]
 

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine.cuda.gpu import GpuPages
 from engine.kv import pool as pool_module
-from engine.kv.gpu import GpuPages
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import Local, PageRef, PeerPages, ReadError
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, worker_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
@@ -317,10 +317,11 @@ async def test_auto_tells_why_gpu_memory_that_reads_wrong_is_not_read(lasting: E
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == "grpc"
         warnings = [(it["asked"], it["used"], it["why"]) for it in logs if it["log_level"] == "warning"]
-        status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
-        why, costs = status.transport_reasons[peer.address], status.chunk_costs
+        status: worker_pb2.WorkerStatus = await opened.worker.Status(worker_pb2.StatusRequest())
+        known, costs = decode.peers._known[peer.address], status.chunk_costs
         assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
-            decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
+            decode.pool.page_bytes / PAGE_TOKENS / known.bytes_per_s
         )
+        why = known.why
         assert warnings == [("cuda_ipc", "grpc", why)]
         assert re.match("cuda_ipc failed: the GPU memory of process .* reads wrong here: its .* have checksum", why)

@@ -138,7 +138,7 @@ async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
         decode.runner.failures.append(RuntimeError("out of memory"))
         await prefill.run(await opened.reserve(1, PROMPT), PROMPT)
         assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 1)")
-        assert used(decode) == 0
+        await opened.signal.until(lambda: used(decode) == 0)
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 
 
@@ -146,7 +146,7 @@ async def test_a_session_whose_kv_never_comes_ends_with_its_lease() -> None:
     async with workers(lease_s=0.05) as (opened, prefill, decode):
         ticket = await opened.reserve(1, PROMPT)
         assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.05 s (--lease-s)")
-        assert used(decode) == 0
+        await opened.signal.until(lambda: used(decode) == 0)
         code, detail = await refusal(prefill.run(ticket, PROMPT))
         assert code is grpc.StatusCode.ABORTED and "is not open here" in detail
 
@@ -205,7 +205,7 @@ async def test_a_gateway_that_leaves_takes_its_sessions_along() -> None:
 
 
 async def other_reserve(opened: Gateway) -> None:
-    await Gateway(opened.stub, "other", opened.signal).reserve(2, PROMPT)
+    await Gateway(opened.stub, opened.worker, "other", opened.signal).reserve(2, PROMPT)
 
 
 async def test_a_second_stream_of_a_gateways_name_is_refused_and_does_not_harm_the_first() -> None:
@@ -267,9 +267,8 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
         held = -(-len(PROMPT) // PAGE_TOKENS)
         assert gauges(decode) == (2, 2 * held / NUM_PAGES)
         calls = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
-        while len(prefill.scheduler) < 2:  # noqa: ASYNC110, no event for it
+        while gauges(prefill) != (2, used(prefill) / NUM_PAGES) or not used(prefill):  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
-        assert gauges(prefill) == (2, used(prefill) / NUM_PAGES) and used(prefill) > 0
         prefill.runner.may_run.set()
         told = [await call for call in calls]
         for handle in (1, 2):

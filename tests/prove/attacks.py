@@ -14,7 +14,16 @@ import grpc
 import torch
 
 from kvtransfer.nixl_agent import is_installed
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from protos import (
+    decode_pb2,
+    decode_pb2_grpc,
+    kv_pb2,
+    kv_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from runtime.rpc import bind, build_server, new_incarnation, open_channel
 from tests.prove.report import Report
 from tests.support.asking import Asking
@@ -118,6 +127,7 @@ class Attacker:
     fleet: ProcessFleet
     gateway: Gateway
     prefill: prefill_pb2_grpc.PrefillStub
+    worker: worker_pb2_grpc.WorkerStub  # the prefill worker
     decode: decode_pb2_grpc.DecodeStub
     wire: Wire
     address: str
@@ -125,7 +135,7 @@ class Attacker:
 
     async def attack(self) -> kv_pb2.Peer:
         """All cases, each on a victim of its own, which is answered right in the end. Returns the prefill worker."""
-        status: decode_pb2.WorkerStatus = await self.prefill.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+        status: worker_pb2.WorkerStatus = await self.worker.Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
         for case, changes in ALTERED.items():
             held = await self.hold()
             for wanted, change in changes:
@@ -231,8 +241,9 @@ async def attack(report: Report, truth: Truth, way: str, fleet: ProcessFleet) ->
         open_channel(fleet["decode-0"].address) as decode,
         open_channel(fleet["prefill-0"].address) as prefill,
     ):
-        stubs = prefill_pb2_grpc.PrefillStub(prefill), decode_pb2_grpc.DecodeStub(decode)
-        wire = Wire(stubs[1])
+        decode_stub = decode_pb2_grpc.DecodeStub(decode)
+        stubs = prefill_pb2_grpc.PrefillStub(prefill), worker_pb2_grpc.WorkerStub(prefill), decode_stub
+        wire = Wire(decode_stub)
         decode_pb2_grpc.add_DecodeServicer_to_server(wire, server)
         await server.start()
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.certs import certs
-from protos import decode_pb2, decode_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.addresses import is_any, is_host_pattern, is_loopback, is_public, split_host
 from runtime.config_parts import ProcessConfig
@@ -52,7 +52,7 @@ def test_grpc_takes_every_spelling_with_certificates_too(host: str, tmp_path: Pa
         port = trust.bind(server, host, 0)
         await rpc.start(server)
         async with trust.open_channel(f"[::1]:{port}") as channel:
-            await decode_pb2_grpc.DecodeStub(channel).Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+            await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
         await server.stop(None)
 
     for trust in (Trust(), load_trust(ProcessConfig(tls_dir=str(tmp_path)))):

@@ -17,7 +17,7 @@ from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import Device
-from runtime.gpus import VISIBLE, Driver, ask_driver, find_linked, list_visible
+from runtime.gpus import VISIBLE, Driver, ask_driver, list_visible
 from runtime.settings import ConfigError
 from worker.startup.limits import GpuRoom
 from worker.startup.pool_size import resolve_pools
@@ -32,16 +32,6 @@ int nvmlInit_v2(void) { return FAILS; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
 int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version, "580.65.06", length); return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    if (strncmp(uuid, "GPU-", 4) || strstr(uuid, "GPU-GPU-")) return 2;
-    *handle = (void *)(long)uuid[4];
-    return 0;
-}
-int nvmlDeviceGetP2PStatus(void *one, void *other, int index, int *status) {
-    if (!one || !other) return 2;
-    *status = index == 2 && (long)one + (long)other == 'a' + 'c' ? 0 : 3;
-    return 0;
-}
 """
 
 
@@ -60,17 +50,14 @@ def build_proc(folder: Path, num_gpus: int) -> Path:
     return folder / "gpus"
 
 
-def test_the_driver_is_asked_by_nvml_and_else_by_proc_and_says_which_gpus_nvlink_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_asked_by_nvml_and_else_by_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "PROC", build_proc(tmp_path, 3))
     monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=False))
     assert ask_driver() == Driver(2, "580.65.06")
-    assert find_linked(["a", "GPU-b", "c"]) == ((0, 2),)
     monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=True))
     assert ask_driver() == Driver(3, "")
     monkeypatch.setattr(gpus, "NVML", "libbaton-has-no-such.so.1")
-    assert (ask_driver(), find_linked(["a", "b", "c"])) == (Driver(3, ""), ())
+    assert ask_driver() == Driver(3, "")
     monkeypatch.setattr(gpus, "PROC", tmp_path / "none")
     assert ask_driver() == Driver(0, "")
 

@@ -15,7 +15,7 @@ from cli.certs import build_files, certs
 from cli.plan import plan_gateway, plan_workers
 from cli.service import CommandError
 from gateway.router.fleet import Fleet
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.config import ServeConfig
 from runtime.config_parts import ProcessConfig
@@ -48,7 +48,7 @@ def outcome(server_trust: Trust, client_trust: Trust) -> str:
         await rpc.start(server)
         channel = client_trust.open_channel(f"127.0.0.1:{port}")
         try:
-            await decode_pb2_grpc.DecodeStub(channel).Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+            await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
             return "served"
         except grpc.aio.AioRpcError as error:
             return rpc.find_distrust(error) or error.code().name
@@ -87,9 +87,9 @@ async def test_every_call_needs_the_secret_but_health_does_not() -> None:
     FakeDecode("D1", Signal()).add_to(server)
     address = f"127.0.0.1:{SECRET.bind(server, '127.0.0.1', 0)}"
     await rpc.start(server)
-    methods = [f"Decode/{name}" for name in ("Reserve", "Steps", "Abort", "Handshake", "Renew", "Offer", "Status")]
+    methods = [f"Decode/{name}" for name in ("Reserve", "Steps", "Abort", "Handshake", "Renew", "Offer")]
     async with rpc.open_channel(address) as channel:
-        for method in (*methods, "KvPages/Read", "Prefill/Run", "Nothing/Here"):
+        for method in (*methods, "Worker/Status", "KvPages/Read", "Prefill/Run", "Nothing/Here"):
             for metadata in ((), (("baton-fleet-secret", "0123456789abcdeX"),), (("baton-fleet-secret", ""),)):
                 call: Any = channel.unary_unary(f"/baton.v1.{method}")
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -100,7 +100,7 @@ async def test_every_call_needs_the_secret_but_health_does_not() -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     async with SECRET.open_channel(address) as channel:  # both unary and streaming calls carry the secret
         stub = decode_pb2_grpc.DecodeStub(channel)
-        await stub.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+        await worker_pb2_grpc.WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
         stream = stub.Steps(decode_pb2.StepsRequest(gateway="g"), timeout=PATIENCE_S)
         assert await stream.read() is not grpc.aio.EOF
         stream.cancel()
@@ -122,7 +122,7 @@ def test_a_gateway_says_once_whom_it_cannot_trust(capsys: pytest.CaptureFixture[
             polls += 1
             signal.fire()
 
-        fleet.subscribe(count)
+        fleet.changes.follow(count)
         fleet.start()
         await signal.until(lambda: polls > 6)
         trouble = fleet.decode[address].find_trouble() or ""

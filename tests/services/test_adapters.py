@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, cast
 import grpc
 import pytest
 
+from engine.adapters.peft import find_digest
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, build_engine
-from engine.layers.adapters import AdapterLimits
-from engine.models.peft import find_digest
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from runtime.rpc import open_channel
+from protos import worker_pb2
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
-from tests.support.fleet import run_fleet
 from tests.support.handover import refusal
 from tests.support.lora import greedy, write_adapter
 from tests.support.oracle import random_prompt
@@ -41,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB, COUNT = 320, 8
 PROMPT = random_prompt(22, VOCAB, seed=3)
-Stub = decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub
 
 
 class Adapters(NamedTuple):
@@ -83,7 +80,7 @@ class Pair(NamedTuple):
 
     async def load(self, folder: Path, name: str = "name") -> str:
         """On both workers."""
-        (digest,) = {await load(stub, folder, name) for stub in (self.prefill.stub, self.opened.stub)}
+        (digest,) = {await load(stub, folder, name) for stub in (self.prefill.worker, self.opened.worker)}
         return digest
 
     async def answer(self, handle: int, digest: str) -> tuple[list[int], int]:
@@ -106,16 +103,16 @@ async def pair(base: Path, decode_loras: int) -> AsyncIterator[Pair]:
 
 
 async def load(stub: Any, path: Path, name: str = "name", digest: str = "") -> str:
-    request = decode_pb2.LoadAdapterRequest(name=name, path=str(path), digest=digest)
+    request = worker_pb2.LoadAdapterRequest(name=name, path=str(path), digest=digest)
     return str((await stub.LoadAdapter(request, timeout=PATIENCE_S)).digest)
 
 
 async def unload(stub: Any, digest: str) -> None:
-    await stub.UnloadAdapter(decode_pb2.UnloadAdapterRequest(digest=digest), timeout=PATIENCE_S)
+    await stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=PATIENCE_S)
 
 
-async def status(stub: Any) -> decode_pb2.WorkerStatus:
-    found: decode_pb2.WorkerStatus = await stub.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
+async def status(stub: Any) -> worker_pb2.WorkerStatus:
+    found: worker_pb2.WorkerStatus = await stub.Status(worker_pb2.StatusRequest(), timeout=PATIENCE_S)
     return found
 
 
@@ -156,25 +153,25 @@ async def test_a_request_without_a_free_slot_waits_and_an_unloaded_adapter_ends_
 
         reason, detail = await refused(2, two)
         assert reason == "slot" and "--max-loras" in detail
-        await unload(opened.stub, one)
-        await unload(opened.stub, one)
+        await unload(opened.worker, one)
+        await unload(opened.worker, one)
         reason, detail = await refused(2, one)
-        assert reason == "adapter" and one in detail and (await status(opened.stub)).peer.address in detail
+        assert reason == "adapter" and one in detail and (await status(opened.worker)).peer.address in detail
         assert await opened.end_of(1) == ("length", "")
         assert opened.tokens[1] == adapters.expected(0, 40), "it has its adapter to its end"
         await opened.ask(2, PROMPT, COUNT, local=100, adapter=two)
         assert await opened.end_of(2) == ("length", "")
         assert opened.tokens[2] == adapters.expected(1)
-        found = await status(opened.stub)
+        found = await status(opened.worker)
         assert (dict(found.adapters), found.max_loras) == ({two: "name"}, 1)
         # the same name with other weights: another digest, so that nothing computed before is found
         shutil.copytree(adapters.folders[1], tmp_path / "name")
-        assert await load(opened.stub, tmp_path / "name", "other name") == two
-        assert dict((await status(opened.stub)).adapters) == {two: "other name"}
-        await unload(opened.stub, two)
+        assert await load(opened.worker, tmp_path / "name", "other name") == two
+        assert dict((await status(opened.worker)).adapters) == {two: "other name"}
+        await unload(opened.worker, two)
         await asyncio.wait_for(until_freed(decode), PATIENCE_S)
         shutil.copytree(adapters.folders[0], tmp_path / "name", dirs_exist_ok=True)
-        assert await load(opened.stub, tmp_path / "name") == one
+        assert await load(opened.worker, tmp_path / "name") == one
         await opened.ask(3, PROMPT, COUNT, local=100, adapter=one)
         assert await opened.end_of(3) == ("length", "")
         assert opened.tokens[3] == adapters.expected(0)
@@ -183,8 +180,8 @@ async def test_a_request_without_a_free_slot_waits_and_an_unloaded_adapter_ends_
 async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> None:
     one, two = (adapters.digest(number) for number in (0, 1))
     async with pair(adapters.base, 0) as workers:
-        prefill, stub = workers.prefill, workers.prefill.stub
-        code, detail = await refusal(load(workers.opened.stub, adapters.folders[0]))
+        prefill, stub = workers.prefill, workers.prefill.worker
+        code, detail = await refusal(load(workers.opened.worker, adapters.folders[0]))
         assert code is grpc.StatusCode.FAILED_PRECONDITION and "--max-loras" in detail
         code, detail = await refusal(load(stub, adapters.folders[0], digest=two))
         assert code is grpc.StatusCode.FAILED_PRECONDITION and one in detail and two in detail
@@ -209,26 +206,3 @@ async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> 
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "unload others" in detail
         await asyncio.wait_for(until_freed(loader._engine), PATIENCE_S)
         assert not (await status(stub)).adapters, "no rank keeps what another one lacks"
-
-
-def test_ranks_have_the_same_adapters(adapters: Adapters) -> None:
-    flags = [f"--model={adapters.base}", "--draft-model=none", "--threads=1", "--max-context-tokens=128"]
-    with run_fleet(0, 1, {"gateway": [flags[0]], "decode": [*flags, "--tp=2", "--max-loras=1"]}, lease_s=60) as fleet:
-        address = fleet["decode-0"].address
-
-        async def scenario() -> None:
-            signal, worker = Signal(), cast(Any, SimpleNamespace(address=address))
-            async with gateway(worker, signal) as opened, open_channel(address) as channel:
-                stub: Any = decode_pb2_grpc.DecodeStub(channel)
-                for handle, number in enumerate((0, 1, -1, 0, 1), 1):
-                    digest = adapters.digest(number)
-                    if number >= 0:
-                        assert await load(stub, adapters.folders[number]) == digest
-                        assert fleet["decode-0"].metric("adapters_loaded") == 1
-                    await opened.ask(handle, PROMPT, COUNT, local=100, adapter=digest)
-                    await unload(stub, digest)
-                    assert await opened.end_of(handle) == ("length", "")
-                    assert opened.tokens[handle] == adapters.expected(number), handle
-
-        asyncio.run(asyncio.wait_for(scenario(), 4 * PATIENCE_S))
-        assert fleet["decode-0"].metric("adapters_loaded") == fleet["decode-0"].metric("adapter_slots_used") == 0

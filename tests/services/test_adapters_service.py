@@ -103,6 +103,7 @@ def check_load(service: Served, models: Models) -> None:
         turns = 0
         while turns < 5 or not all(one.done() for one in asked):
             service.load("three", models.folders[2])
+            assert service.answer("three", prompts[0]) == models.expected("three", prompts[0]), "in a slot of another"
             assert service.post("unload", lora_name="three").status_code == 200
             if turns == 1:  # those that run keep it
                 assert service.post("unload", lora_name="changing").status_code == 200

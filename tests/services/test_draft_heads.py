@@ -1,5 +1,6 @@
 """Draft heads through the whole service: prefill computes their KV, decode drafts from it, no token depends on it."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,9 +20,12 @@ NUM_TOKENS = 40
 RANKS = ("--prefill-tp=2", "--decode-tp=1")  # the head's KV is put together from two ranks
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+KINDS = ["eagle3", "mtp"] if os.environ.get("TEST_FAMILIES") else ["eagle3"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Live]]:
-    """A head that always knows, on ranks; and a random one."""
+    """A head that always knows, on ranks; with `make families` a random one too."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "eagle3":
         write_oracle(folder)

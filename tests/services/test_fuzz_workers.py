@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protos import decode_pb2, kv_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.messages import mutate
 from tests.support.real_workers import (
@@ -135,7 +135,7 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         "Decode/Handshake": (here, decode_pb2.HandshakeRequest(peer=ring.prefill.peer)),
         "Decode/Renew": (here, decode_pb2.RenewRequest(ticket=ticket)),
         "Decode/Offer": (here, offer),
-        "Decode/Status": (here, decode_pb2.StatusRequest()),
+        "Worker/Status": (here, worker_pb2.StatusRequest()),
         "Prefill/Run": (there, prefill_pb2.RunRequest(prompt=packed(PROMPT), ticket=ticket)),
         "Prefill/Lend": (
             there,
@@ -143,7 +143,6 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
                 incarnation=ring.prefill.peer.incarnation, keys=[b"k" * 16], reader=ring.decode.peer
             ),
         ),
-        "Prefill/Status": (there, decode_pb2.StatusRequest()),
         "KvPages/Read": (there, kv_pb2.ReadPagesRequest(incarnation=ring.prefill.peer.incarnation, pages=[0, 1])),
     }
 

@@ -27,9 +27,9 @@ from tests.support.live import WAIT_S, Live, serve_calmly, wait_until
 from tests.support.vision import data_uri, picture
 
 COUNT = 10  # tokens of an answer
-# M-RoPE with deepstack, images seen as wholes; TEST_FAMILIES=1: all (`make families`)
+# M-RoPE with deepstack; TEST_FAMILIES=1: all (`make families`)
 SMALL = "--kv-memory-mib=1"  # one context fits
-WAYS: dict[str, tuple[str, ...]] = {"qwen3_vl": ("--decode-tp=2", SMALL), "gemma3": ()}
+WAYS: dict[str, tuple[str, ...]] = {"qwen3_vl": ("--decode-tp=2", SMALL)}
 if os.environ.get("TEST_FAMILIES") == "1":
     WAYS = dict.fromkeys(VISIONS, ())
 elif os.environ.get("TEST_FAMILIES") == "tp":

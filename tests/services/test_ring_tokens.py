@@ -1,4 +1,4 @@
-"""Through the whole service, greedy float32 tokens equal transformers': families, odd shapes, each transport.
+"""Through the whole service, greedy float32 tokens equal transformers': families, odd shapes, two transports.
 
 Alone, and in a batch of 16 that arrive and leave at different times. For the demo model see test_surface_service.py.
 """
@@ -41,25 +41,14 @@ class Way:
     format: str = ""  # of the weights
 
 
-# Transports, GQA ratios 1, 2 and 8, windows, experts. TEST_FAMILIES=1: each native family (`make families`);
+# Experts, a GQA ratio of 8, windows. TEST_FAMILIES=1: each native family (`make families`);
 # tp: the same on two ranks; fallback: models without native code; formats: quantised weights.
 WAYS = {
-    "llama-gqa8-hd128-llama3": Way(
-        dict(
-            family="llama", num_heads=8, num_kv_heads=1, head_dim=128,
-            rope_scaling={
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 512,
-            },
-        ),
-        "grpc",
-    ),
-    "gemma3-windows-norms": Way(dict(family="gemma3_text"), "shm", env=NO_COMPILER),
-    "qwen2-gqa1-hd64-tied": Way(
-        dict(family="qwen2", num_heads=2, num_kv_heads=2, head_dim=64, tied=True),
+    "qwen3-experts-gqa8-hd128-shards": Way(
+        dict(family="qwen3_moe", num_heads=8, num_kv_heads=1, head_dim=128, shards=2),
         "nixl:tcp", NIXL_OVER_TCP, {"UCX_TLS": "tcp,self"},
     ),
-    "qwen3-experts-shards": Way(dict(family="qwen3_moe", shards=2), "shm"),
+    "gemma3-windows-norms": Way(dict(family="gemma3_text"), "shm", env=NO_COMPILER),
 }  # fmt: skip
 TWO_RANKS = ("--prefill-tp=2", "--decode-tp=2")
 DIVIDED = ("awq", "gptq4-zeros", "fp8-block", "ct-pack4-zeros", "mxfp4", "gguf-Q4_K_M")  # formats

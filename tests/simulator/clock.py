@@ -1,6 +1,7 @@
 """Virtual time and a silent log for the real modules that read clocks and write logs."""
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +9,14 @@ from typing import Any
 
 from decode_worker.speculation import drafters, speculator
 from engine import steps
-from gateway.router import decode_client, fleet, router, sleep, worker_client
+from gateway.router import changes, decode_client, fleet, router, worker_client
+from gateway.scaling import sleepers
 from tests.simulator.world import ViolationError, World
 from worker import loop
 
 _MODULES: tuple[Any, ...] = (loop, drafters)
 _STREAMS: Any = decode_client
-_LOGS: tuple[Any, ...] = (steps, speculator, decode_client, fleet, router, sleep, worker_client)
+_LOGS: tuple[Any, ...] = (steps, speculator, changes, decode_client, fleet, router, sleepers, worker_client)
 
 
 class _Clock:
@@ -35,6 +37,9 @@ class _Log:
     def error(self, event: str, reason: str = "", **more: Any) -> None:
         if event != "step not computed" and not event.startswith(("no ", "model is failed")):
             raise ViolationError(f"{event}: {reason or more}")
+
+    def exception(self, event: str, **_: Any) -> None:
+        raise ViolationError(f"{event}: {sys.exc_info()[1]!r}")
 
     def warning(self, event: str, **_: Any) -> None:
         """Of workers that do not answer, attempts that fail."""

@@ -11,7 +11,7 @@ from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
-from protos import decode_pb2, kv_pb2
+from protos import decode_pb2, kv_pb2, worker_pb2
 from runtime import rpc
 from runtime.virtual_time import refusal
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
@@ -86,7 +86,7 @@ class SimDecode(SimWorker):
         super().boot()
         self.scheduler.most_answers = lambda limit: self.most_new_answers or limit
 
-    def status(self) -> decode_pb2.WorkerStatus:
+    def status(self) -> worker_pb2.WorkerStatus:
         status = super().status()
         status.goal_answers = self.most_new_answers
         return status

@@ -3,19 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
-from gateway.router.autoscaling import Goals
+from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, prefill_pb2, worker_pb2
 from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
@@ -27,7 +26,6 @@ STALL_S = 60.0
 PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
 MAX_QUEUE = 100
-GOALS = Goals(1.0, 0.8)
 SLACK_S = 0.1  # a message within a process
 GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -40,7 +38,7 @@ class SimGateway(Process):
         local_prefill_max_tokens: int, uses_cache: bool, has_goal: bool,
     ) -> None:  # fmt: skip
         self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
-        self._goals = replace(GOALS, itl_s=0.05) if has_goal else GOALS
+        self._has_goal = has_goal
         self._routing = (local_prefill_max_tokens, uses_cache)
         self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
@@ -61,9 +59,10 @@ class SimGateway(Process):
     def build_routers(self) -> None:
         self.placer = Placer(*self._routing)
         self.router = Router(
-            self.fleet, MAX_QUEUE, TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._goals, self.placer, self.loop.time
-        )
-        self.queue = self.router._queue
+            self.fleet, Admission(MAX_QUEUE), TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._has_goal, self.placer,
+            self.loop.time,
+        )  # fmt: skip
+        self.queue = self.router.queue
 
     def find_router(self, wanted: TokenizedRequest) -> Router:
         return self.router
@@ -81,7 +80,8 @@ class SimGateway(Process):
         return self._num_names
 
     def check(self) -> None:
-        seen = self.queue.num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
+        num_waiting = len(self.queue._waiting)
+        seen = num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
         if seen == self._seen:
             return
         self._seen = seen
@@ -89,7 +89,7 @@ class SimGateway(Process):
         for request in (waiter.request for waiter in self.queue._waiting if waiter.request.is_retry):
             if not (request.emitted or request.avoid or request.mistaken):
                 raise ViolationError(f"{request.wanted.request_id} was refused for want of room and goes before others")
-        if self.queue.num_waiting + self.queue.num_placed > len(self.tasks):
+        if num_waiting + self.queue.num_placed > len(self.tasks):
             raise ViolationError(f"{self.name} keeps places of requests that are over")
 
     def crash(self) -> None:
@@ -151,7 +151,7 @@ class SimChannel(MemoryChannel):
     def __init__(self, gateway: SimGateway, worker: Any) -> None:
         self.gateway, self.worker, self.epoch = gateway, worker, gateway.epoch
 
-    async def Status(self, request: decode_pb2.StatusRequest, timeout: float) -> Any:
+    async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
         return await self.call(lambda answer: answer(self.worker.status()), timeout)
 
     async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:

@@ -9,11 +9,13 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from gateway.router.engine_client import TokenizedRequest
+from gateway.router.admission import Admission
+from gateway.router.engine_client import State, TokenizedRequest
+from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
-from gateway.router.sleep import ModelGate, Sleepers
-from gateway.router.sleep_policy import TURN_S, State
+from gateway.scaling.sleep_policy import TURN_S
+from gateway.scaling.sleepers import Sleepers
 from protos import decode_pb2
 from runtime.events import ModelState, SetAwake
 from tests.simulator.decode import SimDecode
@@ -162,11 +164,11 @@ class ModelsGateway(SimGateway):
 
     def build_routers(self) -> None:
         clock, world, serve = self.loop.time, self.world, self._supervisor
-        self.gates = {name: ModelGate(name, clock) for name in serve.workers}
+        self.gates = {name: ModelGate(self.fleet.changes, name, clock) for name in serve.workers}
         self.routers = {
             name: Router(
-                self.fleet.add_part(name, 0), MAX_QUEUE, self._timeout_s, PATIENCE_S, CollectorRegistry(), self._goals,
-                Placer(0, expects_prefill=False), clock, model=gate,
+                self.fleet.add_part(name, 0), Admission(MAX_QUEUE), self._timeout_s, PATIENCE_S, CollectorRegistry(),
+                self._has_goal, Placer(0, expects_prefill=False), clock, model=gate,
             )
             for name, gate in self.gates.items()
         }  # fmt: skip
@@ -183,7 +185,7 @@ class ModelsGateway(SimGateway):
         self.sleepers.look()
 
     def crash(self) -> None:
-        self.sleepers._is_looking = True  # a dead gateway decides nothing
+        self.fleet.changes._followers.clear()  # a dead gateway decides nothing
         super().crash()
 
     def find_router(self, wanted: TokenizedRequest) -> Router:
@@ -191,27 +193,30 @@ class ModelsGateway(SimGateway):
 
     def learn(self, event: ModelState) -> None:
         self.world.note("learns", event.model, event.state)
-        waiting = list(self.gates[event.model]._waiting) if event.state == "failed" else []
+        gate = self.gates[event.model]
+        waiting = list(gate._wishes) if event.state == "failed" else []
         self.loop.run(lambda: self.sleepers.learn(event))
-        if not all(opened.done() for opened in waiting):
+        if any(wish in gate._wishes for wish in waiting):
             raise ViolationError(f"requests go on waiting for {event.model}, which could not be woken")
 
     def check(self) -> None:
         states = {name: gate.state for name, gate in self.gates.items()}
         if sum(state in RESIDENT for state in states.values()) > self._bounds[0]:
             raise ViolationError(f"more than {self._bounds[0]} models are awake: {states}")
+        changes = self.fleet.changes
+        is_quiet = not changes._is_marked and not any(woken.done() for woken in changes._waiting)
         for name, router in self.routers.items():
-            if (num_inside := len(router._queue._waiting) + router._queue.num_placed) and states[name] != "awake":
+            if (num_inside := len(router.queue._waiting) + router.queue.num_placed) and states[name] != "awake":
                 raise ViolationError(f"{num_inside} requests are let into {name}, which is {states[name]}")
-            if self.gates[name].is_open and not all(opened.done() for opened in self.gates[name]._waiting):
+            if is_quiet and self.gates[name].is_open and self.gates[name]._wishes:
                 raise ViolationError(f"requests wait for {name}, which is open")
 
     def check_end(self) -> None:
         """No request is left anywhere, and no model stays closed or between two states."""
         for name, gate in self.gates.items():
-            queue = self.routers[name]._queue
-            if gate.num_inside or gate._waiting or queue.num_waiting or queue.num_placed:
-                raise ViolationError(f"{name} still has requests: {gate.view()}")
+            router = self.routers[name]
+            if gate.num_inside or gate._wishes or router.admission.num_waiting or router.queue.num_placed:
+                raise ViolationError(f"{name} still has requests: {gate.num_inside} inside")
             if gate.is_closed or gate.state not in ("awake", "asleep", "failed"):
                 raise ViolationError(f"{name} stays {'closed' if gate.is_closed else gate.state}")
         if self.tasks or self.sleepers._closing:

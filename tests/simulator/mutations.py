@@ -13,13 +13,14 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from decode_worker.speculation.drafters import ModelDrafter
-from gateway.router import sleep, sleep_policy
 from gateway.router.decode_client import DecodeClient, Session
+from gateway.router.engine_client import State
+from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
 from gateway.router.request import Request
-from gateway.router.sleep import ModelGate
-from gateway.router.sleep_policy import Decision, ModelView, State
+from gateway.scaling import sleep_policy, sleepers
+from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
@@ -83,6 +84,7 @@ offered = StateSlots.offered
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
 change = ModelGate.change
+enter = ModelGate.enter
 decide = sleep_policy.decide
 inside = ModelGate.inside
 
@@ -364,9 +366,9 @@ def _find_any_attempt(scheduler: Scheduler, sequence_id: int, attempt: int, adap
     return find_receiving(scheduler, sequence_id, sequence.params.attempt if sequence else attempt, adapter)
 
 
-def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float) -> Session:
+def _open_session_of_request(self: DecodeClient, attempt: int, silent_since: float, on_over: Any) -> Session:
     """The first session's handle for all: its stream names the request's sessions alike."""
-    session = Session(1, attempt, self._stream, silent_since)
+    session = Session(1, attempt, self._stream, silent_since, on_over)
     self._sessions[session.handle] = session
     return session
 
@@ -409,18 +411,22 @@ def _decide_ignoring_falls(models: Sequence[ModelView], *args: Any) -> Decision:
     return decide([replace(one, state="asleep") if one.state == "falling asleep" else one for one in models], *args)
 
 
-def _open_silently(self: ModelGate, state: State, reason: str = "") -> None:
-    """Only a change of state lets in those that wait."""
-    if state != self.state:
-        change(self, state, reason)
+async def _enter_after_a_change_of_state(self: ModelGate, timeout_s: float) -> float:
+    before, wish = self.state, object()
+    if not self.is_open:
+        self._wishes[wish] = self._clock()
+        self._changes.mark()
+        try:
+            await self._changes.until(lambda: self.state != before, timeout_s)
+        finally:
+            del self._wishes[wish]
+    return await enter(self, timeout_s)
 
 
 def _fail_silently(self: ModelGate, state: State, reason: str = "") -> None:
-    waiting = self._waiting
-    if state == "failed":
-        self._waiting = {}
+    wishes = dict(self._wishes)
     change(self, state, reason)
-    self._waiting = waiting
+    self._wishes = wishes
 
 
 @contextmanager
@@ -542,10 +548,10 @@ MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
     "a model with requests falls asleep": _patched(
         (ModelView, "is_idle", property(lambda self: self.state == "awake" and self.waiting_since is None))
     ),
-    "a model that falls asleep counts as asleep": _patched((sleep, "decide", _decide_ignoring_falls)),
+    "a model that falls asleep counts as asleep": _patched((sleepers, "decide", _decide_ignoring_falls)),
     "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
-    "requests wait on when a closed model opens": _patched((ModelGate, "change", _open_silently)),
+    "requests wait on when a closed model opens": _patched((ModelGate, "enter", _enter_after_a_change_of_state)),
     "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
     "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
-    "a model is awake although no worker is linked": _patched((sleep, "find_unready", _nothing)),
+    "a model is awake although no worker is linked": _patched((sleepers, "find_unready", _nothing)),
 }

@@ -297,7 +297,11 @@ class Schedule:
         for worker in self.workers:
             check_empty(worker)
         for gateway in self.gateways:
-            if gateway.tasks or gateway.queue.num_waiting or any(one.num_mine for one in gateway.fleet.workers()):
+            if (
+                gateway.tasks
+                or gateway.router.admission.num_waiting
+                or any(one.num_mine for one in gateway.fleet.workers())
+            ):
                 raise ViolationError(f"{gateway.name} still holds places")
             if any(decode._sessions for decode in gateway.fleet.decode.values()):
                 raise ViolationError(f"{gateway.name} still has sessions")

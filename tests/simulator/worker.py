@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer import reader
-from protos import decode_pb2, kv_pb2
+from protos import kv_pb2, worker_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
@@ -173,11 +173,11 @@ class SimWorker(Process):
         """A step's duration."""
         return self.world.delay()
 
-    def status(self) -> decode_pb2.WorkerStatus:
+    def status(self) -> worker_pb2.WorkerStatus:
         """The answer to a poll."""
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages, model=self.model)
-        return decode_pb2.WorkerStatus(
+        return worker_pb2.WorkerStatus(
             peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from gateway.access.key_file import KeyFile
 from gateway.access.keys import Keys
 from gateway.api.grpc.service import add_inference_services, build_interceptors
-from gateway.app import build_app, build_served_model
+from gateway.app import add_model, build_app
 from gateway.held import Held
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router.adapters import Adapter
@@ -115,8 +115,8 @@ def run_api(
         await grpc_server.stop(0)
         await served.close()
 
-    model = build_served_model(engine, tokenizer, names, options, registry, tracing, adapters)
-    served = ServedModels([model], registry, Keys(options.api_keys, options.admin_key, has_file=key_file is not None))
+    served = ServedModels(options, registry, Keys(options.api_keys, options.admin_key, has_file=key_file is not None))
+    add_model(served, engine, tokenizer, names, tracing=tracing, adapters=adapters)
     if key_file:
         KeyFile(key_file, served.keys)
     app = build_app(served)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.batch import Batch, ForwardRow, build_batch, lay_out
 from engine.input_batch import InputBatch
-from engine.kernels.sampling_fields import PARAMS, to_row
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import PARAMS, to_row
 from engine.staging import Stager
 from wire.sampling import SamplingParams
 

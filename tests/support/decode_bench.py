@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from decode_worker.speculation.speculator import Speculator
+from engine.cuda.graph_shapes import choose_shapes
 from engine.engine import ALONE, Engine, Place, build_engine
-from engine.graph_shapes import choose_shapes
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import NO_SPECULATION, Answers, build_speculators, decode
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary

@@ -20,7 +20,7 @@ class Routed:
         self.router = router
         self.signal = signal
         self.failed_lookups: Callable[[], float] = lambda: 0.0
-        fleet.subscribe(signal.fire)
+        fleet.changes.follow(signal.fire)
 
     async def generate(self, wanted: TokenizedRequest) -> AsyncGenerator[Tokens, None]:
         """The answer to a one-choice request."""
@@ -39,8 +39,8 @@ class Routed:
 
     async def is_idle(self) -> None:
         await self.signal.until(lambda: not any(worker.num_mine for worker in self.fleet.workers()))
-        self.router._queue.check()
-        assert self.router._queue.num_waiting == 0
+        self.router.queue.check()
+        assert self.router.admission.num_waiting == 0
 
 
 def bounded(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -229,17 +229,22 @@ def write_mtp(folder: Path, model_type: str) -> tuple[Any, Head]:
     return target, Head("mtp", run, lambda states: states[-1])
 
 
-@lru_cache(maxsize=512)  # a test drafts for the same tokens several times
+@lru_cache(maxsize=64)
 def _fuse(target: Any, head: Head, tokens: tuple[int, ...]) -> Tensor:
-    """[n - 1, H]"""
+    """[n, H]"""
     states = target(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return head.fuse([state[0] for state in states])[:-1]
+    return head.fuse([state[0] for state in states])
 
 
 @torch.inference_mode()
-def draft_truth(target: Any, head: Head, tokens: Sequence[int], guesses: Sequence[int]) -> list[Tensor]:
-    """[V] log-probabilities of the head for the token after `tokens`, and after each of the `guesses` that follow."""
-    hidden = _fuse(target, head, tuple(tokens))
+def draft_truth(
+    target: Any, head: Head, tokens: Sequence[int], guesses: Sequence[int], answer: Sequence[int] = ()
+) -> list[Tensor]:  # fmt: skip
+    """[V] log-probabilities of the head for the token after `tokens`, and after each of the `guesses` that follow.
+
+    answer: what follows `tokens` in the end: the model runs once for all prefixes.
+    """
+    hidden = _fuse(target, head, (*tokens, *answer))[: len(tokens) - 1]
     found, seen = list[Tensor](), torch.tensor(list(tokens)[1:])
     for guess in [*guesses, None]:
         rows, logits = head.run(seen, hidden)

@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.kernels.build import cache_folder, find_compiler
-from engine.kernels.gpu_pages import copy_pages
-from engine.kv.cuda_memory import Cudart, DeviceBytes, Span
-from engine.kv.gpu import Gpu
+from engine.cpu.build import find_compiler
+from engine.cuda.cuda_memory import Cudart, DeviceBytes, Span
+from engine.cuda.gpu import Gpu
+from engine.cuda.gpu_pages import copy_pages
+from engine.weights.folders import cache_folder
 
 SOURCE = Path(__file__).with_name("fake_cudart.cpp")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-// libcudart over host memory, as far as engine/kv/cuda_memory.py calls it: an allocation is a memory file, a handle
+// libcudart over host memory, as far as engine/cuda/cuda_memory.py calls it: an allocation is a memory file, a handle
 // says in which process it is found. Signatures and error numbers are those of cuda_runtime_api.h and driver_types.h.
 #include <fcntl.h>
 #include <stdint.h>

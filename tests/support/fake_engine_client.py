@@ -64,13 +64,10 @@ class FakeEngineClient:
     def load(self) -> Load:
         return Load(self.num_inside, self.num_waiting, PLACES, max(PLACES - self.num_running, 0))
 
-    def check_ready(self) -> str | None:
+    def readiness(self) -> str | None:
         return self.unready
 
-    def find_obstacle(self, adapter: str = "") -> str | None:
-        return self.unready
-
-    def is_awake(self) -> bool:
+    def can_serve(self, adapter: str = "") -> bool:
         return self.unready is None
 
     @contextmanager

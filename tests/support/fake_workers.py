@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime.rpc import bind, build_server
 from wire.messages import pack_tokens, unpack_tokens
 from wire.page_keys import TOKEN_BYTES
@@ -50,7 +50,7 @@ class Signal:
                 await waiter
 
 
-class FakeWorker:
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """What both roles have in common."""
 
     def __init__(self, role: str, incarnation: str, signal: Signal, max_running: int = 4) -> None:
@@ -69,16 +69,16 @@ class FakeWorker:
         layout = kv_pb2.KvLayout(weights="w", page_tokens=PAGE_TOKENS)
         self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=layout, num_pages=NUM_PAGES)
 
-    async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
+    async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         self.num_status_calls += 1
         self.signal.fire()
         usual: dict[str, Any] = {"peer": self.peer, "max_running": self._max_running, "num_running": self.num_running}
         usual |= {"adapters": self.adapters, "max_loras": self.max_loras}
-        return decode_pb2.WorkerStatus(**usual | self.status)
+        return worker_pb2.WorkerStatus(**usual | self.status)
 
     async def LoadAdapter(
-        self, request: decode_pb2.LoadAdapterRequest, context: Context
-    ) -> decode_pb2.LoadAdapterResponse:
+        self, request: worker_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_pb2.LoadAdapterResponse:
         self.calls.append(f"Load {request.name}")
         if self.load_refusal:
             await context.abort(*self.load_refusal)
@@ -86,14 +86,14 @@ class FakeWorker:
         if not digest or request.digest not in ("", digest):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{request.path} has the digest {digest}")
         self.adapters[digest] = request.name
-        return decode_pb2.LoadAdapterResponse(digest=digest)
+        return worker_pb2.LoadAdapterResponse(digest=digest)
 
     async def UnloadAdapter(
-        self, request: decode_pb2.UnloadAdapterRequest, context: Context
-    ) -> decode_pb2.UnloadAdapterResponse:
+        self, request: worker_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadAdapterResponse:
         self.calls.append(f"Unload {request.digest}")
         self.adapters.pop(request.digest, None)
-        return decode_pb2.UnloadAdapterResponse()
+        return worker_pb2.UnloadAdapterResponse()
 
     @property
     def num_running(self) -> int:
@@ -177,6 +177,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:
         self.calls.append("Reserve")
@@ -234,6 +235,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
 
     async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:
         self.runs.append(request)

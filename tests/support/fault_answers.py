@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from runtime.rpc import new_incarnation
 from tests.support.asking import CLIENT_S, Asking
 from tests.support.fleet import Process, ProcessFleet
@@ -112,12 +112,11 @@ def is_alive(fleet: ProcessFleet, process: Process) -> bool:
     return bool(find(fleet, process)["alive"])
 
 
-def ask_status(worker: Process) -> decode_pb2.WorkerStatus:
+def ask_status(worker: Process) -> worker_pb2.WorkerStatus:
     """What it tells its gateway."""
     with grpc.insecure_channel(worker.address) as channel:
-        is_prefill = worker.role == "prefill"
-        stub: Any = prefill_pb2_grpc.PrefillStub(channel) if is_prefill else decode_pb2_grpc.DecodeStub(channel)
-        status: decode_pb2.WorkerStatus = stub.Status(decode_pb2.StatusRequest(), timeout=30)
+        stub: Any = worker_pb2_grpc.WorkerStub(channel)
+        status: worker_pb2.WorkerStatus = stub.Status(worker_pb2.StatusRequest(), timeout=30)
         return status
 
 

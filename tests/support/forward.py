@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.choose import choose_for_layers
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import States
+from engine.compose import choose_for_layers, load_model
 from engine.kv.pool import PoolShape
 from engine.layers.linear import Quantization
 from engine.models.decoder import Decoder
-from engine.models.load import load_model
 from engine.ranks import ONE_RANK, Ranks
 from tests.support.batches import Part, pack
 from tests.support.families import VOCAB

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_sampling
-from engine.kernels.sampling_fields import SamplingTensors
+from engine.cuda import gpu_sampling
+from engine.sampling.fields import SamplingTensors
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 from tests.support.shape_gpu import CUDA
 

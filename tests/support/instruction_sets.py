@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
-from engine.kernels import build, cpu_layers, cpu_math, cpu_states
-from engine.kernels.build import NATIVE, cache_folder, runnable_instruction_sets
-from engine.kernels.cpu_math import Math
-from engine.sampling.cpu import load_cpu_sampling
-from engine.weights import packed, packed_groups
+from engine.cpu import build, cpu_layers, cpu_math, cpu_states, packed, packed_groups
+from engine.cpu.build import NATIVE, runnable_instruction_sets
+from engine.cpu.cpu_math import Math
+from engine.cpu.cpu_sampling import load_cpu_sampling
+from engine.weights.folders import cache_folder
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.rows import NO_SLOT
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardRow
-from engine.image_rows import Encoding
 from engine.input_batch import InputBatch
-from engine.kernels.adapter_rows import NO_SLOT
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.runner import Begun, HeadRunner, Launched, Masks, ModelOutput, Runner
+from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
 

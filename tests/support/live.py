@@ -25,7 +25,7 @@ HAND_OFF = "--local-prefill-max-tokens"
 HAND_OFF_FLAGS = (f"{HAND_OFF}=0",)  # force the transfer, although roles on one CPU share its cores
 CALM = ("--heartbeat-s=60", "--lease-s=120", "--stall-s=120", "--patience-s=120")
 START_S = 240.0  # a loaded machine imports torch slowly
-POLL_S = 0.01
+POLL_S, MOST_POLL_S = 0.01, 0.05  # at first, and later: each look costs milliseconds of CPU
 WAIT_S = 180.0  # for events that take moments on an idle machine; bounds a hang, measures nothing
 HTTP_S = 10.0
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -58,10 +58,11 @@ def wait_until(
     is_true: Callable[[], bool], timeout_s: float = WAIT_S, explain: Callable[[], object] = lambda: "not yet true"
 ) -> float:
     """Seconds until `is_true`; AssertionError with `explain()` after `timeout_s`."""
-    started = time.monotonic()
+    started, pause_s = time.monotonic(), POLL_S
     while not is_true():
         assert time.monotonic() - started < timeout_s, f"still after {timeout_s:g} s: {explain()}"
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, MOST_POLL_S)
     return time.monotonic() - started
 
 

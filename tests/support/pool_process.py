@@ -22,7 +22,8 @@ import torch
 from google.protobuf.json_format import MessageToJson, Parse
 from numpy.typing import NDArray
 
-from engine.kv.gpu import Gpu
+from engine.compose import open_device
+from engine.cuda.gpu import Gpu
 from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
@@ -140,7 +141,11 @@ def build_pool(num_pages: int, gpu: Gpu | None = None) -> Pool:
 
 def build_large_pool(num_layers: int, num_pages: int, device: torch.device) -> Pool:
     """Pages of 64 KiB a layer: 32 layers are those of an 8B model."""
-    return Pool(PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16), device)
+    return Pool(
+        PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16),
+        device,
+        gpu=open_device(device).open_memory(),
+    )
 
 
 def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]:

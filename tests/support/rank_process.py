@@ -13,14 +13,14 @@ import torch.distributed as dist
 from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow, take_turns
-from engine.graph_shapes import choose_shapes
-from engine.graphs import Compute
-from engine.image_rows import Encoding, ImageRules
+from engine.compose import load_model
+from engine.cuda.graph_shapes import choose_shapes
+from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.models.load import load_model
 from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
+from engine.vision.image_rows import Encoding, ImageRules
 from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
 from wire.images import ImageSpan

@@ -23,19 +23,19 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.cuda.gpu import Gpu
+from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
-from engine.graph_shapes import Shape
-from engine.image_rows import ImageRules
 from engine.input_batch import InputBatch
-from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
 from engine.runner import Launched, ModelOutput, Runner
+from engine.vision.image_rows import ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import Transport
 from runtime.rpc import bind, new_incarnation, open_channel
@@ -284,6 +284,7 @@ class PrefillWorker:
     sender: KVSender
     service: PrefillService
     stub: prefill_pb2_grpc.PrefillStub
+    worker: worker_pb2_grpc.WorkerStub
     states: Pool | None
 
     @property
@@ -318,7 +319,7 @@ async def prefill_worker(
         role.loop.chunks = ChunkSizer(chunk_tokens, chunk_tokens)
         yield PrefillWorker(
             worker.me, worker.engine.pool, worker.scheduler, runner, role.metrics, role._sender, role._service,
-            prefill_pb2_grpc.PrefillStub(channel), worker.engine.states,
+            prefill_pb2_grpc.PrefillStub(channel), worker_pb2_grpc.WorkerStub(channel), worker.engine.states,
         )  # fmt: skip
 
 
@@ -327,6 +328,7 @@ class Gateway:
     """The gateway's end: one Steps stream and what it reported."""
 
     stub: decode_pb2_grpc.DecodeStub
+    worker: worker_pb2_grpc.WorkerStub
     name: str
     signal: Signal
     tokens: dict[int, list[int]] = field(default_factory=dict)  # handle |-> tokens
@@ -374,7 +376,7 @@ class Gateway:
 @asynccontextmanager
 async def gateway(worker: DecodeWorker | Process, signal: Signal, name: str = "g") -> AsyncIterator[Gateway]:
     channel = open_channel(worker.address)
-    opened = Gateway(decode_pb2_grpc.DecodeStub(channel), name, signal)
+    opened = Gateway(decode_pb2_grpc.DecodeStub(channel), worker_pb2_grpc.WorkerStub(channel), name, signal)
     listening = asyncio.create_task(opened.listen())
     try:
         await signal.until(lambda: opened.is_open)

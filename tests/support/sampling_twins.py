@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.sampling_fields import SEEN_BIT
-from engine.sampling import gpu
+from engine.cpu.cpu_sampling import sample_on_cpu as sample
+from engine.cuda import sampling as gpu
 from engine.sampling.batch import SamplingBatch
+from engine.sampling.fields import SEEN_BIT
 from engine.sampling.logits import allowed_words
-from engine.sampling.sample import sample, sample_slowly
+from engine.sampling.sample import sample_slowly
 from tests.support.batches import build_sampling_batch
 from wire.sampling import SamplingParams
 

@@ -75,7 +75,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_done = self._step_begin = self.num_products
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """See engine.graphs.Capture. Each replay runs the captured code again."""
+        """See engine.cuda.graphs.Capture. Each replay runs the captured code again."""
 
         def run() -> None:
             was_step, self._is_step, self.is_captured = self._is_step, True, True

@@ -13,9 +13,9 @@ from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
+from engine.compose import load_model
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.models.load import load_model
 from engine.runner import Runner
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint

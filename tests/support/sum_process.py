@@ -18,8 +18,7 @@ from torch import Tensor  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
-from engine import one_shot  # noqa: E402
-from engine.kernels import gpu_ranks  # noqa: E402
+from engine.cuda import gpu_ranks, one_shot  # noqa: E402
 from engine.ops.base import Ops  # noqa: E402
 from engine.ranks import GroupRanks, join_group  # noqa: E402
 from tests.support.fake_cuda import FakeGpu, fake_cudart  # noqa: E402

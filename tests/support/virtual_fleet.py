@@ -5,15 +5,14 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
+from gateway.router.admission import Admission
 from gateway.router.attempt_record import AttemptRecord
-from gateway.router.autoscaling import Goals
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
@@ -25,7 +24,6 @@ from wire.sampling import SamplingParams
 
 PROMPT = (1, 2, 3)
 HEARTBEAT_S, STALL_S, TIMEOUT_S = 10.0, 60.0, 100.0
-GOALS = Goals(prefill_wait_s=1.0, kv_usage=0.8)
 
 
 def wanted(name: str = "r", max_tokens: int = 4, prompt: Sequence[int] = PROMPT, **fields: Any) -> TokenizedRequest:
@@ -131,11 +129,11 @@ class VirtualFleet:
         self.registry = CollectorRegistry()
         self.router = Router(
             self.fleet,
-            max_queue,
+            Admission(max_queue),
             timeout_s,
             patience_s,
             self.registry,
-            replace(GOALS, itl_s=itl_goal_s),
+            bool(itl_goal_s),
             self.placer,
             self.loop.time,
         )
@@ -205,8 +203,9 @@ class VirtualFleet:
 
     def check(self) -> None:
         """All that requests held was given back."""
-        self.router._queue.check()
-        assert self.router._queue.num_waiting == 0 and len(self.router.gate) == 0
+        self.router.queue.check()
+        assert self.router.admission.num_waiting == self.router.admission.num_inside == 0
+        assert not self.fleet.changes._waiting, "tasks still wait"
         assert not any(one.num_mine for one in self.fleet.workers()), "places are still held"
         assert not any(one._sessions for one in self.fleet.decode.values()), "sessions are still open"
         assert not self.placer._coming, "equal prompts are still held back"

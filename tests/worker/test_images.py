@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import build_engine
-from engine.image_rows import Encoding, ImageRules, find_turns, place_images
-from engine.vision import PixelInputs
+from engine.vision.image_rows import Encoding, ImageRules, find_turns, place_images
+from engine.vision.tower import PixelInputs
 from tests.support.checkpoints_vision import write_vlm_checkpoint
 from tests.support.decoding import decode
 from tests.support.families import IMAGE as IMAGE_TOKEN

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.bench import load_shape
+from engine.adapters.slots import AdapterLimits
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
+from engine.cuda.graph_shapes import PIECE_TOKENS
+from engine.cuda.largest_step import LargestStep, find_step_bytes, split
 from engine.engine import _measure_step, build_engine
-from engine.graph_shapes import PIECE_TOKENS
-from engine.largest_step import LargestStep, find_step_bytes, split
-from engine.layers.adapters import AdapterLimits
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig

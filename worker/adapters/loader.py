@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import structlog
 
+from engine.adapters.peft import WEIGHTS, find_digest
+from engine.adapters.slots import HostAdapter
 from engine.engine import Engine
-from engine.layers.adapters import HostAdapter
-from engine.models.peft import WEIGHTS, find_digest
 from runtime.hardware import available_memory_bytes
 from worker.adapters.slots import AdapterSlots
 from worker.features import AdapterRefusedError, AdapterSource

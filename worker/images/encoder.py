@@ -16,8 +16,8 @@ from functools import partial
 import structlog
 import torch
 
-from engine.image_rows import Encoding
-from engine.vision import VisionTower
+from engine.vision.image_rows import Encoding
+from engine.vision.tower import VisionTower
 from worker.features import ImageSource
 from worker.metrics import WorkerMetrics
 from worker.thread import EngineThread

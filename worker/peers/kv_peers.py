@@ -14,7 +14,7 @@ from kvtransfer.checksums import parts_of
 from kvtransfer.layout import find_bad_ranks, find_bad_states, find_mismatch
 from kvtransfer.reader import PageRef, Reader, ReadError
 from kvtransfer.transports import choose_transport
-from protos import decode_pb2, kv_pb2
+from protos import kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.tasks import keep_running
 from worker.metrics import WorkerMetrics
@@ -87,11 +87,6 @@ class KVPeers:
     def transports(self) -> dict[str, str]:
         """Every peer's address |-> transport."""
         return {address: known.transport for address, known in self._known.items()}
-
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
-        for address, known in self._known.items():
-            status.probed_bytes_per_s[address] = known.bytes_per_s
-            status.transport_reasons[address] = known.why
 
     @property
     def read_token_s(self) -> float:

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.adapters.rows import NO_SLOT
 from engine.batch import ForwardRow
-from engine.image_rows import Encoding
 from engine.input_batch import InputBatch
-from engine.kernels.adapter_rows import NO_SLOT
 from engine.out_of_memory import end_process
 from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
+from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
 from worker.ranks.links import StepReceiver, StepSender

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 import torch
 
+from engine.compose import open_device
 from engine.engine import Engine, Place
 from engine.out_of_memory import end_process
 from engine.ranks import join_group
@@ -70,7 +71,9 @@ class Rank:
         setup_logging(f"{start.role} rank {start.rank}", config.log_level, config.log_format)
         try:
             device = choose_rank_device(config, start.rank)
-            ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S)
+            ranks = join_group(
+                start.rendezvous, start.rank, start.size, device, calls.RANKS_S, open_device(device).open_ranks
+            )
             engine = build_rank_engine(config, Place(ranks, start.pool_fds))
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))

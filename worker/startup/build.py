@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
+from engine.adapters.slots import AdapterLimits
 from engine.engine import Engine, Place, build_engine, choose_device
-from engine.layers.adapters import AdapterLimits
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import structlog
 import torch
 
+from engine.compose import open_any_model, resolve_model_folder
+from engine.cuda.largest_step import LargestStep
 from engine.engine import resolve_kv_dtype
-from engine.largest_step import LargestStep
 from engine.models.config import FallbackConfig, ModelConfig
-from engine.models.load import choose_dtype, open_any_model, resolve_model_folder
+from engine.models.load import choose_dtype
 from engine.weights.files import list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from engine.graph_shapes import CHUNK_VALUES, PIECE_TOKENS, choose_shapes
+from engine.cuda.graph_shapes import CHUNK_VALUES, PIECE_TOKENS, choose_shapes
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
 from runtime.config import DecodeConfig, PrefillConfig
@@ -100,7 +100,7 @@ class Limits:
     chunk_tokens: int  # of prompts
     graph_rows: int = 0  # sequences in the largest CUDA graph of decode steps; 0: no such graphs
     max_drafts: int = 0  # of a sequence in a graph
-    piece_tokens: tuple[int, ...] = ()  # of captured steps with prompts (engine/pieces.py)
+    piece_tokens: tuple[int, ...] = ()  # of captured steps with prompts (engine/cuda/pieces.py)
     num_captured: int = 1  # models with graphs: two with a draft model
     lora_rows: int = 0  # slots for adapters, times their largest rank
 

@@ -19,10 +19,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
+from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
+from engine.heads.read_head import is_draft_head, read_head
 from engine.models.read_config import has_native_code, load_config
-from engine.models.read_head import is_draft_head, read_head
-from engine.weights.files import is_path, list_shards, read_header
+from engine.weights.files import GGUF, is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag

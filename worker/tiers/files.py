@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from protos import decode_pb2, prefill_pb2
+from protos import prefill_pb2, worker_pb2
 from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
 from worker.features import KVSource
@@ -63,7 +63,7 @@ class KVTiers(KVSource):
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store

@@ -16,7 +16,7 @@ import structlog
 from kvtransfer.checksums import parts_of
 from kvtransfer.layout import find_bad_ranks
 from kvtransfer.reader import ReadError
-from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import kv_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from runtime.config import PrefillConfig
 from wire.page_keys import PageKey
 from worker.features import LoanRefusedError
@@ -156,9 +156,8 @@ class SharedTiers(KVTiers):
     def transports(self) -> Mapping[str, str]:
         return self._borrower.peers.transports()
 
-    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         super().add_to_status(status)
-        self._borrower.peers.add_to_status(status)
         status.restored_tokens += self._borrower.reading.num_tokens
 
     async def close(self) -> None:

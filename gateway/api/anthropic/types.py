@@ -35,7 +35,7 @@ from gateway.tools.request import MAX_TOOLS, RawTools
 from gateway.tools.template_options import Option, check_effort, switch_options
 
 # First line of a system's text that changes from request to request, so that no prefix would stay equal
-_HEADER = re.compile(r"x-anthropic-billing-header: [^\n]*(\n|$)")
+_HEADER = re.compile(r"\Ax-anthropic-billing-header: [^\n]*(\n|$)")
 
 
 class OutputFormat(Body):
@@ -118,10 +118,9 @@ class CountTokensRequest(Body):
         """The request without its wire format. Raises ApiError."""
         blocks = self.system or []
         texts = [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
-        found = _HEADER.match(texts[0] if texts else "")
-        header = found[0] if found else ""
-        text = "".join(texts)[len(header) :]
-        has_system = self.system is not None and (text or not header)
+        begin, num_headers = _HEADER.subn("", texts[0] if texts else "")
+        text = "".join([begin, *texts[1:]])
+        has_system = self.system is not None and (text or not num_headers)
         said: Sequence[Message] = [
             plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")
         ]
@@ -150,7 +149,6 @@ class CountTokensRequest(Body):
             options,
             reasoning_param="thinking" if thinking == "enabled" else None,
             wishes=wishes,
-            header=header,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
         given = enumerate(self.tools or ())
@@ -166,7 +164,7 @@ class CountTokensRequest(Body):
             max_reasoning_tokens=self.thinking.budget_tokens if self.thinking else None,
             max_reasoning_param="thinking.budget_tokens",
             tools=RawTools(tools, choice, False if is_single else None),
-            warnings=tuple(self.warnings()),
+            warnings=(*self.warnings(), *["x-anthropic-billing-header is left out of the prompt"] * num_headers),
         )
 
 

@@ -248,7 +248,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         async with _serving(context):
             if request.service not in ("", "baton.v1.Inference"):
                 raise ApiError(404, f"no service {request.service[:100]!r} here", "service")
-        is_ready = self._served.check_ready() is None
+        is_ready = self._served.readiness() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
 

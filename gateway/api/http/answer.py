@@ -13,10 +13,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.answer.choice_text import OutputDelta
-from gateway.answer.choices import Totals, begin, stream_choices
+from gateway.answer.choices import HOLD_CHOICES, Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.errors import error_response
-from gateway.batches.turns import TURNS
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel
 from gateway.request.rules import LAST_PRIORITY
@@ -82,15 +81,15 @@ async def respond(
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     state = request.state
-    turns = getattr(state, TURNS, None)
-    if turns is not None:
+    hold = getattr(state, HOLD_CHOICES, None)
+    if hold is not None:
         if is_streamed:
             raise bad_request("the answer to a line of a batch is not streamed; set stream to false", "stream")
         raw = replace(raw, priority=LAST_PRIORITY, deadline_ms=None)
     await state.turn.last_step()
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
-    writer, pieces = new_writer(totals), stream_choices(served, totals, turns, is_whole=not is_streamed)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, hold, is_whole=not is_streamed)
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
@@ -99,9 +98,7 @@ async def respond(
         if raw.deadline_ms is not None:
             hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
         ring, adapter = served.ring, totals.job.generations[0].adapter
-        response: Response = EventStream(
-            pieces, writer, hold_s, lambda: ring.is_awake() and ring.find_obstacle(adapter) is None, totals.warnings
-        )
+        response: Response = EventStream(pieces, writer, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
     else:
 
         async def whole() -> bytes:

@@ -41,7 +41,7 @@ def build_status_router(served: ServedModels) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """Requests can be served; 503 with the reason when not."""
-        if reason := served.check_ready():
+        if reason := served.readiness():
             raise not_ready(reason)
         return json_response({"status": "ready"})
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import gpu_experts
+from engine.cuda import gpu_experts
+from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
 from engine.layers.config import Activation, Routing
-from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
 from engine.ops.base import activate
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts
@@ -183,8 +183,9 @@ def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # e^x in the interpreter, whose inverse is 0
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
+@pytest.mark.parametrize(
+    ("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", False), ("clamped", True)]
+)
 @pytest.mark.parametrize("num_rows", [1, 4, gpu_experts.MAX_ROWS + 1])
 def test_experts_add_up_like_a_loop(num_rows: int, activation: Activation, has_bias: bool, way: str) -> None:
     stacked, rows, chosen = random_experts(activation, has_bias), 2 * randn(num_rows, HIDDEN), choose(num_rows)

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import cpu_states
-from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
-from engine.ops.base import Ops
-from engine.ops.cpu import CpuOps
-from engine.ops.cuda import CudaOps
+from engine.cpu import cpu_states
+from engine.cpu.ops import CpuOps
+from engine.cuda.ops import CudaOps
+from engine.hybrids.ops import RecurrentOps
+from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
+from engine.layers.mixer import StateRows
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 
 EPS = 1e-6
 NUM_SLOTS = 9
-TWIN, CPU, TRITON = Ops(), CpuOps(), CudaOps()
+TWIN, CPU, TRITON = RecurrentOps(), CpuOps(), CudaOps()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # two ulps of 1: the interpreter truncates bfloat16
 
 
@@ -44,7 +45,7 @@ class Step(NamedTuple):
         return StateRows(torch.tensor(self.sources), torch.tensor(self.targets), starts, counts)
 
 
-MIXED = Step([1, 5, 1, 2, 19], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
+MIXED = Step([1, 5, 1, 2, 9], [3, 3, -1, 4, -1], [7, 8, 2, 5, 6])  # two continue one state
 DECODE = Step([1, 1, 1, 1], [1, 2, -1, 1], [5, 6, 7, 7])  # the last two are surplus rows: they share a target
 LONG = Step([70, 66], [3, -1], [0, 8])  # more than a chunk
 STEPS = [pytest.param(MIXED, id="mixed"), pytest.param(DECODE, id="decode")]
@@ -134,7 +135,7 @@ def check(out: Tensor, rows: Tensor, step: Step, before: Sequence[Tensor], after
                 torch.testing.assert_close(part[target].double(), state, rtol=1e-5, atol=1e-5)
 
 
-def check_conv(ops: Ops, step: Step, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
+def check_conv(ops: RecurrentOps, step: Step, sizes: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
     num_heads, head_dim, kernel = sizes
     width = num_heads * head_dim
     layer = GatedConv(randn(width, kernel, seed=1), randn(width, seed=2))
@@ -147,7 +148,7 @@ def check_conv(ops: Ops, step: Step, sizes: tuple[int, int, int], dtype: torch.d
     assert torch.equal(pool.view(torch.int32), old.view(torch.int32)), "something but targets has changed"
 
 
-def check_delta_net(ops: Ops, step: Step, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def check_delta_net(ops: RecurrentOps, step: Step, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
     num_key_heads, num_heads, key_dim, value_dim, kernel = sizes
     layer = make_delta_net(*sizes)
     keys, values = (num_key_heads, key_dim, kernel - 1), (num_heads, value_dim, kernel - 1)
@@ -164,14 +165,14 @@ def check_delta_net(ops: Ops, step: Step, sizes: tuple[int, ...], dtype: torch.d
 @pytest.mark.parametrize("ops", [TWIN, TRITON], ids=["twin", "triton"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("sizes", CHANNELS, ids=str)
-def test_short_convolutions_are_a_loop_over_tokens(sizes: tuple[int, int, int], step: Step, ops: Ops) -> None:
+def test_short_convolutions_are_a_loop_over_tokens(sizes: tuple[int, int, int], step: Step, ops: RecurrentOps) -> None:
     check_conv(ops, step, sizes)
 
 
 @pytest.mark.parametrize("ops", [TWIN, TRITON], ids=["twin", "triton"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_delta_nets_are_a_loop_over_tokens(sizes: tuple[int, ...], step: Step, ops: Ops) -> None:
+def test_delta_nets_are_a_loop_over_tokens(sizes: tuple[int, ...], step: Step, ops: RecurrentOps) -> None:
     check_delta_net(ops, step, sizes)
 
 
@@ -186,7 +187,7 @@ def test_long_sequences_and_many_of_them() -> None:
 @pytest.mark.usefixtures("instructions")
 def test_kernels_on_cpus(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gated_conv", "delta_net"):
-        monkeypatch.delattr(Ops, name)  # what kernels must not leave to the twin
+        monkeypatch.delattr(RecurrentOps, name)  # what kernels must not leave to the twin
     for step in (MIXED, DECODE):
         for channels in CHANNELS:
             check_conv(CPU, step, channels, dtype)

@@ -75,7 +75,8 @@ async def test_others_get_their_turn_while_many_begin_and_wait_for_a_busy_reader
     async for _item in merge([Sources().count(1) for _ in range(40)]):
         if not seen:
             assert turns >= 40
-            await asyncio.sleep(0.05)  # all others are ready by now
+            for _ in range(100):  # all others are ready after that
+                await asyncio.sleep(0)
         seen.append(turns)
     turning.cancel()
     assert len(set(seen)) == 40, "items were read without a turn of the loop between them"

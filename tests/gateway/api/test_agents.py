@@ -1,15 +1,13 @@
 """Conversations as coding agents send them, shortened and in our words: each turn's prompt goes on from the last."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.api.access import WARNING_HEADER
-from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import SERVED, Served, run_api
+from tests.support.api_server import SERVED, Served
 from tests.support.words import CALL
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.0.{}; cc_entrypoint=cli; cch={};"
@@ -79,8 +77,9 @@ def codex(turn: int) -> dict[str, Any]:
 TOLD = {
     "messages": (
         "tools[1] of the type 'web_search_20250305' is left out: no tools run here; "
-        "context_management.edits[0] clears nothing and has no effect here; thinking has no effect on this model; "
-        "output_config.effort has no effect on this model; x-anthropic-billing-header is left out of the prompt; "
+        "context_management.edits[0] clears nothing and has no effect here; "
+        "x-anthropic-billing-header is left out of the prompt; thinking has no effect on this model; "
+        "output_config.effort has no effect on this model; "
         "max_tokens is lowered to {rest}, the rest of the context"
     ),
     "responses": (
@@ -106,19 +105,6 @@ def test_a_session(served: Served, name: str, body: Any) -> None:
     assert BEGINS[name] in first and "billing" not in first and "web_search" not in first
     assert second.startswith(first)
     assert served.engine.sent[0]["grammar"] is None
-
-
-def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
-    before = served.count("prompt_headers_left_out_total")
-    APIS["messages"].send(served, claude_code(1), True)
-    assert served.count("prompt_headers_left_out_total") == before + 1
-    with run_api(tmp_path, ApiOptions(tool_format="hermes", keep_billing_header=True)) as keeping:
-        keeping.engine.reset(keeping.script("hello"))
-        outcome = APIS["messages"].send(keeping, claude_code(1), True)
-        prompt = keeping.tokenizer.decode(keeping.engine.sent[0]["prompt_ids"], with_control_tokens=True)
-        assert f"<|system|>{HEADER.format(1, 77)}You help." in prompt
-        assert "billing" not in outcome.headers[WARNING_HEADER]
-        assert not keeping.count("prompt_headers_left_out_total")
 
 
 @pytest.mark.parametrize("system", [f"{HEADER}\nb", "b", [text("b")], [text(HEADER), text("b")]])

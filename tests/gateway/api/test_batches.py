@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from gateway.access.keys import ANYBODY, Keys
-from gateway.api.openai.batches import build_batch_router
 from gateway.batches import runner as runner_module
 from gateway.batches import store as store_module
+from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
 from gateway.batches.store import BatchStore
 from gateway.errors import ApiError, not_ready, overloaded
@@ -39,7 +39,7 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
         [model] = served.models
         ids = model.tokenizer.encode(answer, add_special_tokens=False)
         model.ring.reset(Script([*ids, min(model.tokenizer.eos_token_ids)]))  # batches go on at once
-        app.include_router(build_batch_router(served, store))
+        add_batches(app, served, store)
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -350,9 +350,7 @@ def test_a_file_without_lines_fails_the_batch(client: openai.OpenAI) -> None:
 
 def test_without_a_folder_the_option_is_named(full: Served, tmp_path: Path) -> None:
     with (
-        run_api(
-            tmp_path, FULL, extend=lambda app, served: app.include_router(build_batch_router(served, None))
-        ) as bare,
+        run_api(tmp_path, FULL, extend=lambda app, served: add_batches(app, served, None)) as bare,
         pytest.raises(openai.PermissionDeniedError, match="--batch-dir"),
     ):
         client_of(bare).files.create(file=b"x", purpose="batch")

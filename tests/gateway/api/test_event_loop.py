@@ -21,7 +21,7 @@ from demo.paths import TARGET_DIR
 from gateway.access.keys import Keys
 from gateway.api.grpc.message_parts import check_parts
 from gateway.api.grpc.requests import chat_request, generate_request
-from gateway.app import build_app, build_served_model
+from gateway.app import add_model, build_app
 from gateway.errors import ApiError
 from gateway.fair_turns import FairTurns
 from gateway.loop_watch import MAX_STEP_S, PERIOD_S, LoopWatch
@@ -63,8 +63,9 @@ def as_in_a_gateway() -> Iterator[None]:
 def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]) -> None:
     engine, steps = FakeEngineClient(), list[float]()
     engine.script = Script(ANSWER, group=5)
-    served = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
-    app = build_app(ServedModels([served], served.metrics.registry, Keys()))
+    served = ServedModels(ApiOptions(), CollectorRegistry(), Keys())
+    add_model(served, engine, Tokenizer(TARGET_DIR), ["demo"])
+    app = build_app(served)
 
     async def test() -> None:
         await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports the rest
@@ -87,8 +88,9 @@ def test_a_long_conversation_is_tokenised_beside_the_loop(monkeypatch: pytest.Mo
     tokenizer.context_tokens, tokenizer.template.max_bytes = 1 << 18, 1 << 23
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
-    served = build_served_model(engine, tokenizer, ["demo"], ApiOptions(), CollectorRegistry())
-    app, took_s = build_app(ServedModels([served], served.metrics.registry, Keys())), 0.0
+    served = ServedModels(ApiOptions(), CollectorRegistry(), Keys())
+    add_model(served, engine, tokenizer, ["demo"])
+    app, took_s = build_app(served), 0.0
     texts = [" ".join(f"story {turn}.{at}: the fox {at * 7919 % 1000} runs" for at in range(20)) for turn in range(365)]
     messages = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
     body = {"model": "demo", "messages": messages, "max_tokens": len(ANSWER), "stream": True}
@@ -192,10 +194,10 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 def _served() -> Iterator[tuple[FastAPI, ServedModels]]:
     engine = FakeEngineClient()
     engine.script = Script(ANSWER, group=5)
-    model = build_served_model(engine, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
-    served = ServedModels([model], model.metrics.registry, Keys())
+    served = ServedModels(ApiOptions(), CollectorRegistry(), Keys())
+    add_model(served, engine, Tokenizer(TARGET_DIR), ["demo"])
     yield build_app(served), served
-    model.offload.close()
+    served.offload.close()
 
 
 served = pytest.fixture(_served, scope="module")
@@ -217,7 +219,7 @@ def test_hostile_bodies_make_no_long_step(
     served: tuple[FastAPI, ServedModels], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.loop_watch.MAX_STEP_S", _allowed_s())
-    monkeypatch.setattr(served[1].models[0].offload, "loop_turns", FairTurns(1))  # of another loop
+    monkeypatch.setattr(served[1].offload, "loop_turns", FairTurns(1))  # of another loop
     path, body = HOSTILE[name]
     data = body.encode() if isinstance(body, str) else json.dumps({"model": "demo", **body}).encode()
 

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from gateway.api.adapters import LOAD_PATH, UNLOAD_PATH, build_adapter_router
 from gateway.api.http.access import CheckedRoute, Need
 from gateway.api.http.service_routes import build_fleet_router
-from gateway.api.openai.batches import build_batch_router
+from gateway.batches.routes import add_batches
 from gateway.batches.store import BatchStore
 from protos import inference_pb2
 from tests.support.api_server import FULL, KEYS, SERVED, WAIT_S, Served, run_api
@@ -56,7 +56,7 @@ def serve(folder: Path, admin_key: str) -> Iterator[Served]:
         fleet: Any = SimpleNamespace(workers=list, parts={})
         app.include_router(build_fleet_router(fleet, {}, served))
         app.include_router(build_adapter_router(served, {SERVED: cast(Any, LOADER)}))
-        app.include_router(build_batch_router(served, BatchStore(folder / "batches", 1 << 20)))
+        add_batches(app, served, BatchStore(folder / "batches", 1 << 20))
         found = [one.original_route for one in iter_route_contexts(app.routes)]
         assert all(isinstance(route, CheckedRoute) for route in found), "a route that checks nothing"
         ROUTES[:] = cast(list[CheckedRoute], found)

@@ -113,7 +113,7 @@ def test_every_call_has_a_request_id(served: Served, method: str) -> None:
 
 LOCKED = (
     *METHODS, "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "grpc.health.v1.Health/Watch",
-    f"/{CHECK}", f"{CHECK}/../Watch", "grpc.health.v1.Health/check", "baton.v1.Decode/Status", "nobody/knows",
+    f"/{CHECK}", f"{CHECK}/../Watch", "grpc.health.v1.Health/check", "baton.v1.Worker/Status", "nobody/knows",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.batches import build_batch_router
+from gateway.batches.routes import add_batches
 from gateway.batches.store import BatchStore
 from tests.support.api_server import FULL, SERVED, Served, run_api
 from tests.support.words import HELLO
@@ -44,7 +44,7 @@ def strict(full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """With batches. `full` starts before and ends after: each restores the logging that it found."""
 
     def extend(app: Any, served: Any) -> None:
-        app.include_router(build_batch_router(served, BatchStore(tmp_path_factory.mktemp("batches"), 1 << 20)))
+        add_batches(app, served, BatchStore(tmp_path_factory.mktemp("batches"), 1 << 20))
 
     with run_api(tmp_path_factory.mktemp("model"), replace(FULL), extend=extend) as served:
         served.http.headers.update(dict(served.metadata))

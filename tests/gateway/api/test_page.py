@@ -216,7 +216,7 @@ def test_a_chat_survives_a_reload(served: Served) -> None:
         page.wait_for_selector(".timing")
         served.engine.reset(Script(is_hanging=True))
         send(page, "Cut off")
-        assert served.engine.hanging.get(timeout=10)
+        assert served.engine.hanging.get(timeout=60)
         page.reload()
         assert page.locator("article .text").all_inner_texts() == ["Hi", "Hello."]
         assert page.input_value("#prompt") == "Cut off" and page.is_hidden("#hint")

@@ -64,8 +64,15 @@ async def ask_grpc(port: int, ca: Path) -> int:
     credentials = grpc.ssl_channel_credentials(await asyncio.to_thread(ca.read_bytes))
     async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        status: int = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+        status: int = (await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)).status
         return status
+
+
+async def serves(ca: Path, rest: int, grpc_port: int) -> bool:
+    try:
+        return (await ask_rest(rest, ca), await ask_grpc(grpc_port, ca)) == ("hello", 1)
+    except (httpx.ConnectError, grpc.aio.AioRpcError):
+        return False
 
 
 async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +94,10 @@ async def test_a_new_certificate_is_served_without_a_restart(tmp_path: Path, mon
             await asyncio.sleep(0.2)
             assert (await ask_rest(rest, old), await ask_grpc(grpc_port, old)) == ("hello", 1)
             shutil.copy(new_key, key)
-            await asyncio.sleep(0.5)
+            async with asyncio.timeout(WAIT_S):
+                while not await serves(new, rest, grpc_port):  # noqa: ASYNC110  no event for it
+                    await asyncio.sleep(0.02)
             assert (await before.get(f"https://127.0.0.1:{rest}/")).text == "hello", "the connection is another"
-        assert (await ask_rest(rest, new), await ask_grpc(grpc_port, new)) == ("hello", 1)
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             await ask_rest(rest, old)
         with pytest.raises(grpc.aio.AioRpcError):

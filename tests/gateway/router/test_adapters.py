@@ -1,6 +1,5 @@
 """Adapters (LoRA): which workers get requests that name one, and what workers are asked to load: in virtual time."""
 
-import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
-from gateway.router.adapter_loader import AGAIN_S, AdapterLoader
+from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.engine_client import TokenizedRequest
 from gateway.router.request import Request
 from gateway.router.worker_adapters import RETRY_S
@@ -273,18 +272,18 @@ def test_without_workers_that_take_adapters_the_load_is_refused() -> None:
 
 
 def test_the_gateway_is_ready_once_the_first_adapters_are_loaded() -> None:
-    with virtual_fleet(patience_s=5.0) as fleet:
+    with virtual_fleet(patience_s=15.0) as fleet:
         loads, worker = Loads(fleet), fleet.decodes[0]
         worker.folders.pop("/b")
-        task: asyncio.Task[None] = fleet.loop.create_task(loads.loader.load_first({"one": "/a", "two": "/b"}))
+        fleet.loop.run(lambda: loads.loader.expect({"one": "/a", "two": "/b"}))
         fleet.run()
-        reason = fleet.router.check_ready()
+        reason = fleet.router.readiness()
         assert reason is not None and reason.startswith("adapter two is not loaded yet: worker D1: /b")
         waiting = fleet.ask(named("two"))
         assert waiting.error is None
         worker.folders["/b"] = "B"
-        fleet.run(2 * AGAIN_S)
-        assert fleet.router.check_ready() is None and task.done()
+        fleet.run(RETRY_S + POLL_S)
+        assert fleet.router.readiness() is None
         finish(fleet, waiting)
         assert fleet.registry.get_sample_value("baton:adapters_loaded") == 2
 
@@ -293,14 +292,14 @@ def test_a_request_waits_for_an_adapter_of_the_start_no_longer_than_its_patience
     with virtual_fleet(patience_s=5.0) as fleet:
         loads = Loads(fleet)
         fleet.decodes[0].folders.pop("/a")
-        fleet.loop.create_task(loads.loader.load_first({"one": "/a"}))
+        fleet.loop.run(lambda: loads.loader.expect({"one": "/a"}))
         client = fleet.ask(named("one"))
         assert client.error is None
         fleet.run(5.0 + POLL_S)
         assert client.error is not None and client.error.status == 503
         assert client.error.message.startswith("adapter 'one' is not loaded yet: worker D1: /a")
         assert loads.unload("one") is None
-        fleet.run(2 * AGAIN_S)
+        fleet.run(RETRY_S + POLL_S)
         assert not fleet.fleet.adapters.named and not fleet.fleet.adapters.pending
 
 
@@ -308,11 +307,11 @@ def test_an_adapter_that_cannot_load_holds_up_its_own_requests_only() -> None:
     with virtual_fleet(patience_s=5.0, max_queue=2) as fleet:
         loads = Loads(fleet)
         fleet.decodes[0].folders.pop("/a")
-        fleet.loop.create_task(loads.loader.load_first({"one": "/a"}))
+        fleet.loop.run(lambda: loads.loader.expect({"one": "/a"}))
         fleet.run(POLL_S)
         router = fleet.router
-        assert router.check_ready() == router.find_obstacle("one") and "adapter one is not" in str(router.check_ready())
-        assert router.find_obstacle() is None, "the base model is served"
+        assert "adapter one is not loaded yet: worker D1: /a" in str(router.readiness()) and not router.can_serve("one")
+        assert router.can_serve(), "the base model is served"
         hurried = fleet.ask(replace(named("one"), request_id="hurried", deadline_s=1.0))
         waiting = fleet.ask(named("one"))
         refused = fleet.ask(replace(named("one"), request_id="refused"))
@@ -323,7 +322,6 @@ def test_an_adapter_that_cannot_load_holds_up_its_own_requests_only() -> None:
         fleet.run(4.5)
         assert waiting.error is not None and waiting.error.status == 503
         loads.unload("one")
-        fleet.run(2 * AGAIN_S)
 
 
 def test_adapters_share_no_pages() -> None:

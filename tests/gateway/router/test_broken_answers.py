@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from gateway.router.adapter_loader import AdapterLoader
-from gateway.router.autoscaling import Goals
+from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue
@@ -23,7 +23,7 @@ from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Sign
 from tests.support.garbling import Garbler
 from tests.support.virtual_fleet import wanted
 
-SOON_S = 2.0
+SOON_S = PATIENCE_S / 2  # leases and heartbeats last as long as that
 
 
 class Ring(Routed):
@@ -38,7 +38,7 @@ class Ring(Routed):
     async def is_ready(self) -> None:
         """Both workers: without prefill's, the first request would be computed by decode."""
         await self.signal.until(
-            lambda: self.router.check_ready() is None and all(view.is_alive for view in self.fleet.views())
+            lambda: self.router.readiness() is None and all(view.is_alive for view in self.fleet.views())
         )
 
     async def is_answered_soon(self, name: str) -> None:
@@ -61,7 +61,7 @@ async def ring() -> AsyncIterator[Ring]:
         servers.append(server)
     fleet = Fleet(addresses[:1], addresses[1:], PATIENCE_S, PATIENCE_S, 0)
     router = Router(
-        fleet, 8, PATIENCE_S, PATIENCE_S, registry, Goals(prefill_wait_s=1.0, kv_usage=0.8),
+        fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False,
         Placer(0, True, "fallback", True),
     )  # fmt: skip
     built = Ring(fleet, router, signal)
@@ -167,7 +167,7 @@ async def test_a_bug_in_deciding_ends_no_link_and_no_request(monkeypatch: pytest
         def decide_wrongly(queue: Queue, now: float) -> list[object]:
             nonlocal num_bugs
             decided = decide(queue, now)
-            if num_bugs < 5:
+            if num_bugs < 3:
                 num_bugs += 1
                 raise AssertionError("a bug")
             return decided  # type: ignore[return-value]
@@ -175,7 +175,7 @@ async def test_a_bug_in_deciding_ends_no_link_and_no_request(monkeypatch: pytest
         monkeypatch.setattr(Queue, "decide", decide_wrongly)
         for number in range(3):
             await opened.is_answered_soon(f"r{number}")
-        assert num_bugs == 5 and all(one.find_trouble() is None for one in opened.fleet.workers())
+        assert num_bugs == 3 and all(one.find_trouble() is None for one in opened.fleet.workers())
 
 
 @pytest.mark.parametrize("task", ["poll", "listen", "abort", "adapters"])
@@ -204,7 +204,7 @@ async def test_a_task_of_a_link_that_ends_makes_the_worker_not_ready_and_begins_
                 link._abort([])
             asking = opened.start(wanted())
             await opened.signal.until(lambda: bool(link._bug))
-            assert "a link that failed (ValueError('a bug'))" in (opened.router.check_ready() or "")
+            assert "a link that failed (ValueError('a bug'))" in (opened.router.readiness() or "")
             await opened.is_ready()
             assert await asking == (answer(4), "length")
         assert [one["event"] for one in logs].count("a link to a worker failed and is begun again") == 1

@@ -14,6 +14,7 @@ from gateway.router.placement import (
     LEAST_LENT,
     NO_LIMIT,
     READ_SHARE,
+    Need,
     Placement,
     Unready,
     Wait,
@@ -68,7 +69,7 @@ def names(choice: Placement | Wait | Unready) -> object:
     ],
 )
 def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, 100, 0)) == expected, case
+    assert names(choose_placement(workers, Need(100, 0))) == expected, case
 
 
 SEES: dict[str, Any] = {"takes_images": True}
@@ -86,8 +87,8 @@ SEES: dict[str, Any] = {"takes_images": True}
     ],
 )
 def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, 100, 0, has_images=True)) == expected, case
-    assert isinstance(choose_placement(workers, 100, 0), Placement), case
+    assert names(choose_placement(workers, Need(100, 0, has_images=True))) == expected, case
+    assert isinstance(choose_placement(workers, Need(100, 0)), Placement), case
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerVie
 def test_workers_that_probably_have_more_are_preferred(
     case: str, workers: Sequence[WorkerView], cached: Mapping[str, int], expected: object
 ) -> None:
-    assert names(choose_placement(workers, 1000, 0, cached=cached)) == expected, case
+    assert names(choose_placement(workers, Need(1000, 0, cached=cached))) == expected, case
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
     saved = num_cached * (READ_SHARE if role == "prefill" else 1)
     for num_mine in range(max_running):
         busy = replace(cached_one, num_mine=num_mine, max_running=max_running)
-        choice = choose_placement([other, busy, idle_one], 2000, 0, cached={busy.incarnation: num_cached})
+        choice = choose_placement([other, busy, idle_one], Need(2000, 0, cached={busy.incarnation: num_cached}))
         assert isinstance(choice, Placement)
         chosen = choice.decode if role == "decode" else choice.prefill
         is_worth_it = num_mine * BUSY_TOKENS / max_running < saved
@@ -155,7 +156,7 @@ def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
     expected: tuple[str, str | None, int],
 ) -> None:  # fmt: skip
     busy = replace(PREFILL, **{"num_mine": 3, "max_running": 64, **changed})  # that costs 384 tokens
-    choice = choose_placement([busy, PREFILL_2, DECODE], 1000, 0, cached=cached, stored=stored)
+    choice = choose_placement([busy, PREFILL_2, DECODE], Need(1000, 0, cached=cached, stored=stored))
     assert isinstance(choice, Placement) and choice.prefill is not None
     lender = choice.lender.incarnation if choice.lender else None
     assert (choice.prefill.incarnation, lender) == expected[:2], case
@@ -173,7 +174,7 @@ def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
     ],
 )
 def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expected: object) -> None:
-    assert names(choose_placement([PREFILL, DECODE], missing, limit)) == expected
+    assert names(choose_placement([PREFILL, DECODE], Need(missing, limit))) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expecte
     ],
 )
 def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_placement(workers, 100, 0, frozenset(avoid))) == expected
+    assert names(choose_placement(workers, Need(100, 0, frozenset(avoid)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -216,11 +217,11 @@ def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[W
 def test_decode_does_not_stand_in_for_prefill_where_it_must_not(
     case: str, workers: Sequence[WorkerView], missing: int, avoid: set[str], expected: object, no_prefill: NoPrefill
 ) -> None:
-    choice = choose_placement(workers, missing, 8, frozenset(avoid), no_prefill=no_prefill)
+    choice = choose_placement(workers, Need(missing, 8, frozenset(avoid), no_prefill=no_prefill))
     assert names(choice) == expected, case
     if isinstance(choice, Unready):
         assert choice.role == "prefill" and choice.detail.startswith("no prefill worker")
-        standing_in = choose_placement(workers, missing, 8, frozenset(avoid))
+        standing_in = choose_placement(workers, Need(missing, 8, frozenset(avoid)))
         assert isinstance(standing_in, Placement) and standing_in.is_fallback
 
 
@@ -231,7 +232,7 @@ def test_standing_in_is_for_what_decode_would_not_prefill_anyway() -> None:
         ([replace(PREFILL, **DEAD), DECODE], 8, False),
         ([replace(PREFILL, **DEAD), DECODE], 9, True),
     ):
-        choice = choose_placement(workers, missing, 8)
+        choice = choose_placement(workers, Need(missing, 8))
         assert isinstance(choice, Placement) and choice.is_fallback is is_fallback
 
 
@@ -260,15 +261,15 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
         replace(view, host=host, num_threads=threads, num_cores=cores)
         for view, (host, threads, cores) in ((DECODE, decode_has), (PREFILL, prefill_has))
     ]
-    choice = choose_placement(views, 1000, None)
+    choice = choose_placement(views, Need(1000, None))
     assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
     assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
     assert ("--local-prefill-max-tokens 0" in explain_no_hand_off(views, None)) is is_local
     assert explain_no_hand_off(views[:1], None) == explain_no_hand_off(views, 0) == ""
-    forced = choose_placement(views, 1000, 0)
+    forced = choose_placement(views, Need(1000, 0))
     assert isinstance(forced, Placement) and forced.prefill is not None
     elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
-    handed = choose_placement([*views, elsewhere], 1000, None)
+    handed = choose_placement([*views, elsewhere], Need(1000, None))
     assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
     assert explain_no_hand_off([*views, elsewhere], None) == ""
 
@@ -297,7 +298,7 @@ def test_short_prompts_are_computed_where_that_costs_less_time(
 ) -> None:  # fmt: skip
     decode = replace(DECODE, **{"costs": COSTS, **decode_has})
     prefill = replace(PREFILL, **{"tokens_per_s": 40_000.0, **prefill_has})
-    choice = choose_placement([prefill, decode], missing, setting)
+    choice = choose_placement([prefill, decode], Need(missing, setting))
     assert isinstance(choice, Placement) and (choice.prefill is None) is (limit is not None)
     assert choice.local_prefill_max_tokens == (setting or 0 if limit is None else limit)
     assert why in choice.why and bool(why) is bool(choice.why)
@@ -320,7 +321,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
 @given(fleet=fleets())
 def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
     """With local prefill for all, waiting means that every living decode worker is full."""
-    choice = choose_placement(fleet, 1, NO_LIMIT)
+    choice = choose_placement(fleet, Need(1, NO_LIMIT))
     decodes = [view for view in fleet if view.role == "decode" and view.is_alive and not view.is_full]
     open_decodes = [view for view in decodes if view.num_mine < view.max_running]
     assert isinstance(choice, Placement) == bool(open_decodes)

@@ -95,3 +95,13 @@ def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
     assert placer.begin(request(), there) is None
     placer.end(coming)
     assert isinstance(placer.choose(ALL, request()), Placement)
+
+
+def test_choices_of_one_prompt_share_what_is_computed_of_it_and_nothing_of_their_answers() -> None:
+    asked = long()
+    one, two = request(asked), request(asked)
+    keys = one.page_keys("w", PAGE_TOKENS)
+    assert one.packed_tokens == two.packed_tokens and two.page_keys("w", PAGE_TOKENS) is keys and len(keys) == 2
+    one.emit(range(PAGE_TOKENS), DECODE, now=1.0)
+    assert one.page_keys("w", PAGE_TOKENS)[:2] == keys and len(one.page_keys("w", PAGE_TOKENS)) == 3
+    assert two.page_keys("w", PAGE_TOKENS) == keys and len(keys) == 2

@@ -45,14 +45,14 @@ def test_a_request_comes_in_with_all_its_choices_or_with_none() -> None:
         check_error(fleet.ask(), 429, "8 requests are waiting, the most allowed by --max-queue; try again")
         three.leave()
         fleet.run()
-        assert fleet.router._queue.num_waiting == 5
+        assert fleet.router.admission.num_waiting == 5
         finish_all(fleet)
 
 
 def test_an_empty_queue_admits_any_number_of_choices() -> None:
     with virtual_fleet(max_queue=2, max_running=4) as fleet:
         fleet.ask(*(wanted(f"r{number}") for number in range(7)))
-        assert len(fleet.decodes[0].sessions) == 4 and fleet.router._queue.num_waiting == 3
+        assert len(fleet.decodes[0].sessions) == 4 and fleet.router.admission.num_waiting == 3
         check_error(fleet.ask(), 429, "3 requests are waiting")
         finish_all(fleet)
 
@@ -312,16 +312,18 @@ def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_
         refused, num_polls = fleet.ask("refused"), worker.num_status_calls
         assert names(fleet.decodes[0])[-1] == ("running" if role == "decode" else "refused")
         fleet.run(0.15)
-        assert worker.num_status_calls == num_polls and fleet.router._queue.num_waiting == 1
+        assert worker.num_status_calls == num_polls and fleet.router.admission.num_waiting == 1
         fleet.run(0.1)
-        assert worker.num_status_calls == num_polls + 1 and fleet.router._queue.num_waiting == 0, "long before a second"
+        assert worker.num_status_calls == num_polls + 1 and fleet.router.admission.num_waiting == 0, (
+            "long before a second"
+        )
         worker.refusals.append(NO_ROOM)
         fleet.ask("next")
-        assert fleet.router._queue.num_waiting == 1
+        assert fleet.router.admission.num_waiting == 1
         fleet.prefills[0].may_finish.set()
         fleet.decodes[0].sessions[0].emit(4, "length")
         fleet.run()
-        assert fleet.router._queue.num_waiting == 0, "a place is free"
+        assert fleet.router.admission.num_waiting == 0, "a place is free"
         finish_all(fleet)
         assert refused.tokens == answer(4)
 
@@ -330,7 +332,7 @@ def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_
 def test_standing_in_counts_where_prefill_workers_are_expected(expects_prefill: bool) -> None:
     with virtual_fleet(expects_prefill=expects_prefill) as fleet:
         fleet.ask()
-        assert fleet.registry.get_sample_value("baton:local_prefill_fallbacks_total") == expects_prefill
+        assert fleet.router.queue.num_fallbacks == expects_prefill
         finish(fleet)
 
 
@@ -382,7 +384,7 @@ def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: boo
     with virtual_fleet(patience_s=20.0) as fleet:
         (decode,) = fleet.decodes
         if not was_ready:
-            fleet.router._queue._last_ready.clear()
+            fleet.router.queue._last_ready.clear()
         fleet.kill(decode)
         fleet.run(HEARTBEAT_S + 1)
         client = fleet.ask()
@@ -390,12 +392,12 @@ def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: boo
         fleet.run(20.0)
         check_error(client, 503, "no decode worker is alive: D1 does not answer (UNAVAILABLE)")
         assert client.error and (client.error.code, client.error.retry_after_s) == ("not_ready", 1)
-        assert fleet.router.check_ready() == client.error.message
+        assert fleet.router.readiness() == client.error.message
         fleet.workers["D1"] = decode
         fleet.run(1.0)
         again = fleet.ask("again")
         finish(fleet)
-        assert again.tokens == answer(4) and fleet.router.check_ready() is None
+        assert again.tokens == answer(4) and fleet.router.readiness() is None
 
 
 def test_started_answers_go_first_when_their_only_worker_comes_back_with_an_empty_cache() -> None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from gateway.router import attempt
-from gateway.router.drain_gate import CUT_OFF, DRAINING
+from gateway.router.admission import CUT_OFF, DRAINING
 from gateway.router.engine_client import Grammar, TokenizedRequest
 from gateway.router.placement import NO_LIMIT
 from protos import decode_pb2, kv_pb2, prefill_pb2
@@ -701,7 +701,7 @@ def test_the_wait_for_a_grammar_adds_up_and_others_are_served_meanwhile() -> Non
         fleet.run(2.0)
         decode.may_answer.set()
         fleet.run()
-        assert not decode.sessions and fleet.router._queue.num_waiting == 1
+        assert not decode.sessions and fleet.router.admission.num_waiting == 1
         other = fleet.ask("other")
         finish(fleet)
         fleet.run(0.6)
@@ -717,13 +717,13 @@ def test_the_wait_for_a_grammar_adds_up_and_others_are_served_meanwhile() -> Non
 def test_a_draining_gateway_finishes_what_is_inside_and_lets_nothing_in() -> None:
     emptied: list[bool] = []
     with virtual_fleet() as fleet:
-        gate = fleet.router.gate
-        gate.on_empty = lambda: emptied.append(True)
+        admission = fleet.router.admission
+        admission._on_empty = lambda: emptied.append(True)
         client = fleet.ask()
-        gate.is_draining = lambda: True
-        assert fleet.router.check_ready() == DRAINING
+        admission.is_draining = lambda: True
+        assert fleet.router.readiness() == DRAINING
         check_error(fleet.ask("late"), 503, DRAINING)
-        assert len(gate) == 1 and not emptied
+        assert admission.num_inside == 1 and not emptied
         finish(fleet)
         assert client.tokens == answer(4) and emptied == [True]
 
@@ -744,7 +744,7 @@ def test_what_is_cut_off_ends_with_the_reason_but_never_in_the_middle_of_a_messa
             fleet.run()
         if where == "it leaves as well":
             client.leave()
-        fleet.router.gate.cut_off()
+        fleet.router.admission.cut_off()
         fleet.run()
         if where == "its client is slow":
             assert client.error is None

@@ -59,8 +59,8 @@ def test_addresses_that_do_not_answer_are_logged_once_with_the_reason() -> None:
                 fleet = Fleet([silent], [gone], PATIENCE_S, PATIENCE_S, 0)
                 stack.push_async_callback(fleet.close)
                 polls: list[None] = []  # one per failed poll of `gone`
-                fleet.subscribe(lambda: polls.append(None))
-                fleet.subscribe(signal.fire)
+                fleet.changes.follow(lambda: polls.append(None))
+                fleet.changes.follow(signal.fire)
                 logs = stack.enter_context(capture_logs())
                 fleet.start()
                 logged.update({gone: [], silent: []})

@@ -11,6 +11,7 @@ from gateway.errors import ApiError
 from gateway.text.offload import CHEAP_CHARS, MAX_WAITING, THREADS, Check, Offload
 
 LONG = CHEAP_CHARS + 1
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ async def test_a_key_with_much_work_holds_up_no_other(offload: Offload) -> None:
     may_end = threading.Event()
     many = [asyncio.create_task(offload.run(LONG, lambda _: may_end.wait(), "one")) for _ in range(20)]
     await asyncio.sleep(0.05)
-    assert await asyncio.wait_for(offload.run(LONG, lambda _: 5, "other"), 5) == 5
+    assert await asyncio.wait_for(offload.run(LONG, lambda _: 5, "other"), WAIT_S) == 5
     may_end.set()
     await asyncio.gather(*many)
 
@@ -55,23 +56,29 @@ async def test_work_stops_with_its_request(offload: Offload) -> None:
 
     tasks = [asyncio.create_task(offload.run(LONG, work)) for _ in range(THREADS)]
     for _ in tasks:
-        assert await asyncio.to_thread(began.acquire, timeout=5)
+        assert await asyncio.to_thread(began.acquire, timeout=WAIT_S)
     for task in tasks:
         task.cancel()
     for _ in tasks:
-        assert await asyncio.to_thread(ended.acquire, timeout=5)
+        assert await asyncio.to_thread(ended.acquire, timeout=WAIT_S)
     assert await offload.run(LONG, lambda _: 7) == 7
 
 
 async def test_a_thread_counts_until_it_is_free(offload: Offload) -> None:
     """Work that cannot stop holds its key's turn, not that of the others."""
-    may_end = threading.Event()
-    stuck = [asyncio.create_task(offload.run(LONG, lambda _: may_end.wait(), "one")) for _ in range(THREADS)]
-    await asyncio.sleep(0.05)
+    began, may_end = threading.Semaphore(0), threading.Event()
+
+    def work(_: Check) -> None:
+        began.release()
+        may_end.wait()
+
+    stuck = [asyncio.create_task(offload.run(LONG, work, "one")) for _ in range(THREADS)]
+    for _ in range(THREADS - 1):  # one key's share
+        assert await asyncio.to_thread(began.acquire, timeout=WAIT_S)
     for task in stuck:
         task.cancel()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(offload.run(LONG, lambda _: 8, "one"), 0.1)
     assert await offload.run(LONG, lambda _: 9, "other") == 9
     may_end.set()
-    assert await asyncio.wait_for(offload.run(LONG, lambda _: 8, "one"), 5) == 8
+    assert await asyncio.wait_for(offload.run(LONG, lambda _: 8, "one"), WAIT_S) == 8

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-import time
+import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -56,17 +57,16 @@ async def ask(rendering: Templates, number: int, text: str, owner: str = "") -> 
 
 
 def test_a_template_that_breaks_a_limit_ends_its_own_request_only() -> None:
+    """Another owner is answered while the slow ones still compute."""
+
     async def test(rendering: Templates) -> None:
         for number, (name, (_, why)) in enumerate(HOSTILE.items()):
-            hostile = [asyncio.create_task(ask(rendering, number, "go", "stranger")) for _ in range(2)]
+            hostile = [
+                asyncio.create_task(ask(rendering, number, "go", "stranger")) for _ in range(1 + (name == "loops"))
+            ]
             await asyncio.sleep(0.1)
-            longest = 0.0
-            while not all(task.done() for task in hostile):
-                began = time.monotonic()
-                assert await ask(rendering, number, "hi", "other") == "<hi>"
-                longest = max(longest, time.monotonic() - began)
-                await asyncio.sleep(0.01)
-            assert longest < CPU_S / 2, f"{name}: others waited for {longest} s"
+            assert await ask(rendering, number, "hi", "other") == "<hi>"
+            assert "takes longer" not in why or not any(task.done() for task in hostile), name
             for task in hostile:
                 with pytest.raises(TemplateRefusalError, match=why):
                     await task
@@ -75,8 +75,10 @@ def test_a_template_that_breaks_a_limit_ends_its_own_request_only() -> None:
     run([source for source, _ in HOSTILE.values()], test)
 
 
-def test_rendering_ends_with_its_request() -> None:
-    """The fork is killed: its CPU time stops growing, and its place is free at once."""
+def test_rendering_ends_with_its_request_and_a_process_that_is_killed_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork whose request is cancelled is killed, before its CPU time is up, and its place is free."""
 
     async def test(rendering: Templates) -> None:
         assert await ask(rendering, 0, "hi") == "<hi>"
@@ -84,25 +86,15 @@ def test_rendering_ends_with_its_request() -> None:
         before = forks_of(pid)
         tasks = [asyncio.create_task(ask(rendering, 0, "go", f"owner {at}")) for at in range(FORKS)]
         await asyncio.sleep(0.3)
-        began = time.monotonic()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert await ask(rendering, 0, "hi") == "<hi>" and time.monotonic() - began < CPU_S / 2
-        while (after := forks_of(pid)) & before:
-            assert time.monotonic() - began < WAIT_S
-            await asyncio.sleep(0.01)
-        assert rendering.pid == pid and len(after) == FORKS
-
-    run([LOOPS], test)
-
-
-def forks_of(pid: int | None) -> set[int]:
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-def test_a_process_that_is_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rendering: Templates) -> None:
+        assert await ask(rendering, 0, "hi") == "<hi>"
+        async with asyncio.timeout(WAIT_S):
+            while forks_of(pid) & before:  # noqa: ASYNC110  no event for it
+                await asyncio.sleep(0.01)
+        assert ended_cpu_s(pid) < FORKS * CPU_S / 2
+        assert rendering.pid == pid and len(forks_of(pid)) == FORKS
         assert rendering.child is not None
         rendering.child.kill()
         assert await ask(rendering, 0, "hi") == "<hi>"
@@ -114,10 +106,20 @@ def test_a_process_that_is_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     run([LOOPS], test)
 
 
+def forks_of(pid: int | None) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def ended_cpu_s(pid: int | None) -> float:
+    """CPU time of its forks that have ended."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[13:15]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_client_gets_a_400_that_names_the_template(tmp_path: Path) -> None:
     def write(folder: Path) -> Path:
         write_byte_level(folder)
-        (folder / "chat_template.jinja").write_text(template(LOOPS).plain)
+        (folder / "chat_template.jinja").write_text(template(HOSTILE["output"][0]).plain)
         return folder
 
     with run_api(tmp_path, PLAIN, write) as served:
@@ -128,9 +130,8 @@ def test_a_client_gets_a_400_that_names_the_template(tmp_path: Path) -> None:
             answers.append(served.http.post("/v1/chat/completions", json=body))
     assert [answer.status_code for answer in answers] == [400, 200]
     error = answers[0].json()["error"]
-    assert (
-        error["message"] == "the model's chat template refuses these messages: it takes longer than 2 s to render them"
-    )
+    assert error["message"].startswith("the model's chat template refuses these messages: ")
+    assert "bytes" in error["message"]
     assert error["param"] == "messages"
 
 
@@ -147,19 +148,20 @@ def test_a_client_gets_a_400_that_names_the_template(tmp_path: Path) -> None:
         ("{% for", None),
     ],
 )
-def test_a_template_cannot_hold_up_the_start(tmp_path: Path, source: str, why: str | None) -> None:
+def test_a_template_cannot_hold_up_the_start(
+    tmp_path: Path, source: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "RENDER_LIMITS", replace(trial.RENDER_LIMITS, cpu_s=0.5))
     write_byte_level(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(source)
-    began = time.monotonic()
     if why is None:
         assert load_tokenizer(tmp_path).tried.sample == ""
     else:
         with pytest.raises(ValueError, match=rf"chat_template\.jinja {why}"):
             load_tokenizer(tmp_path)
-    assert time.monotonic() - began < WAIT_S / 2
 
 
-def replace(content: str) -> dict[str, object]:
+def replacing(content: str) -> dict[str, object]:
     return {"type": "Replace", "pattern": {"String": "ж"}, "content": content}
 
 
@@ -170,8 +172,8 @@ def split(regex: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"normalizer": {"type": "Sequence", "normalizers": [replace("жж")] * 40}},
-        {"normalizer": replace("a" * 1000)},
+        {"normalizer": {"type": "Sequence", "normalizers": [replacing("жж")] * 40}},
+        {"normalizer": replacing("a" * 1000)},
         {"pre_tokenizer": split(r"(ж+)\1b")},
         {"pre_tokenizer": split("(ж+)+b")},  # the library panics
     ],
@@ -180,7 +182,7 @@ def split(regex: str) -> dict[str, object]:
 def test_a_tokenizer_that_multiplies_is_refused(
     tmp_path: Path, change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "LIMITS", Limits(1.0, WAIT_S, 1 << 30))
+    monkeypatch.setattr(trial, "LIMITS", Limits(0.6, WAIT_S, 1 << 30))
     path = write_byte_level(tmp_path) / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=r"tokenizer(_config)?\.json (takes|crashes|needs|cannot)"):

@@ -1,0 +1,113 @@
+"""The slots for adapters (LoRA) that a model has on a device, and which rows of a step have which."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Site
+from engine.adapters.ops import AdapterOps
+from engine.adapters.rows import AdapterWeights, HostTiles, divide_columns
+from engine.batch import Batch
+from engine.cpu.packed import PANEL_COLUMNS, PackedLinear, interleave_panels
+from engine.layers.additions import Additions, ProductKey
+from engine.layers.linear import Gated, Linear
+
+
+class SiteAdapter(NamedTuple):
+    """One adapter's part of one product of P parts, on the host."""
+
+    a: Tensor  # [P r, K]
+    b: tuple[Tensor, ...]  # of each part, [N of the part, r]
+
+
+class AdapterLimits(NamedTuple):
+    """Of one model on one device."""
+
+    num_slots: int  # adapters in steps at once
+    max_rank: int
+
+
+NO_ADAPTERS = AdapterLimits(0, 1)
+HostAdapter = Mapping[ProductKey, SiteAdapter]
+
+
+@dataclass(slots=True, eq=False)
+class Adapters(Additions):
+    """Owns the slots. One caller at a time, between steps."""
+
+    num_slots: int
+    max_rank: int
+    dtype: torch.dtype
+    device: torch.device
+    ops: AdapterOps
+    step: AdaptersStep = field(default_factory=AdaptersStep)
+    sites: dict[ProductKey, Site] = field(default_factory=dict)
+    hosted: dict[str, HostAdapter] = field(default_factory=dict)  # digest |-> adapter, those that slots can get
+
+    def wrap(self, own: Linear, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
+        return AdaptedLinear(own, self._add_site(key, depth, part_sizes))
+
+    def wrap_gated(self, own: Gated, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
+        return AdaptedGated(own, self._add_site(key, depth, part_sizes, is_panelled=isinstance(own, PackedLinear)))
+
+    def _add_site(self, key: ProductKey, depth: int, part_sizes: Sequence[int], *, is_panelled: bool = False) -> Site:
+        """Allocate the slots of a product. part_sizes: columns of each part."""
+        if is_panelled:
+            part_sizes = [-(-size // PANEL_COLUMNS) * PANEL_COLUMNS for size in part_sizes]
+            blocks = divide_columns(part_sizes, PANEL_COLUMNS, alternates=True)
+        else:
+            blocks = divide_columns(list(part_sizes))
+        self.sites[key] = site = Site(
+            AdapterWeights(
+                self._zeros(len(part_sizes) * self.max_rank, depth), self._zeros(self.max_rank, sum(part_sizes)),
+                self._zeros(dtype=torch.int32), torch.from_numpy(blocks).to(self.device),
+            ),
+            self.step, self.ops, is_panelled,
+        )  # fmt: skip
+        return site
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(self.num_slots, *shape, dtype=dtype or self.dtype, device=self.device)
+
+    def fill(self, slot: int, digest: str) -> None:
+        """Put an adapter into a slot that no sequence has, after everything launched before. KeyError if unknown."""
+        adapter = self.hosted[digest]
+        for key, site in self.sites.items():
+            a, b, ranks, _blocks = site.weights
+            own = adapter.get(key)
+            if own is None:
+                ranks[slot] = 0
+                continue
+            num_parts, rank = len(own.b), own.b[0].shape[1]
+            columns = interleave_panels(own.b) if site.is_panelled else torch.cat(own.b)  # [N, r]
+            for part, given in zip(a[slot].view(num_parts, self.max_rank, -1), own.a.chunk(num_parts), strict=True):
+                part[:rank], part[rank:] = given, 0
+            b[slot, :rank], b[slot, rank:] = columns.T, 0
+            ranks[slot] = rank
+
+    def forget(self, digest: str) -> None:
+        """No slot gets it any more; slots that have it keep it. Idempotent."""
+        self.hosted.pop(digest, None)
+
+    @contextmanager
+    def during(self, batch: Batch) -> Iterator[None]:
+        if batch.adapters is None:
+            yield
+            return
+        tiles, outputs = batch.adapters
+        if self.device.type == "cpu":  # whose kernel reads what the tiles say
+            for own, num_rows in ((tiles, len(batch.positions)), (outputs, len(batch.logits_rows))):
+                HostTiles(own.rows.numpy(), own.tiles.numpy()).check(num_rows, self.num_slots)
+        self.step.tiles, self.step.outputs = tiles, outputs
+        try:
+            yield
+        finally:
+            self.step.tiles = self.step.outputs = None
+
+    def keep_outputs(self) -> None:
+        """From here on products get the rows with logits alone."""
+        self.step.tiles = self.step.outputs

@@ -1,0 +1,51 @@
+"""An NVIDIA GPU: Triton's kernels, and FlashInfer's where it has some."""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from engine.attention.choose import AttentionChoice
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.cuda import one_shot
+from engine.cuda.gpu import Gpu
+from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
+from engine.device import Device
+from engine.ops.base import Ops
+from engine.ranks import GroupRanks
+
+
+class CudaDevice(Device):
+    """See `Device`."""
+
+    @property
+    def ops(self) -> Ops:
+        from engine.cuda.ops import CudaOps  # imports Triton
+
+        return CudaOps()
+
+    def choose_attention(
+        self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
+        has_sinks: bool = False,
+    ) -> AttentionChoice:  # fmt: skip
+        try:
+            from engine.cuda import flashinfer
+        except ImportError as error:
+            reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
+            return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+        if obstacle := flashinfer.find_obstacle(shape, dtype, has_sinks):
+            return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
+        own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+        capability = torch.cuda.get_device_capability(self.torch)
+        kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
+        if not kernels:
+            return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+        backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, self.torch, "fa3" in kernels)
+        return AttentionChoice(backend, reason, is_fallback=False)
+
+    def open_memory(self) -> Gpu:
+        return Gpu(self.torch)
+
+    def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
+        return one_shot.open_ranks(group, self.torch, Gpu(self.torch)) or GroupRanks(group)

@@ -1,0 +1,213 @@
+"""Attention by FlashInfer on NVIDIA GPUs: reads pages in place, whatever their strides.
+
+The only file that imports FlashInfer; imported only where a GPU is chosen. `plan` passes host lengths in pinned memory
+and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may capture
+them and replays them with the last plan.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from engine.attention.base import FP8_LIMIT
+from engine.attention.qkv import NO_ROPE, QKV
+from engine.attention.shape import AttentionShape
+from engine.batch import Batch
+from engine.cuda.gpu_layers import join_pages, rope_and_write
+from engine.cuda.modules import HEAD_DIMS, Kernels
+from engine.ranges import find_starts
+from engine.staging import mark, pin
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
+
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
+PLANS_AHEAD = 12  # plans on their way to the device: of a step with 8 drafts by a draft model, and of the step before
+DTYPES = (torch.bfloat16, torch.float16)
+# New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
+# of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
+FA3_TOKENS = 128
+NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
+
+Window = int | None
+Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+WrapperT = TypeVar("WrapperT", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
+
+
+class GraphSize(NamedTuple):
+    """The size of a captured step."""
+
+    num_sequences: int
+    num_tokens: int  # new tokens of each sequence
+    num_pages: int  # at most, of all sequences together
+
+
+class Workspace:
+    """What backends that run in turn share: FlashInfer's scratch memory, and plans on their way to the device.
+
+    Each wrapper would have a plan of its own on both sides, and its next plan would wait until the last one was copied,
+    which is after all steps launched before. On one stream a device buffer for each window is enough.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._planned: dict[Window, Tensor] = {}
+        self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
+
+    def share(self, wrapper: WrapperT, window: Window) -> WrapperT:
+        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture."""
+        if window not in self._planned:
+            self._planned[window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
+        wrapper._int_workspace_buffer = self._planned[window]
+        return wrapper
+
+    @contextmanager
+    def stage(self, wrapper: Wrapper) -> Iterator[None]:
+        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that."""
+        if len(self._staged) < PLANS_AHEAD:
+            pinned, is_copied = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"), None
+        else:
+            pinned, is_copied = self._staged.popleft()
+        if is_copied is not None:
+            is_copied.synchronize()
+        wrapper._pin_memory_int_workspace_buffer = pinned
+        yield
+        self._staged.append((pinned, mark() if self._device.type == "cuda" else None))
+
+
+class FlashInferAttention:
+    """An `AttentionBackend`. Owns FlashInfer's wrappers and workspace. One caller at a time, on one stream."""
+
+    name = "flashinfer"
+    is_capturable = True
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        windows: Collection[Window],
+        dtype: torch.dtype,
+        device: torch.device,
+        has_fa3: bool = False,
+        workspace: Workspace | None = None,
+        graph: GraphSize | None = None,
+    ) -> None:
+        """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
+
+        has_fa3: its modules can be used. graph: the size of captured steps; None: steps of any size.
+        """
+        self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._workspace = workspace or Workspace(device)
+        share = self._workspace.share
+        self._num_tokens = 1 if graph is None else graph.num_tokens
+        self._decode = {window: share(self._build_decode(graph), window) for window in windows}
+        kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
+        self._prefill = {
+            kind: {window: share(self._build_prefill(kind), window) for window in windows} for kind in kinds
+        }
+        self._has_loaded = False  # every prefill module
+        self._planned: Mapping[Window, Wrapper] = {}
+
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
+        graph = GraphSize(num_sequences, num_tokens, num_pages)
+        return FlashInferAttention(
+            self._shape, self._windows, self._dtype, self._device, workspace=self._workspace, graph=graph
+        )
+
+    def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
+        """By tensor cores, also where others are as fast: the others' kernels take no context shorter than planned."""
+        buffers = {}
+        if graph is not None:
+            sizes = {
+                "indptr": graph.num_sequences + 1, "indices": graph.num_pages, "last_page_len": graph.num_sequences
+            }  # fmt: skip
+            buffers = {
+                f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=self._device)
+                for name, size in sizes.items()
+            }
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace.scratch, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
+            backend="fa2", **buffers,
+        )  # fmt: skip
+
+    def _build_prefill(self, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace.scratch, "HND", backend=kind)
+
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        self._batch = batch
+        # [L, 2, num_pages, Hkv, page_tokens, D], a view
+        self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
+        page_tokens, seq_lens = pool.shape[TOKENS], batch.seq_lens_host.astype(np.int64)
+        num_pages = -(-seq_lens // page_tokens)
+        starts = find_starts(num_pages)
+        last_lens = (seq_lens - (num_pages - 1) * page_tokens).astype(np.int32)
+        cu_seqlens_q = find_starts(batch.query_lens_host.astype(np.int64))
+        host_starts, host_last_lens, host_lens, host_query_starts = pin(
+            [starts, last_lens, batch.seq_lens_host, cu_seqlens_q], self._device
+        )
+        indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
+        join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
+        is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
+        has_fa3 = "fa3" in self._prefill and not batch.is_lagging  # fa3 takes lengths from the plan
+        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), has_fa3)
+        planned = [self._decode if is_decode else self._prefill[kind]]
+        if not is_decode and not self._has_loaded:  # a plan loads its module, which may compile it
+            planned = [*(others for other, others in self._prefill.items() if other != kind), *planned]
+            self._has_loaded = True
+        starts_of_queries = () if is_decode else (host_query_starts,)
+        mask = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
+        for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
+            with self._workspace.stage(wrapper):
+                wrapper.plan(
+                    *starts_of_queries, host_starts, indices, host_last_lens,
+                    self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
+                    **mask, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
+                    logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
+                    seq_lens=host_lens,
+                )  # fmt: skip
+        self._planned = planned[-1]
+
+    def correct(self, batch: Batch, lag: Tensor) -> None:
+        """A context's length in fa2 is (pages - 1) x page + tokens of the last page, which may become negative.
+
+        Keys that are planned and not there make a chunk shorter, or empty (prefill.cuh clamps where chunks begin).
+        """
+        self._batch = batch
+        for wrapper in self._planned.values():
+            last_lens = wrapper._paged_kv_last_page_len_buf  # on the device; FlashInfer has no call that changes it
+            assert last_lens is not None
+            last_lens[: len(lag)].sub_(lag)
+
+    def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
+        if sinks is not None:
+            raise ValueError(NO_SINKS)
+        keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
+        limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
+        batch, rope = self._batch, heads.rope or NO_ROPE
+        query = rope_and_write(
+            heads.query_key, heads.value, *rope, keys, values, batch.slot_mapping, limit,
+        )  # fmt: skip
+        out = query.new_empty(query.shape)  # without it, FlashInfer's prefill fills its own with zeros first
+        attended: Tensor = self._planned[window].run(query, (keys, values), out=out)
+        return attended
+
+
+def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
+    """The faster kernels for a step with so many new tokens. Prompts want fa3, and answers beside a chunk fa2."""
+    return "fa3" if has_fa3 and num_tokens >= FA3_TOKENS * num_sequences else "fa2"
+
+
+def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:
+    """Why FlashInfer does not support such a model; None if it does."""
+    if has_sinks:
+        return NO_SINKS
+    if dtype not in DTYPES:
+        return f"FlashInfer has no {dtype}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, HEAD_DIMS))}"
+    return None

@@ -1,0 +1,47 @@
+"""What computes a model. An engine opens one, by engine/compose.py."""
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+
+from engine.attention.choose import AttentionChoice
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.kv.pool import DeviceMemory
+from engine.ops.base import Ops
+from engine.ranks import GroupRanks
+
+
+class Device:
+    """Any device, by torch alone. Others: engine/cpu/device.py, engine/cuda/device.py."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+
+    @property
+    def ops(self) -> Ops:
+        return Ops()
+
+    def can_pack(self) -> bool:
+        """Whether weights of bfloat16 models are packed for kernels."""
+        return False
+
+    def choose_attention(
+        self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
+        has_sinks: bool = False,
+    ) -> AttentionChoice:  # fmt: skip
+        """The fastest backend that works for layers with these windows. kv_dtype: of the pages.
+
+        has_sinks: `attend` is called with sinks. Builds kernels on first use (seconds). What is missing leads to a
+        fallback, not an error.
+        """
+        return AttentionChoice(TorchSdpaAttention(shape), f"device is {self.torch.type}", is_fallback=False)
+
+    def open_memory(self) -> DeviceMemory | None:
+        """Where pages are; None: in main memory."""
+        return None
+
+    def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
+        """The exchanges of a group of ranks."""
+        return GroupRanks(group)

@@ -1,0 +1,66 @@
+"""A mixture of experts from a checkpoint."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts
+from engine.experts.ops import ExpertOps
+from engine.layers.config import Activation
+from engine.layers.linear import Linear, Normed, PlainLinear, SummedLinear, WidenedLinear
+from engine.models.assemble import LayerBuilder
+from engine.weights.formats import PlainFormat
+from engine.weights.reader import ShardReader
+from engine.weights.table import Product
+
+
+def build_mixture(builder: LayerBuilder) -> Linear:
+    """A layer's experts. All ranks choose the same ones."""
+    reader, config, moe, products = builder.format.reader, builder.config, builder.config.moe, builder.table.products
+    assert moe is not None
+    weight, bias = reader.fuse(products["router"]), reader.bias(products["router"])
+    router: Linear = WidenedLinear(weight) if moe.has_wide_router else PlainLinear(weight, bias)
+    experts = build_experts(builder.format, builder.table.experts, config.activation)
+    shared = builder.build_mlp("shared.") if moe.shared else None
+    if moe.norms is not None and shared is not None:
+        router, experts, shared = _add_norms(builder, router, experts, shared)
+    mixture = MixtureOfExperts(
+        router,
+        moe.routing,
+        experts,
+        bias=builder.vector("choice_bias", torch.float32),
+        expert_scale=builder.vector("expert_scale", torch.float32),
+        shared=shared,
+        shared_gate=PlainLinear(reader.fuse(products["shared_gate"])) if moe.shared_gate else None,
+    )
+    return mixture if moe.norms else builder.summed(mixture)
+
+
+def _add_norms(builder: LayerBuilder, router: Linear, experts: Experts, mlp: Linear) -> tuple[Linear, Experts, Linear]:
+    """The three with norms around them. Norms after them are of the ranks' sums."""
+    ops, eps = builder.format.ops, builder.config.rms_eps
+    if builder.ranks.size > 1:
+        experts, mlp = SummedLinear(experts, builder.ranks), SummedLinear(mlp, builder.ranks)
+    return (
+        Normed(router, ops, eps, builder.wide("router_norm") * builder.config.hidden_size**-0.5),
+        Normed(experts, ops, eps, builder.norm("before_experts"), builder.norm("after_experts")),
+        Normed(mlp, ops, eps, builder.norm("before_shared"), builder.norm("after_shared")),
+    )
+
+
+def build_experts(format: PlainFormat, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
+    """products: of each expert, gate and up, then down. On a GPU in the model's dtype, whatever the file has."""
+    reader = format.reader
+    if reader.device.type == "cuda":
+        ups, downs = zip(*products, strict=True)
+        gate_up, down = (torch.stack([reader.fuse(one) for one in ones]) for ones in (ups, downs))
+        up_bias, down_bias = _stack_biases(reader, ups), _stack_biases(reader, downs)
+        return GroupedExperts(gate_up, down, activation, up_bias, down_bias, format.ops.find(ExpertOps).expert_kernels)
+    return BucketedExperts([Expert(format.gated(one, activation), format.linear(down)) for one, down in products])
+
+
+def _stack_biases(reader: ShardReader, products: Sequence[Product]) -> Tensor | None:
+    """[E, N]; None if this rank adds none."""
+    biases = [bias for one in products if (bias := reader.bias(one)) is not None]
+    return torch.stack(biases) if biases else None

@@ -1,0 +1,68 @@
+"""A draft head behind its model's steps: it takes the hidden rows of each step, and the tokens that follow them."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend
+from engine.batch import Batch
+from engine.heads.decoder import HeadDecoder
+from engine.input_batch import InputBatch
+from engine.prepared import Prepared
+from engine.ranges import Ints
+from engine.staging import upload
+
+
+class HeadFollower:
+    """Owns nothing but `known`: [rows + 1, H] what the head gives after the last token of each row."""
+
+    def __init__(
+        self, model: HeadDecoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch,
+        known: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """pages: the head's part of a pool. known: of another follower over the same rows."""
+        sizes = rows.num_rows + 1, model.config.hidden_size
+        self.known = torch.zeros(sizes, dtype=model.dtype, device=rows.device) if known is None else known
+        self._model, self._attention, self._pages, self._rows = model, attention, pages, rows
+
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "HeadFollower":
+        """For captured steps: see `AttentionBackend.for_graph`."""
+        attention = self._attention.for_graph(num_sequences, num_tokens, num_pages)
+        return HeadFollower(self._model, attention, self._pages, self._rows, self.known)
+
+    def plan(self, batch: Batch) -> None:
+        """The model's step is about to be launched: `correct`, if some drafts are unjudged, and `run` come next."""
+        self._attention.plan(self._pages, replace(batch, images=None))
+
+    def correct(self, batch: Batch, lag: Tensor) -> None:
+        """See `AttentionBackend`."""
+        self._attention.correct(batch, lag)
+
+    def follow(self, batch: Batch, step: Prepared, num_wrong: Tensor | None = None) -> None:
+        """The model's step has written its taps and tokens. num_wrong: [J] of its drafts. Only launches."""
+        lasts, device = find_lasts(step.outputs.rows), self._rows.device
+        of_rows = step.outputs.rows[lasts]
+        logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], device)
+        if num_wrong is not None and step.drafts is not None:
+            (which,) = upload([np.flatnonzero(np.isin(of_rows, step.drafts.rows))], device)
+            logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
+        self.run(batch, logits_rows, row_ids)
+
+    def run(self, batch: Batch, logits_rows: Tensor, row_ids: Tensor) -> None:
+        """logits_rows: [B] the row of the batch with each sequence's last right token. Only launches."""
+        assert batch.taps is not None
+        token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
+        own = replace(
+            batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,
+            adapters=None, states=None, turns=None, images=None,
+        )  # fmt: skip
+        given = self._model.run_planned(own, self._attention)
+        if len(row_ids):
+            self.known.index_copy_(0, row_ids, given)
+
+
+def find_lasts(rows: Ints) -> Ints:
+    """[S] rows of a step's outputs |-> each row's last output."""
+    return np.flatnonzero(np.append(rows[1:] != rows[:-1], True)) if len(rows) else rows
