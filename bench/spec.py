@@ -31,7 +31,8 @@ from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wan
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator, measure
 from demo.head_text import first_prompts
-from engine.engine import Engine, build_engine
+from engine.compose import build_engine
+from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
 from tests.support.decoding import NO_SPECULATION, Answers, decode
 from tests.support.random_models import write_pair

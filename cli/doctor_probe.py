@@ -15,7 +15,8 @@ from bench.products import check_products
 from cli.doctor_rules import GpuFacts, Machine, Model
 from engine.compose import choose_for_layers, load_any_config
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
-from engine.engine import check_kv_dtype, choose_device
+from engine.engine import choose_device
+from engine.formats.checks import check_kv_dtype
 from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
 from engine.models.config import FallbackConfig, ModelConfig

@@ -1,46 +1,65 @@
 """Completes the core: the one file that names satellites. Each row of a table, and each import, is one of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from engine.adapters.ops import AdapterOps
-from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters
+from engine.adapters.peft import PeftReader
+from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
 from engine.attention import choose
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.cpu.device import CpuDevice
 from engine.cpu.format import PackedFormat
 from engine.cuda.device import CudaDevice
+from engine.cuda.graphs import OnCaptured
+from engine.cuda.largest_step import LargestStep, find_step_bytes, measure_peak
+from engine.cuda.warm_up import warm_up
 from engine.device import Device
+from engine.engine import ALONE, Engine, KvDType, Loaded, Place, SizePool, choose_device, name_dtype, resolve_kv_dtype
 from engine.experts.build import build_mixture
-from engine.formats.fp8 import check_fp8
+from engine.fallback.open import build_foreign_head, open_foreign, probe_foreign
+from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.products import Fp8Format, GpuFormat, Int8Format
 from engine.formats.quantised import decode
 from engine.heads import load as heads
 from engine.heads.decoder import HeadDecoder
+from engine.heads.read_head import is_draft_head
+from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
+from engine.input_batch import InputBatch
+from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.linear import Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import DTYPES, Parts, check_dtype
+from engine.models.load import Parts
 from engine.models.read_config import has_native_code, load_config
 from engine.ops.base import Ops
+from engine.out_of_memory import explain_failed_step, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
+from engine.runner import Runner
+from engine.vision.image_rows import ImageRules
+from engine.vision.tower import VisionTower, load_tower
 from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
+from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import PlainFormat
 from engine.weights.reader import OnProgress, ShardReader
-from wire.files import check_folder, read_json_object
-from wire.kv_layout import KvPart
+from engine.weights.table import Shard
+from wire.files import check_folder
+from wire.kv_layout import KvPart, PagePart
+from wire.names import MTP
 
 DEVICES: Mapping[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}  # torch's name |-> kind; others: Device
 
@@ -89,11 +108,7 @@ def choose_for_layers(
 
 def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
     """`load_config` for any model. Without native code: by transformers on the meta device, in seconds."""
-    if has_native_code(folder):
-        return load_config(folder)
-    from engine.fallback.probe import probe
-
-    return probe(folder)
+    return load_config(folder) if has_native_code(folder) else probe_foreign(folder)
 
 
 def open_any_model(folder: Path) -> tuple[ModelConfig | FallbackConfig, Checkpoint]:
@@ -123,7 +138,7 @@ def load_model(
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return _load_without_native_code(folder, dtype, opened, on_progress, quantization, ranks, has_mtp)
+        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks, has_mtp)
 
     def add(dtype: torch.dtype) -> Additions:
         if not adapter_limits.num_slots:
@@ -138,39 +153,279 @@ def load_head(
 ) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
     """See `heads.load.load_head`."""
     device = open_device(model.device)
-    return heads.load_head(folder, model, device, quantization, PARTS, _build_fallback_head, is_mtp=is_mtp)
+    return heads.load_head(folder, model, device, quantization, PARTS, build_foreign_head, is_mtp=is_mtp)
 
 
-def _build_fallback_head(config: ModelConfig, checkpoint: Checkpoint, model: Decoder) -> HeadDecoder:
-    from engine.fallback.head import build_fallback_head  # imports transformers
+@dataclass(frozen=True, slots=True)
+class FullEngine(Engine):
+    """An engine with what satellites add."""
 
-    return build_fallback_head(config, checkpoint, cast(Any, model))
+    adapters: Adapters | None = None  # slots for adapters; None: none are taken
+    read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
+    vision: VisionTower | None = None  # None: this process encodes no images
+    why_blind: str | None = None  # why it does not, though the model has a part for them
+
+    def warm_up(
+        self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
+        on_captured: OnCaptured = lambda done, total: None,
+    ) -> None:  # fmt: skip
+        """See `cuda.warm_up`. Does nothing on a CPU."""
+        if self.padding_page is not None:
+            warm_up(self, graph_rows, max_drafts, piece_tokens, on_captured)
+
+    def find_weaknesses(self) -> dict[str, str]:
+        blind = {} if self.why_blind is None else {"no images": self.why_blind}
+        return Engine.find_weaknesses(self) | blind
 
 
-def _load_without_native_code(
-    folder: Path, dtype: str, device: Device, on_progress: OnProgress | None, quantization: Quantization,
-    ranks: Ranks, has_mtp: bool,
-) -> Decoder:  # fmt: skip
-    """By transformers' code. The result has the interface of a Decoder."""
-    lacking = f"Baton has no code for model_type {read_json_object(folder / 'config.json').get('model_type')!r}"
-    if ranks.size > 1:
-        raise ValueError(f"{lacking}, so only one rank can compute it: set --tp 1")
-    if quantization != "none":
-        raise ValueError(f"{lacking}, so its weights cannot be rounded: set --quantization none")
-    if dtype != "auto":
-        check_dtype(dtype)
-    from engine.fallback.load import load_fallback  # imports transformers, seconds
+def build_engine(
+    model: str,
+    draft_model: str,
+    dtype: str,
+    device_name: str,
+    threads: int,
+    page_tokens: int,
+    num_rows: int,
+    size_pool: SizePool,
+    on_progress: OnProgress,
+    max_context_tokens: int = 0,
+    quantization: Quantization = "none",
+    kv_dtype: KvDType = "auto",
+    place: Place = ALONE,
+    largest_step: LargestStep | None = None,
+    adapter_limits: AdapterLimits = NO_ADAPTERS,
+    has_vision: bool = True,
+) -> FullEngine:
+    """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
-    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress, has_mtp))
-
-
-def check_quantization(quantization: Quantization, dtype: str, device: torch.device) -> None:
-    """Raises ValueError if the device or dtype does not support it."""
-    if quantization == "fp8":
-        check_fp8(device)
-    if quantization == "int8" and device.type != "cpu":
-        raise ValueError("--quantization int8 is for CPUs: use --quantization fp8 or int4 on a GPU, or --device cpu")
-    if quantization in ("int8", "int4") and dtype not in ("auto", "bfloat16"):
-        raise ValueError(
-            f"--quantization {quantization} computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto"
+    `num_rows`: sequences in steps at once. `max_context_tokens`: upper limit of a sequence; 0: the model's own limit.
+    `largest_step`: is run on a GPU before the pool is sized, to measure what it needs; None: nothing is measured.
+    `has_vision`: rank 0 loads the part that encodes images, if it can.
+    FileNotFoundError or ValueError say what is wrong with the checkpoint or the device.
+    """
+    torch.set_num_threads(threads)
+    ranks = place.ranks
+    device = choose_device(device_name, ranks.rank, ranks.size)
+    check_kv_dtype(kv_dtype, device)
+    folder = resolve_model_folder(model)
+    with explain_full_gpu(device, folder):
+        has_mtp = draft_model == MTP
+        loaded = _load(
+            folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits, has_mtp
         )
+        context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
+        draft = None
+        if draft_model:
+            draft = _load_draft(draft_model, folder, loaded.decoder, context_tokens, quantization, ranks)
+        vision, why_blind = None, None
+        if has_vision and ranks.rank == 0:
+            try:
+                vision = load_tower(folder, loaded.decoder.dtype, device)
+            except ValueError as error:
+                why_blind = str(error)
+    engine = assemble_engine(
+        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place,
+        largest_step, vision,
+    )  # fmt: skip
+    return replace(engine, why_blind=why_blind)
+
+
+def assemble_engine(
+    model: Loaded,
+    draft: Loaded | None,
+    page_tokens: int,
+    num_rows: int,
+    size_pool: SizePool,
+    max_context_tokens: int = 0,
+    quantization: Quantization = "none",
+    kv_dtype: KvDType = "auto",
+    place: Place = ALONE,
+    largest_step: LargestStep | None = None,
+    vision: VisionTower | None = None,
+) -> FullEngine:
+    """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
+    decoder, config, device, ranks = model.decoder, model.decoder.config, model.decoder.device, place.ranks
+    models = [model] if draft is None else [model, draft]
+    decoders = [one.decoder for one in models]
+    if draft is not None and isinstance(draft.decoder, HeadDecoder):
+        decoder.tap(draft.decoder.head.taps)
+    pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
+    shapes = [PoolShape(1, one.decoder.config.kv_parts, page_tokens, pool_dtype) for one in models]
+    slots = PoolShape(1, config.state_parts, 1, torch.float32)
+    attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
+    context_tokens = _resolve_context(decoder, max_context_tokens)
+    rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
+    if isinstance(config, ModelConfig) and config.image_token is not None:
+        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+    gpu_memory = _gpu_memory(device)
+    if gpu_memory is not None and largest_step is not None:
+        measured = [*zip(decoders, attention, shapes, strict=True)]
+        beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
+        gpu_memory = (*gpu_memory[:2], beside + _measure_step(largest_step, measured, rows))
+    sizes = size_pool(
+        config.context_tokens, sum(shape.page_bytes for shape in shapes), ranks.size, gpu_memory,
+        sum(one.decoder.mapped_bytes for one in models), slots.page_bytes,
+    )  # fmt: skip
+    num_pages, num_slots = (ranks.all_reduce_min(count, device) for count in sizes)
+    has_padding = device.type == "cuda"
+
+    def share(fd: int, parts: tuple[PagePart, ...]) -> PoolShare | None:
+        barrier = partial(ranks.all_reduce_min, 0, device)
+        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier) if ranks.size > 1 else None
+
+    parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
+    draft_shape = None if draft is None else shapes[1]
+    pool = Pool(
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, open_device(device).open_memory(),
+        share(place.pool_fds[0], parts), place.lends,
+    )  # fmt: skip
+    states = None
+    if config.state_parts:
+        whole = slots.page_parts(model.state_parts)
+        states = Pool(
+            slots.with_pages(num_slots + has_padding), device, gpu=open_device(device).open_memory(),
+            share=share(place.pool_fds[1], whole), lends=place.lends,
+        )  # fmt: skip
+        rows.states = states.shape.split(states.pages)
+    additions, read_adapter = decoder.additions, None
+    adapters = additions if isinstance(additions, Adapters) else None
+    if adapters is not None:
+        rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
+        reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
+        read_adapter = partial(reader.read, sites=adapters.sites)
+    runner, draft_runner = _build_runners(place, decoders, attention, [pool.tensor, pool.draft_tensor], rows)
+    return FullEngine(
+        folder=model.folder,
+        config=config,
+        weights=model.weights,
+        dtype=name_dtype(decoder.dtype),
+        device=device,
+        attention=attention[0],
+        pool=pool,
+        states=states,
+        padding_page=num_pages if has_padding else None,
+        rows=rows,
+        runner=runner,
+        draft_weights=draft.weights if draft else "",
+        draft_runner=draft_runner,
+        quantization=quantization,
+        why_unshared=decoder.why_unshared,
+        adapters=adapters,
+        read_adapter=read_adapter,
+        vision=vision,
+    )
+
+
+def _build_runners(
+    place: Place, decoders: Sequence[Decoder], attention: Sequence[AttentionChoice], pages: Sequence[Tensor | None],
+    rows: InputBatch,
+) -> tuple[Runner, Runner | None]:  # fmt: skip
+    """Of the model and, if there are two, of what drafts for it. pages: of each."""
+    backends = [one.backend for one in attention]
+    if len(decoders) == 1:
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
+    if isinstance(decoders[1], HeadDecoder):
+        build_head: Callable[..., Runner] = place.build_head_runner or HeadRunner
+        head = build_head(decoders[1], backends[1], pages[1], rows)
+        assert isinstance(head, HeadRunner)
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.follower), head
+    return (
+        place.build_runner(0, decoders[0], backends[0], pages[0], rows),
+        place.build_runner(1, decoders[1], backends[1], pages[1], rows, True),
+    )
+
+
+def _resolve_context(decoder: Decoder, max_context_tokens: int) -> int:
+    return min(decoder.config.context_tokens, max_context_tokens or decoder.config.context_tokens)
+
+
+def _load(
+    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks, max_context_tokens: int,
+    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
+) -> Loaded:  # fmt: skip
+    """This rank's part of a model."""
+    decoder = load_model(
+        folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
+    )
+    whole, weights = decoder.config, weight_fingerprint(folder, quantization)
+    if not isinstance(whole, ModelConfig):
+        weights += f":transformers-{version('transformers')}"
+    elif (whole := load_config(folder)).ropes != decoder.config.ropes:
+        weights += ":short-rope"
+    return Loaded(folder, weights, decoder, whole.kv_parts, whole.state_parts)
+
+
+def _load_draft(
+    draft_model: str, model_folder: Path, target: Decoder, context_tokens: int, quantization: Quantization, ranks: Ranks
+) -> Loaded:  # fmt: skip
+    """The draft model or head, with the dtype, device and quantization of `target`.
+
+    ValueError if it does not fit the model, or takes fewer than `context_tokens`, the longest sequence.
+    """
+    is_mtp = draft_model == MTP
+    folder = model_folder if is_mtp else resolve_model_folder(draft_model)
+    if is_mtp or is_draft_head(folder):
+        return _load_head(folder, target, quantization, is_mtp=is_mtp)
+    loaded = _load(folder, name_dtype(target.dtype), target.device, quantization, ranks, context_tokens)
+    decoder = loaded.decoder
+    if decoder.config.state_parts:
+        raise ValueError(
+            f"draft model {draft_model}: its layers keep recurrent state, which cannot be taken back after a draft; "
+            "choose another --draft-model, or none"
+        )
+    here, there = target.config.vocab_size, decoder.config.vocab_size
+    if here != there:
+        raise ValueError(
+            f"draft model {draft_model} does not fit the model: its vocab_size is {there}, the model's {here}; "
+            "choose another --draft-model, or none"
+        )
+    if decoder.config.context_tokens < context_tokens:
+        raise ValueError(
+            f"draft model {draft_model} takes {decoder.config.context_tokens} tokens, less than a context of "
+            f"{context_tokens}: set --max-context-tokens {decoder.config.context_tokens} or less, or choose another "
+            "--draft-model, or none"
+        )
+    return loaded
+
+
+def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_mtp: bool) -> Loaded:
+    try:
+        decoder, kv_parts = load_head(folder, target, quantization, is_mtp=is_mtp)
+    except ValueError as error:
+        raise ValueError(
+            f"draft head {folder} does not fit the model: {error}; choose another --draft-model"
+        ) from error
+    prefix = f"{MTP}:" if is_mtp else ""
+    return Loaded(folder, prefix + weight_fingerprint(folder, quantization), decoder, kv_parts)
+
+
+def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
+    config = decoder.config
+    return choose_for_layers(
+        config.attention_shapes, config.windows, page_tokens, decoder.device, decoder.dtype, kv_dtype, config.has_sinks
+    )
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:
+    """(bytes of the GPU, bytes that torch holds in this process, 0: no step was measured); None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # memory that loading freed
+    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device), 0
+
+
+def _measure_step(
+    step: LargestStep, models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]], rows: InputBatch
+) -> int:
+    """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
+    try:
+        if states := models[0][0].config.state_parts:  # one slot, which all sequences write
+            slot = PoolShape(1, states, 1, torch.float32)
+            rows.states = slot.split(torch.zeros(1, slot.page_elements, device=rows.device))
+        decoders, attention, shapes = zip(*models, strict=True)
+        pages = [torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device) for shape in shapes]
+        runner, draft_runner = _build_runners(ALONE, decoders, attention, pages, rows)
+        drafting = [] if draft_runner is None or isinstance(draft_runner, HeadRunner) else [draft_runner]
+        return find_step_bytes(step, [runner, *drafting], rows)
+    except Exception as error:
+        raise explain_failed_step(error, step.setting, step.chunk_tokens) from error

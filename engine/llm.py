@@ -12,7 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.batch import ForwardRow, take_turns
-from engine.engine import Place, build_engine
+from engine.compose import build_engine
+from engine.engine import Place
 from wire.files import blamed_tokenizer, read_json_object
 from wire.sampling import SamplingParams
 

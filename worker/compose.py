@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from engine.compose import open_device
+from engine.compose import FullEngine, open_device
 from engine.engine import Engine, Place
 from engine.ranks import join_group
 from runtime.config import DecodeConfig, PrefillConfig
@@ -53,12 +53,12 @@ def build_states(engine: Engine) -> States:
     return StateSlots(PrefixCache(engine.num_slots, states.generations), page_tokens, spacing)
 
 
-def build_adapters(engine: Engine) -> Adapters:
+def build_adapters(engine: FullEngine) -> Adapters:
     """The owner of the engine's slots for adapters."""
     return AdapterSlots(engine.adapters.num_slots) if engine.adapters else Adapters()
 
 
-def compose_budget(engine: Engine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
+def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
     """`setting`: the flag that sets prompt_tokens; `itl_goal_s`: longest step with answers; 0: no goal."""
     others = {"fit": fit_chunk} if engine.sees_whole_images else {}
     return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import structlog
 import uvloop
 
-from engine.engine import Engine
+from engine.compose import FullEngine
 from engine.ranks import end_group_member
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
@@ -39,7 +39,7 @@ class Built(Generic[ConfigT]):
     """What takes long to build at start."""
 
     config: ConfigT  # complete: no limit is 0
-    engine: Engine
+    engine: FullEngine
     incarnation: str
     others: OtherRanks
 
@@ -130,7 +130,7 @@ def build_probes(parts: Role, shutdown: Shutdown, stall_s: float) -> Probes:
 def build_worker(
     role: str,
     config: PrefillConfig | DecodeConfig,
-    engine: Engine,
+    engine: FullEngine,
     address: str,
     trust: Trust,
     incarnation: str,

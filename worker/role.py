@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from engine.engine import Engine
+from engine.compose import FullEngine
 from protos import kv_pb2
 from runtime.lifecycle import Shutdown
 from runtime.trust import Trust
@@ -19,7 +19,7 @@ from worker.scheduler import Scheduler
 class Worker:
     """What a role builds on."""
 
-    engine: Engine
+    engine: FullEngine
     me: kv_pb2.Peer
     scheduler: Scheduler
     shutdown: Shutdown

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from engine.engine import Engine
+from engine.compose import FullEngine
 
 GIB = 1 << 30
 DOCTOR_S = 60.0
@@ -55,7 +55,7 @@ def scale_for(device: torch.device) -> Scale:
     return choose_scale(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0)
 
 
-def step_bytes(engine: Engine, num_sequences: int = 0, context_tokens: int = 0) -> int:
+def step_bytes(engine: FullEngine, num_sequences: int = 0, context_tokens: int = 0) -> int:
     """Bytes that a decode step reads: all weights except the embedding's other rows, and the sequences' KV."""
     config = engine.config
     per_layer = config.hidden_size * (
@@ -67,7 +67,7 @@ def step_bytes(engine: Engine, num_sequences: int = 0, context_tokens: int = 0) 
     return weights + num_sequences * context_tokens * shape.page_bytes // shape.page_tokens
 
 
-def prefill_operations(engine: Engine, count: int) -> int:
+def prefill_operations(engine: FullEngine, count: int) -> int:
     """Floating-point operations of a prompt of `count` tokens; attention's lower triangle alone."""
     config = engine.config
     layers = step_bytes(engine) // 2 - config.vocab_size * config.hidden_size

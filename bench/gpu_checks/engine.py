@@ -20,8 +20,9 @@ from decode_worker.grammar.vocabulary import read_vocabulary
 from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow
+from engine.compose import FullEngine, build_engine
 from engine.cuda.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
-from engine.engine import Engine, KvDType, build_engine
+from engine.engine import KvDType
 from engine.formats.fp8 import has_fp8
 from engine.input_batch import InputBatch
 from engine.layers.linear import Quantization
@@ -50,7 +51,7 @@ GRAMMAR = 'root ::= "{" [a-z]* "}"'
 def build_demo_engine(
     dtype: str, device: torch.device, max_running: int, graph_rows: int = 0, quantization: Quantization = "none",
     kv_dtype: KvDType = "auto",
-) -> Engine:  # fmt: skip
+) -> FullEngine:  # fmt: skip
     """The demo model and its draft model; each row's pages are contiguous. On a CPU, graphs are calls."""
     num_pages = num_rows_for(max_running) * ROW_PAGES
     engine = build_engine(
@@ -164,7 +165,7 @@ def build_answers(
     ]  # fmt: skip
 
 
-def build_drafters(engine: Engine, is_ahead: bool) -> Mapping[str, Speculator]:
+def build_drafters(engine: FullEngine, is_ahead: bool) -> Mapping[str, Speculator]:
     return build_speculators(engine, CHUNK_TOKENS, is_ahead, STEP_S)
 
 
@@ -185,7 +186,7 @@ def check_graphs(device: torch.device) -> str:
     return "; ".join(found)
 
 
-def _compare(eager: Engine, graphs: Engine | None, most_ties: int) -> str:
+def _compare(eager: FullEngine, graphs: FullEngine | None, most_ties: int) -> str:
     """Answers by eager steps one by one, against all other ways; at most `most_ties` answers of each way differ."""
     found, num_drafted, sizes = [], 0, SIZES[eager.device.type]
     for has_json in (False, True):

@@ -5,8 +5,8 @@ import torch
 from bench.gpu_checks.card import GIB, scale_for
 from bench.gpu_checks.models import PAGE_TOKENS, load_random
 from bench.roofline import SHAPES
+from engine.compose import assemble_engine
 from engine.cuda.largest_step import run
-from engine.engine import assemble_engine
 from engine.models.read_config import build_config
 from runtime.config import DecodeConfig
 from runtime.config_parts import GPU_SHARE

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from bench.roofline import SHAPES
-from engine.compose import LAYER_PARTS, choose_format, open_device
+from engine.compose import LAYER_PARTS, FullEngine, assemble_engine, choose_format, open_device
 from engine.cuda.graph_shapes import PIECE_TOKENS
-from engine.engine import Engine, Loaded, assemble_engine
+from engine.engine import Loaded
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
 from engine.models.read_config import build_config
@@ -40,7 +40,7 @@ def build_random_engine(
     quantization: Quantization = "none",
     has_graphs: bool = True,
     max_drafts: int = 0,
-) -> Engine:
+) -> FullEngine:
     """An engine for `max_running` sequences of `context_tokens`; warmed up, on a GPU with graphs for that many.
 
     max_drafts: tokens that a step may check besides; graphs for them too.

@@ -29,7 +29,7 @@ from decode_worker.speculation.drafters import ModelDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator, build_speculator, measure
 from engine.batch import ForwardRow
-from engine.engine import Engine
+from engine.compose import FullEngine
 from engine.formats.fp8 import has_fp8
 from runtime.config import DecodeConfig
 from wire.sampling import SamplingParams
@@ -139,7 +139,7 @@ def time_host(device: torch.device) -> str:
 
 
 def time_steps_alone(
-    engine: Engine, count: int, context_tokens: int, device: torch.device
+    engine: FullEngine, count: int, context_tokens: int, device: torch.device
 ) -> tuple[float, float]:  # fmt: skip
     """(seconds of a step of `count` sequences if all are launched before the first is collected, of a launch)"""
     requests = open_rows(engine, [context_tokens] * count)
@@ -155,7 +155,7 @@ def time_steps_alone(
     return seconds, statistics.median(launches)
 
 
-def open_rows(engine: Engine, contexts: Sequence[int]) -> list[ForwardRow]:
+def open_rows(engine: FullEngine, contexts: Sequence[int]) -> list[ForwardRow]:
     """Rows with contexts of these lengths over shared pages, and the request for each one's last token."""
     pages = engine.rows.page_table.shape[1]
     for row, context in enumerate(contexts):

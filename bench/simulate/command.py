@@ -16,7 +16,7 @@ from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
-from engine.engine import build_engine
+from engine.compose import build_engine
 from prefill_worker.kv_sender import MAX_OFFER_BYTES
 from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from decode_worker.grammar.plain import PlainSchema, ebnf_grammar, plain_tag, regex_grammar
-from decode_worker.grammar.writings import JSON_SEPARATORS, Writing
+from decode_worker.grammar.writings import JSON_SEPARATORS
 from runtime.peer_input import MAX_JSON_WHITESPACE
+from wire.dialects import Writing
 
 _MAX_RECURSION = 1000  # of its parser, in rules
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from decode_worker.grammar.writings import EBNF_TOKEN, WRITINGS, Writing, rewritten
+from decode_worker.grammar.writings import EBNF_TOKEN, rewritten
 from decode_worker.interfaces import GrammarRefusedError
+from wire.dialects import FORMATS, Writing
 from wire.json_schema import (
     TEXT_KEYS,
     WHOLE,
@@ -231,7 +232,8 @@ def plain_tag(text: str, schema_ebnf: Callable[[str, Writing | None], str]) -> s
                 return [plain(inner) for inner in node]
             case {"type": "json_schema", "json_schema": schema}:
                 try:
-                    grammar = schema_ebnf(json.dumps(schema), WRITINGS[node["writing"]] if "writing" in node else None)
+                    dialect = FORMATS.get(node.get("writing", ""))
+                    grammar = schema_ebnf(json.dumps(schema), dialect.writing if dialect else None)
                 except GrammarRefusedError as error:
                     raise GrammarRefusedError(str(error), str(node.get("param", ""))) from error
             case {"type": "regex", "pattern": str(pattern)}:

@@ -1,16 +1,17 @@
 """Arguments in models' own words: xgrammar's grammar of a schema, in which objects and strings are not written as JSON.
 
-Pure. The gateway names the writing in a tag's nodes (gateway/tools/grammar.py).
+Pure. The gateway names the dialect in a tag's nodes (gateway/tools/grammar.py).
 """
 
 import json
 import re
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.interfaces import GrammarRefusedError
+from wire.dialects import BREAK, Writing
 
 EBNF_TOKEN = re.compile(
     r'(?P<space>(?:\s|#[^\n]*)+)|"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|(?P<rule>[\w.-]+\s*::=)|[\w.-]+|.',
@@ -18,46 +19,6 @@ EBNF_TOKEN = re.compile(
 )
 JSON_SEPARATORS = (", ", ": ")  # as chat templates write JSON
 _COMMA, _COLON = (f'"{text}"' for text in JSON_SEPARATORS)
-
-
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """How an object is written, in EBNF: `begin`, then `key NAME key_end VALUE value_end` of each member, and `end`."""
-
-    key: str = ""
-    key_end: str = ""
-    value_end: str = ""
-    separator: str = ""  # between members
-    begin: str = ""
-    end: str = ""
-    # Strings are text as it is, in which this never occurs; else they are JSON, as all other values are.
-    closer: str = ""
-    quotes: str = ""  # around such text
-    is_deep: bool = False  # objects and strings within values are written so, too
-    is_sorted: bool = False  # members stand in the order of their names
-    names: str = r"[\w.$-]+"  # expression: those that it can write
-    words: tuple[tuple[str, str], ...] = ()  # for JSON's
-
-
-_CALL = Writing(key_end='"="', separator='", "', names=r"[A-Za-z_]\w*")
-_GEMMA = '"<|\\"|>"'
-WRITINGS: Mapping[str, Writing] = {
-    "qwen-xml": Writing('"<parameter="', '">\\n"', '"\\n</parameter>\\n"', closer="</parameter>"),
-    "minimax": Writing('"<parameter name=\\""', '"\\">"', '"</parameter>\\n"', closer="</parameter>"),
-    "glm": Writing(
-        '"<arg_key>"', '"</arg_key>" "\\n"{0,1} "<arg_value>"', '"</arg_value>" "\\n"{0,1}',
-        begin='"\\n"{0,1}', closer="</arg_value>",
-    ),
-    "call": _CALL,  # f(a=1, b="c")
-    "python": Writing(
-        key_end='"="', separator='", "', names=_CALL.names,
-        words=(('"true"', '"True"'), ('"false"', '"False"'), ('"null"', '"None"')),
-    ),
-    "gemma": Writing(
-        key_end='":"', separator='","', begin='"{"', end='"}"', closer='<|"|>', quotes=_GEMMA,
-        is_deep=True, is_sorted=True,
-    ),
-}  # fmt: skip
 
 
 def rewritten(ebnf: str, writing: Writing, expression: Callable[[str], str]) -> str:
@@ -83,7 +44,7 @@ class _Writer:
             for at in range(len(tokens) - 2, -1, -1):
                 if name != "basic_string" and tokens[at : at + 2] == ['"\\""', "basic_string_sub"]:
                     tokens[at : at + 2] = ["basic_string"]
-        self._writing = writing
+        self._writing = _in_ebnf(writing)
         self._expression = expression
         self._bodies: dict[str, str] = {}  # new rules
         self._left = [("object", "root")]  # rules that are to be written anew
@@ -232,6 +193,19 @@ def _constant(token: str) -> Any:
     except (ValueError, SyntaxError):
         return None
     return value if isinstance(value, (str, dict, list)) else None
+
+
+def _in_ebnf(writing: Writing) -> Writing:
+    """With texts as EBNF writes them."""
+    texts = ("key", "key_end", "value_end", "separator", "begin", "end", "quotes")
+    words = [(_literal(json_word), _literal(word)) for json_word, word in writing.words]
+    return replace(writing, words=tuple(words), **{name: _optional_breaks(getattr(writing, name)) for name in texts})
+
+
+def _optional_breaks(text: str) -> str:
+    """In EBNF."""
+    parts = re.split(f"({BREAK})", text)
+    return _joined(['"\\n"{0,1}' if part == BREAK else _literal(part) if part else "" for part in parts])
 
 
 def _literal(text: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
-from engine.runner import HeadRunner, Launched, Runner
+from engine.heads.runner import HeadRunner
+from engine.runner import Launched, Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence

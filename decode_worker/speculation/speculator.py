@@ -25,9 +25,10 @@ from decode_worker.speculation.lengths import (
 from engine.batch import ForwardRow
 from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
+from engine.heads.runner import HeadRunner
 from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
-from engine.runner import HeadRunner, Runner
+from engine.runner import Runner
 from runtime.config import DecodeConfig
 from runtime.settings import ConfigError
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams

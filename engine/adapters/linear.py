@@ -24,7 +24,7 @@ class Site:
     weights: AdapterWeights
     step: AdaptersStep
     ops: AdapterOps
-    is_panelled: bool  # its columns are two parts in panels that alternate
+    panel_columns: int  # see `Gated`
 
     @property
     def is_idle(self) -> bool:

@@ -12,9 +12,8 @@ from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Si
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterWeights, HostTiles, divide_columns
 from engine.batch import Batch
-from engine.cpu.packed import PANEL_COLUMNS, PackedLinear, interleave_panels
 from engine.layers.additions import Additions, ProductKey
-from engine.layers.linear import Gated, Linear
+from engine.layers.linear import Gated, Linear, interleave_panels
 
 
 class SiteAdapter(NamedTuple):
@@ -52,13 +51,13 @@ class Adapters(Additions):
         return AdaptedLinear(own, self._add_site(key, depth, part_sizes))
 
     def wrap_gated(self, own: Gated, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
-        return AdaptedGated(own, self._add_site(key, depth, part_sizes, is_panelled=isinstance(own, PackedLinear)))
+        return AdaptedGated(own, self._add_site(key, depth, part_sizes, own.panel_columns))
 
-    def _add_site(self, key: ProductKey, depth: int, part_sizes: Sequence[int], *, is_panelled: bool = False) -> Site:
+    def _add_site(self, key: ProductKey, depth: int, part_sizes: Sequence[int], panel_columns: int = 0) -> Site:
         """Allocate the slots of a product. part_sizes: columns of each part."""
-        if is_panelled:
-            part_sizes = [-(-size // PANEL_COLUMNS) * PANEL_COLUMNS for size in part_sizes]
-            blocks = divide_columns(part_sizes, PANEL_COLUMNS, alternates=True)
+        if panel_columns:
+            part_sizes = [-(-size // panel_columns) * panel_columns for size in part_sizes]
+            blocks = divide_columns(part_sizes, panel_columns, alternates=True)
         else:
             blocks = divide_columns(list(part_sizes))
         self.sites[key] = site = Site(
@@ -66,7 +65,7 @@ class Adapters(Additions):
                 self._zeros(len(part_sizes) * self.max_rank, depth), self._zeros(self.max_rank, sum(part_sizes)),
                 self._zeros(dtype=torch.int32), torch.from_numpy(blocks).to(self.device),
             ),
-            self.step, self.ops, is_panelled,
+            self.step, self.ops, panel_columns,
         )  # fmt: skip
         return site
 
@@ -83,7 +82,8 @@ class Adapters(Additions):
                 ranks[slot] = 0
                 continue
             num_parts, rank = len(own.b), own.b[0].shape[1]
-            columns = interleave_panels(own.b) if site.is_panelled else torch.cat(own.b)  # [N, r]
+            width = site.panel_columns
+            columns = interleave_panels(own.b, width) if width else torch.cat(own.b)  # [N, r]
             for part, given in zip(a[slot].view(num_parts, self.max_rank, -1), own.a.chunk(num_parts), strict=True):
                 part[:rank], part[rank:] = given, 0
             b[slot, :rank], b[slot, rank:] = columns.T, 0

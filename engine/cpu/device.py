@@ -11,6 +11,7 @@ from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_layers import load
 from engine.cpu.cpu_math import choose_math, describe_math
 from engine.cpu.cpu_paged import CpuPagedAttention
+from engine.cpu.cpu_sampling import load_cpu_sampling
 from engine.cpu.ops import CpuOps
 from engine.cpu.packed import can_pack
 from engine.device import Device
@@ -22,7 +23,10 @@ class CpuDevice(Device):
 
     @property
     def ops(self) -> Ops:
-        return Ops() if load() is None else CpuOps()
+        if load() is None:
+            load_cpu_sampling()  # which says so in the log
+            return Ops()
+        return CpuOps()
 
     def can_pack(self) -> bool:
         return can_pack()

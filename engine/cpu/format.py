@@ -21,7 +21,7 @@ from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups
 from engine.formats.groups import Groups, join_groups
 from engine.formats.ops import FormatOps
 from engine.formats.products import find_groups
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Gated, Linear, Quantization
 from engine.weights.cache import Weights

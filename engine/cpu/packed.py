@@ -19,6 +19,7 @@ from engine.cpu import cpu_adapters
 from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_math import choose_math
 from engine.layers.embedding import Embedding
+from engine.layers.linear import interleave_panels
 from engine.weights.cache import Weights
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
@@ -172,19 +173,14 @@ def panel_order(parts: Sequence[Tensor], is_gated: bool) -> Tensor:
     if not is_gated:
         joined = torch.cat(list(parts))
         return functional.pad(joined, (0, -len(joined) % BLOCK_COLUMNS))
-    return interleave_panels(parts)
-
-
-def interleave_panels(parts: Sequence[Tensor]) -> Tensor:
-    """[n, ...] of each part |-> [N padded, ...]: their panels, the last one of each padded by zeros, in turn."""
-    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % PANEL_COLUMNS)) for part in parts]
-    return torch.stack([part.view(-1, PANEL_COLUMNS, *part.shape[1:]) for part in padded], 1).flatten(0, 2)
+    return interleave_panels(parts, PANEL_COLUMNS)
 
 
 class PackedLinear:
     """y = x W^T + b, see `Linear`, followed by `epilogue`. A row's outputs do not depend on other rows, but by whether
     there are so many that torch multiplies them."""
 
+    panel_columns = PANEL_COLUMNS
     __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "_torch_rows", "num_outputs")
 
     def __init__(

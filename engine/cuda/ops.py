@@ -23,7 +23,7 @@ from engine.formats.groups import Groups, StoredGroups
 from engine.formats.ops import FormatOps
 from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SamplingTensors

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts
 from engine.experts.ops import ExpertOps
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.linear import Linear, Normed, PlainLinear, SummedLinear, WidenedLinear
 from engine.models.assemble import LayerBuilder
 from engine.weights.formats import PlainFormat

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.config import Activation, Routing
+from engine.layer_config import Activation, Routing
 from engine.ops.base import activate
 
 Product = Callable[[Tensor], Tensor]  # [n, K] |-> [n, N]

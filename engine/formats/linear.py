@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.formats.fp8 import Fp8Matrix
 from engine.formats.groups import StoredGroups
 from engine.formats.ops import FormatOps
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.linear import GatedInput
 
 MAX_CODE = 127  # of 8 bits

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from engine.formats.fp8 import Fp8Matrix
 from engine.formats.groups import Groups, StoredGroups, round_to_4_bits
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.ops.base import Ops, multiply_widened
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.json_values import Json, collection, flag, integer, number
-from engine.layers.config import RopeConfig
+from engine.layer_config import RopeConfig
 from engine.models.config import DraftHead, FallbackConfig, LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config

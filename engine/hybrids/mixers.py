@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
-from engine.layers.config import DeltaNetConfig
+from engine.layer_config import DeltaNetConfig
 from engine.layers.mixer import Mixer, StateRows
 from engine.models.assemble import LayerBuilder
 

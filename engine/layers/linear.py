@@ -1,15 +1,15 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
 from wire.names import Quantization as Quantization
@@ -25,6 +25,12 @@ class Linear(Protocol):
 
 class Gated(Linear, Protocol):
     """A product of gate and up that joins them, in one step or in two."""
+
+    @property
+    def panel_columns(self) -> int:
+        """What `split` gives has gate and up in panels of so many columns that alternate, see `interleave_panels`; 0:
+        one after the other."""
+        ...
 
     def split(self, rows: Tensor) -> Tensor:
         """[T, K] |-> [T, N]: gate and up before they are joined, in an order of its own."""
@@ -109,6 +115,8 @@ class Mlp:
 class GatedLinear:
     """gate and up joined, where one product computes both, gate first."""
 
+    panel_columns: ClassVar[int] = 0
+
     gate_up: Linear
     ops: Ops
     activation: Activation = "silu"
@@ -155,3 +163,9 @@ class WidenedLinear:
         if self.weight.is_cuda:
             return torch.mm(rows, self.weight.T, out_dtype=torch.float32)
         return multiply_widened(rows, self.weight)
+
+
+def interleave_panels(parts: Sequence[Tensor], width: int) -> Tensor:
+    """[n, ...] of each part |-> [N padded, ...]: their panels of `width`, the last of each padded by zeros, in turn."""
+    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % width)) for part in parts]
+    return torch.stack([part.view(-1, width, *part.shape[1:]) for part in padded], 1).flatten(0, 2)

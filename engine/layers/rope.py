@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.layers.config import RopeConfig
+from engine.layer_config import RopeConfig
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

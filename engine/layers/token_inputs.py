@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.ops.base import Ops, activate

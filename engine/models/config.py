@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
 from engine.formats.scheme import Scheme
-from engine.layers.config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
+from engine.layer_config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together

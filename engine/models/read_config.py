@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.formats.scheme import read_scheme
 from engine.json_values import Json, collection, flag, integer, number
-from engine.layers.config import Routing
+from engine.layer_config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, ExpertKeys, Family
 from engine.models.read_layers import read_axes, read_kv_heads, read_recurrent, read_ropes, read_windows

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.json_values import Json, collection, flag, integer, number, number_unless_zero, numbers
-from engine.layers.config import (
+from engine.layer_config import (
     ROPE_KINDS,
     DeltaNetConfig,
     GatedConvConfig,

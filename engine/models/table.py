@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from engine.layers.config import DeltaNetConfig, GatedConvConfig, rope_order
+from engine.layer_config import DeltaNetConfig, GatedConvConfig, rope_order
 from engine.models.config import DraftHead, LayerConfig, ModelConfig, Moe
 from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed, undivided
 from wire.kv_layout import can_divide, heads_of

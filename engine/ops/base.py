@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SamplingTensors
 from engine.sampling.sample import read_fields, sample

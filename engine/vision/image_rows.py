@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.layers.config import ImageAttention
+from engine.layer_config import ImageAttention
 from engine.ranges import Ints
 from engine.staging import upload
 from wire.images import ImageSpan

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Gated, GatedLinear, Linear, PlainLinear, WidenedLinear
 from engine.ops.base import Ops

@@ -8,10 +8,11 @@ from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import IncrementalDetokenizer
 from gateway.tools.parse import CallEvent
-from gateway.tools.reasoning import Parts, Reader
+from gateway.tools.reasoning import Parts, Phase, Reader
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
+Phases = tuple[tuple[int, Phase | None], ...]  # where messages begin in a text, and their phases
 Ending = FinishReason | Literal["tool_calls"]
 
 
@@ -40,6 +41,7 @@ class OutputDelta:
     timing: Timing | None = None  # on the last delta: the latest received
     calls: tuple[CallEvent, ...] = ()  # tool calls
     stop: str | int | None = None  # on the last delta: the request's stop string or token id that ended it
+    phases: Phases = ()  # of the messages that begin in the text
     is_calling: bool = False  # on the last delta: the client must answer its calls
 
     @property
@@ -74,6 +76,9 @@ class OutputReader:
         self._text_offset = text_offset
         self._num_decoded = text_offset
         self._num_content = 0  # characters of text returned
+        self._num_pushed = 0  # the same, with those held back
+        self._phases: list[tuple[int, Phase | None]] = []  # of messages that begin there, not returned yet
+        self._phase: Phase | None = None  # the last one
         self._texts: list[str] = []  # of the tokens being read
         self._reasonings: list[str] = []
         self._unshown: deque[ShownToken] = deque()
@@ -100,6 +105,7 @@ class OutputReader:
         if self._show(self._detokenizer.flush()) or (self._reasoning and self._add(self._reasoning.flush())):
             return self._delta(tokens, num_reasoning, "stop", self._stops.met)
         self._texts.append(self._stops.flush())
+        self._num_content += len(self._texts[-1])
         last_id = tokens.token_ids[-1] if is_stopped and tokens.token_ids else None
         shown = self._take_shown(is_last=True)
         return replace(self._delta(tokens, num_reasoning, tokens.finish_reason, last_id), shown_tokens=shown)
@@ -108,8 +114,11 @@ class OutputReader:
         self, tokens: Tokens, num_reasoning: int, reason: FinishReason | None = None, stop: str | int | None = None
     ) -> OutputDelta:
         """`tokens`: those that the delta counts."""
+        text, end = "".join(self._texts), self._num_content
+        begun = tuple((place - end + len(text), phase) for place, phase in self._phases if place < end)
+        self._phases = self._phases[len(begun) :]
         return OutputDelta(
-            "".join(self._texts),
+            text,
             "".join(self._reasonings),
             tokens.token_ids,
             num_reasoning,
@@ -118,6 +127,7 @@ class OutputReader:
             self._take_shown() if self._unshown else (),
             timing=None if reason is None else self._timing,
             stop=stop,
+            phases=begun,
         )
 
     def _show(self, decoded: str) -> bool:
@@ -127,6 +137,10 @@ class OutputReader:
 
     def _add(self, part: Parts) -> bool:
         self._reasonings.append(part.reasoning)
+        if part.content and self._reasoning is not None and self._reasoning.phase != self._phase:
+            self._phase = self._reasoning.phase
+            self._phases.append((self._num_pushed, self._phase))
+        self._num_pushed += len(part.content)
         text, is_stopped = self._stops.push(part.content)
         self._num_content += len(text)
         self._texts.append(text)

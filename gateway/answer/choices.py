@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 import structlog
 
 from gateway.access.keys import Key
-from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
+from gateway.answer.choice_text import OutputDelta, OutputReader, Phases, ShownToken
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -21,7 +21,6 @@ from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.call_rows import CALL_ROWS
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import new_reader
@@ -251,11 +250,12 @@ class _Choice:
             text_offset=len(self._echo.text) if self._echo else 0,
         )
         self._calls = None
-        if job.tools and job.tools.format.form != "plain":
-            is_trusted = generation.grammar is not None and job.tools.format.name in CALL_ROWS
-            self._calls = CallReader(job.tools, is_trusted=is_trusted)
+        if job.tools and job.tools.format.call:
+            is_trusted = generation.grammar is not None and job.tools.format.is_enforced
+            self._calls = CallReader(job.tools, is_trusted=is_trusted, begins=job.form is not None)
         # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
-        self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
+        is_json = job.form is not None and job.form.kind in ("json_schema", "json_object")
+        self._json_text = JsonText() if is_json and (reasoning or job.tools) else None
 
     def read(self, tokens: Tokens) -> Iterator[OutputDelta]:
         if not self._is_begun:
@@ -301,16 +301,16 @@ def _prompt_pieces(
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
+    """Reads one choice. `is_trusted`, `begins`: as in CallParser."""
 
-    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
+    def __init__(self, use: ToolUse, *, is_trusted: bool, begins: bool = False) -> None:
         schemas, num_chars = {tool.name: tool.schema for tool in use.callable_tools}, use.format.num_id_chars
 
         def new_id() -> str:
             text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
             return text if num_chars else f"call_{text}"
 
-        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, schemas=schemas)
+        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas)
         self._is_named = use.named is not None
         self._is_required = use.is_required
 
@@ -319,26 +319,36 @@ class CallReader:
 
         Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
         """
-        events: Sequence[Event] = self._parser.push(piece.text)
+        events: list[Event | Phases] = []
+        begin = 0
+        for place, phase in piece.phases:
+            events += [*self._parser.push(piece.text[begin:place]), ((0, phase),)]
+            begin = place
+        events += self._parser.push(piece.text[begin:])
         if piece.finish_reason is not None:
-            events = [*events, *self._parser.flush()]
+            events += self._parser.flush()
         if self._is_required:  # the grammar allows only calls: content is a call that was cut off
             events = [event for event in events if not isinstance(event, Content)]
         # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and self._parser.num_calls > 0 and self._parser.are_whole and not self._is_named
-        runs: list[tuple[str, tuple[CallEvent, ...]]] = [("", ())]  # a text and the calls after it
+        runs: list[tuple[str, Phases, tuple[CallEvent, ...]]] = [("", (), ())]  # a text and the calls after it
         for event in events:
-            text, calls = runs[-1]
-            if not isinstance(event, Content):
-                runs[-1] = text, (*calls, event)
-            elif calls:
-                runs.append((event.text, ()))
+            text, phases, calls = runs[-1]
+            if not isinstance(event, (Content, tuple)):
+                runs[-1] = text, phases, (*calls, event)
+                continue
+            if calls:
+                text, phases = "", ()
+                runs.append((text, phases, ()))
+            if isinstance(event, Content):
+                runs[-1] = text + event.text, phases, ()
             else:
-                runs[-1] = text + event.text, ()
-        *earlier, (text, calls) = runs
+                runs[-1] = text, (*phases, *((len(text), phase) for _, phase in event)), ()
+        *earlier, (text, phases, calls) = runs
         parts: list[OutputDelta] = []
-        for before, between in earlier:
-            parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
+        for before, begun, between in earlier:
+            part = replace(piece, text=before, phases=begun, calls=between, finish_reason=None, timing=None, stop=None)
+            parts.append(part)
             piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
-        return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+        return [*parts, replace(piece, text=text, phases=phases, calls=calls, is_calling=is_calling)]

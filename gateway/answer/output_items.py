@@ -6,6 +6,7 @@ from typing import Literal
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.tools.parse import Arguments, CallBegin
+from gateway.tools.reasoning import Phase
 
 ItemKind = Literal["reasoning", "text", "call"]
 
@@ -17,6 +18,7 @@ class Item:
     index: int
     kind: ItemKind
     call: CallBegin | None = None  # if the kind is call
+    phase: Phase | None = None  # of a text, where the model says so
     parts: list[str] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)  # shown tokens, if the kind is text
     is_whole: bool = True  # false for a call until it ends, and if it is malformed
@@ -43,6 +45,7 @@ class ItemReader:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
+        self._phase: Phase | None = None  # of the text that is read
         self._tokens: list[ShownToken] = []  # not assigned to an item yet
         self._events: list[ItemEvent] = []
 
@@ -58,8 +61,13 @@ class ItemReader:
         self._tokens += [token for token in piece.shown_tokens if not token.is_reasoning]
         if piece.reasoning:
             self._grow("reasoning", piece.reasoning)
-        if piece.text:
-            self._grow("text", piece.text)
+        begin = 0
+        for end, phase in (*piece.phases, (len(piece.text), None)):
+            if text := piece.text[begin:end]:
+                self._grow("text", text)
+            if end < len(piece.text):
+                self._begin_message(phase)
+            begin = end
         for event in piece.calls:
             self._tokens.clear()  # tokens of a call belong to no text
             if isinstance(event, CallBegin):
@@ -74,9 +82,15 @@ class ItemReader:
             self._end()
         return self._events
 
+    def _begin_message(self, phase: Phase | None) -> None:
+        self._phase = phase
+        if self._open is not None and self._open.kind == "text":
+            self._end()
+
     def _begin(self, kind: ItemKind, call: CallBegin | None = None) -> Item:
         self._end()
-        self._open = Item(len(self.items), kind, call, is_whole=call is None)
+        phase = self._phase if kind == "text" else None
+        self._open = Item(len(self.items), kind, call, phase, is_whole=call is None)
         self.items.append(self._open)
         self._events.append(ItemEvent("begun", self._open))
         return self._open

@@ -12,13 +12,10 @@ from gateway.request import rules
 from gateway.request.prompts import Prompts
 from gateway.request.types import EncodedPrompt, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import DEFAULT_PRIORITY, Grammar, PromptMemo, Speculation, TokenizedRequest
-from gateway.tools.formats import PLAIN
 from gateway.tools.grammar import after_reasoning, call_grammar, hidden_tokens, in_dialect
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
 from wire.sampling import SamplingParams
-
-_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,6 @@ class Rules:
 
     def warnings(self) -> Iterator[str]:
         """About tools and form."""
-        if self.tools and self.tools.format == PLAIN:
-            yield _PLAIN_WARNING
         yield from self.form.warnings if self.form else ()
         yield from self.tools.warnings if self.tools else ()
 
@@ -150,7 +145,7 @@ def build(
         is_prompt_only=request.max_tokens == 0,
         reasoning=checked.reasoning,
         tools=checked.tools,
-        is_json=checked.form is not None and checked.form.kind in ("json_schema", "json_object"),
+        form=checked.form,
         warnings=(*request.warnings, *warnings, *_find_lowered(request, lengths), *checked.warnings()),
         visible_controls=controls,
     )

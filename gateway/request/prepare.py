@@ -36,7 +36,7 @@ class ApiOptions:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
-    tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
+    tool_format: str = "auto"  # how the model writes calls: a name of wire/dialects.py, "auto" or "none"
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
     itl_goal_s: float = 0.0  # for the time between an answer's tokens; 0: none
     max_image_pixels: int = 1 << 26

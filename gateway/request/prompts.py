@@ -18,9 +18,9 @@ from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools import history
 from gateway.tools.dialect import Dialect
-from gateway.tools.formats import Format
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
 from gateway.tools.request import ToolUse
+from wire.dialects import Format
 
 TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 

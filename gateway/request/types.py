@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gateway.access.keys import Key
 from gateway.images.parts import ImagePart
-from gateway.router.engine_client import PromptImage, TokenizedRequest
+from gateway.router.engine_client import Grammar, PromptImage, TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import RawTools, ToolUse
 from gateway.tools.template_options import Option
@@ -142,7 +142,7 @@ class PreparedRequest:
     stop_token_ids: frozenset[int] = frozenset()  # named by the request
     reasoning: ReasoningFormat | None = None  # how answers reason; None: all of an answer is content
     tools: ToolUse | None = None  # what answers may call
-    is_json: bool = False  # answers are JSON, unless they call
+    form: Grammar | None = None  # of answers, unless they call
     visible_controls: frozenset[str] = frozenset()  # texts of control tokens that answers show
 
     warnings: tuple[str, ...] = ()  # about parts of the request without effect, for the client

@@ -69,7 +69,6 @@ class Attempt:
         self._held: Tokens | None = None  # back until all those are here
         self._prefilling: asyncio.Task[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        request.is_new_again = False
         name = WorkerName(prefill.address, prefill.incarnation) if prefill else None
         record.place(WorkerName(decode.address, decode.incarnation), name, clock())
 

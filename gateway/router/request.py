@@ -142,6 +142,7 @@ class Request:
         `decode`, `prefill`: incarnations of the failed attempt's workers.
         """
         self.attempt += 1
+        self.is_new_again = False
         culprit = prefill if failed.role == "prefill" and prefill else decode
         match failed.why:
             case "no room" | "no adapter" | "no slot":

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gateway.tools.formats import FORMATS, PLAIN, Format
 from gateway.tools.parse import CallEnd, CallParser
 from gateway.tools.reasoning import ChannelReader
+from wire.dialects import FORMATS, PLAIN, Format
 
 _QUESTION = "What is the weather in Rome for 3 days?"
 _NAME, _ARGUMENTS = "get_weather", {"city": "Rome", "days": 3}
@@ -74,7 +74,7 @@ def find_dialect(setting: str, rendered: Sequence[str]) -> Dialect:
 
 def _fit(format: Format, rendered: Sequence[str]) -> Format:
     """The format with what the template wants of history."""
-    reads = [_reads(format, text) for text in rendered]
+    reads = [format != PLAIN and _reads(format, text) for text in rendered]
     return replace(format, takes_text=True) if any(reads) and reads.index(True) == _TEXT_PROBE else format
 
 
@@ -84,9 +84,9 @@ def _reads(format: Format, text: str) -> bool:
     if format.has_channels:
         reader = ChannelReader("possible")
         tail = reader.push(tail).content + reader.flush().content
-    if format.is_bare and format.opener not in tail:
-        tail = tail[max(tail.rfind(format.bare_begin, 0, tail.find(_NAME)), 0) :]
-    elif format.opener + format.layout + format.bare_begin not in tail or format.closer not in tail:
+    if format.bare_opener and format.opener not in tail:
+        tail = tail[max(tail.rfind("{" if format.is_object else "[", 0, tail.find(_NAME)), 0) :]
+    elif format.closer not in tail or (format.opener if format.before else format.lead) not in tail:
         return False
     parser = CallParser(format, (_NAME,), lambda: "", schemas={_NAME: _SCHEMA})
     ends = [event for event in parser.push(tail) + parser.flush() if isinstance(event, CallEnd)]

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from gateway.router.engine_client import Grammar
-from gateway.tools.call_rows import CALL_ROWS, NAME, NUMBER, SPACE, CallRow
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import Tool, ToolUse
 from runtime.peer_input import MAX_JSON_WHITESPACE
+from wire.dialects import FORMATS, NAME, NUMBER, PLAIN, SPACE, Format
 
 _Node = dict[str, Any]
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -24,7 +24,6 @@ _PLACES: Mapping[str, _Node] = {
     SPACE: {"type": "optional", "content": {"type": "const_string", "value": " "}},
     NUMBER: {"type": "regex", "pattern": "[0-9]{1,3}"},
 }
-_PLAIN = CallRow("", "")
 _MAX_BUDGET = 2**31 - 1  # of xgrammar
 
 
@@ -36,14 +35,14 @@ def call_grammar(
     Arguments fit a tool's schema when a call is required, or the tool is strict; otherwise they are any object.
     `budgeted`: reasoning is bounded, so text never holds its markers, and has a grammar, too.
     """
-    row = CALL_ROWS.get(use.format.name)
-    if row is None:
+    row = use.format
+    if not row.is_enforced:
         return answer
     tags = [_call(row, tool, use.is_required or tool.is_strict) for tool in use.callable_tools]
     calls: _Node = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": row.separator,
+        "separator": row.between,
         "at_least_one": True,
         "stop_after_first": row.is_single or not use.is_parallel,
     }
@@ -63,12 +62,12 @@ def call_grammar(
             _tag(row.preamble_begin, _text(row, budgeted, "<|end|>"), "<|end|>"), _const(row.after_thought)
         )
         return _grammar(_or(_content(row, text), _sequence(_optional(preamble), calls)))
-    if use.format.is_bare:  # any text; without an opener the first character must show that it is a call
-        text["excludes"] += [use.format.opener]
+    if row.bare_opener:  # any text; without an opener the first character must show that it is a call
+        text["excludes"] += [row.opener]
         return _grammar(_or(calls, _optional(_sequence({"type": "regex", "pattern": r"[^{<\s]"}, text))))
     in_text = {
         "type": "triggered_tags",
-        "triggers": [use.format.opener],
+        "triggers": [row.opener],
         "tags": tags,
         "stop_after_first": bool(row.before) or not use.is_parallel,
         "excludes": text["excludes"],
@@ -92,7 +91,7 @@ def after_reasoning(
     """
     if start == "off" or (grammar is None and budget is None):
         return grammar
-    row = CALL_ROWS.get(dialect, _PLAIN)
+    row = FORMATS.get(dialect, PLAIN)
     begin = "" if start == "inside" else format.begin
     thought: _Node = {"type": "any_text", "excludes": [one for one in row.controls if one not in format.end]}
     if budget is not None:
@@ -110,13 +109,13 @@ def after_reasoning(
 
 def in_dialect(answer: Grammar, dialect: str) -> Grammar:
     """What an answer must match that calls nothing, as its model writes answers."""
-    row = CALL_ROWS.get(dialect, _PLAIN)
+    row = FORMATS.get(dialect, PLAIN)
     return _grammar(_content(row, _answer_node(answer)), answer.param) if row.answer_begin else answer
 
 
 def hidden_tokens(dialect: str) -> frozenset[str]:
     """Control tokens around answers that grammars name, and that answers do not show."""
-    row = CALL_ROWS.get(dialect, _PLAIN)
+    row = FORMATS.get(dialect, PLAIN)
     return frozenset((row.answer_begin, row.answer_end)) if row.answer_end else frozenset()
 
 
@@ -125,12 +124,12 @@ def _grammar(node: _Node, param: str = "tools") -> Grammar:
     return Grammar("structural_tag", text, param)
 
 
-def _call(row: CallRow, tool: Tool, is_exact: bool) -> _Node:
+def _call(row: Format, tool: Tool, is_exact: bool) -> _Node:
     """One call of a tool."""
     begin, *more = _nodes(row.begin.replace(NAME, tool.name))
     arguments = _json(tool.schema if is_exact else _ANY_OBJECT, tool.schema_param)
     if row.writing:
-        arguments["writing"] = row.writing
+        arguments["writing"] = row.name
     return _tag(begin["value"], _sequence(*more, arguments) if more else arguments, row.end)
 
 
@@ -139,14 +138,14 @@ def _nodes(text: str) -> list[_Node]:
     return [_PLACES.get(part) or _const(part) for part in re.split(f"([{SPACE}{NUMBER}])", text)]
 
 
-def _content(row: CallRow, node: _Node) -> _Node:
+def _content(row: Format, node: _Node) -> _Node:
     """What is no call, with the model's tokens around it."""
     if row.answer_end:  # the prompt may have written the one, and the answer may end without the other
         return _sequence(_optional(_const(row.answer_begin)), node, _optional(_const(row.answer_end)))
     return _sequence(_const(row.answer_begin), node) if row.answer_begin else node
 
 
-def _text(row: CallRow, budgeted: ReasoningFormat | None, end: str = "") -> _Node:
+def _text(row: Format, budgeted: ReasoningFormat | None, end: str = "") -> _Node:
     """Any text. `end`: what follows it."""
     markers = [budgeted.begin, budgeted.end] if budgeted else []
     return {"type": "any_text", "excludes": sorted({*markers, *row.controls} - {end})}

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from gateway.errors import bad_request
-from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonTexts
+from wire.dialects import Format
 
 _SYSTEM = ("system", "developer")
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content

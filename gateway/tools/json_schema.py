@@ -10,6 +10,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from gateway.errors import bad_request
+from gateway.tools.values import type_of
 from wire.formats import FORMATS, OTHER_FORMATS
 from wire.json_schema import (
     MAX_SHOWN,
@@ -55,7 +56,6 @@ _NOT_TOGETHER = (  # of each pair, the second is ignored
 )
 _MAX_MULTIPLE = 1024  # of xgrammar
 _TYPES = frozenset(("object", "array", "string", "integer", "number", "boolean", "null"))
-_TYPE_OF_JSON = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _MAX_HOPS = 4  # from reference to reference
 _MAX_BRANCHES = 20  # that are compared with each other
 _NOTHING: Schema = {}
@@ -98,24 +98,6 @@ def find_unenforced(schema: Schema, comparisons: Comparisons | None = None) -> s
             return f"{problem} at {written(place)}"
         left += [(place + keys, inner) for keys, inner in inner_schemas(part)]
     return None
-
-
-def takes_objects_only(schema: Schema) -> bool:
-    """Whether all answers to the schema are objects."""
-    facts = _Facts(schema, Comparisons())
-    left: list[object] = [schema]
-    seen = set[int]()
-    while left:
-        part = facts.followed(left.pop())
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        whole = deciding(part) or "type"
-        if whole in ("anyOf", "oneOf") and isinstance(part[whole], list) and part[whole]:
-            left += part[whole]
-        elif whole not in ("type", "const", "enum") or facts.of(part).types != {"object"}:
-            return False
-    return True
 
 
 def as_object(schema: Schema) -> Schema:
@@ -161,8 +143,9 @@ class _Facts:
             listed = [schema["const"]] if "const" in schema else schema.get("enum")
             values, types = None, own_types(schema) or _TYPES
             if isinstance(listed, list):
-                values = frozenset(json.dumps(_plain(value), sort_keys=True) for value in listed)
-                types = frozenset(map(_type_of, values))
+                plain = list(map(_plain, listed))
+                values = frozenset(json.dumps(value, sort_keys=True) for value in plain)
+                types = frozenset(map(type_of, plain))
             properties = _mapping(schema.get("properties"))
             required = {name: properties[name] for name in _texts(schema.get("required")) if name in properties}
             self._shown[id(schema)] = _Shown(types, values, required)
@@ -212,11 +195,6 @@ class _Facts:
 def _widened(types: frozenset[str]) -> frozenset[str]:
     """With the types that others include."""
     return types | {"integer"} if "number" in types else types
-
-
-def _type_of(written: str) -> str:
-    """Of a value as JSON."""
-    return _TYPE_OF_JSON.get(written[0]) or ("integer" if written.lstrip("-").isdigit() else "number")
 
 
 def _plain(value: object) -> object:

@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple, Protocol
 # inside: the prompt opens the block and the answer begins in it. possible: the answer may open it.
 # off: the prompt closes the block, or the answer continues content.
 ReasoningStart = Literal["inside", "possible", "off"]
+Phase = Literal["commentary", "final_answer"]  # of a message: before calls, or the answer
 MOST_WAITING = 1 << 17  # characters; they are read at once when it is known what they are: some 40 ms
 MOST_HEADER = 256  # characters of a message's header in harmony
 _Place = Literal["start", "reasoning", "unopened", "layout", "content"]
-_Kind = Literal["analysis", "content", "call", ""]
+_Kind = Literal["analysis", "content", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class Reader(Protocol):
     """Separates reasoning from content in one answer; how its text is split does not matter."""
 
     num_taken: int  # characters pushed that are neither content nor held: reasoning, markers and layout
+    phase: Phase | None  # of the message whose content was returned last; None where the model does not say
 
     def push(self, text: str) -> Parts:
         """Returns the text that is now certain."""
@@ -140,6 +142,7 @@ class ReasoningReader:
         self._num_earlier = 0  # characters
         self._has_reasoned = False  # reasoning was returned; newlines before it are layout
         self.num_taken = 0
+        self.phase: Phase | None = None
         self.num_before = 0  # characters of content before them
 
     def has_taken(self, offset: int) -> bool:
@@ -259,6 +262,7 @@ class ChannelReader:
         self._num_read = 0  # characters, of which those in `_taken` are no content
         self._taken: list[range] = []
         self.num_taken = 0
+        self.phase: Phase | None = None
 
     def has_taken(self, offset: int) -> bool:
         return any(offset in taken for taken in reversed(self._taken))
@@ -289,10 +293,9 @@ class ChannelReader:
         """Returns the message's text that is now certain. At its end a header is due."""
         found = _BODY_END.search(self._held)
         end = found.start() if found else len(self._held) - (0 if is_last else _num_begun(self._held))
-        is_call_end = found is not None and found[0] == "<|call|>" and self._kind == "call"
-        text = self._take(end + (len("<|call|>") if is_call_end else 0), is_content=self._kind != "analysis")
+        text = self._take(end, is_content=self._kind != "analysis")
         if found is not None:
-            if found[0] in _MESSAGE_ENDS and not is_call_end:
+            if found[0] in _MESSAGE_ENDS:
                 self._take(len(found[0]))
             self._is_after_analysis = self._kind == "analysis" and not self._held
             self._kind = ""
@@ -312,7 +315,8 @@ class ChannelReader:
             return False, self._take(len(self._held), is_content=True) if is_last else ""
         function = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)
-        self._kind = "call" if function else "analysis" if channel and channel[1] == "analysis" else "content"
+        self.phase = _PHASES.get(channel[1]) if channel and not function else None
+        self._kind = "analysis" if not function and channel and channel[1] == "analysis" else "content"
         shown = f"<|channel|>commentary to=functions.{function[1]}{message}" if function else ""
         self._take(max(len(head) + len(message) - len(shown), 0))
         self._take(len(self._held) - len(rest), is_content=True)
@@ -333,6 +337,7 @@ class ChannelReader:
 _HEADER_BEGINS = ("<|start|>", "<|channel|>", "to=", *_MESSAGE_ENDS)
 _BODY_MARKS = ("<|start|>", "<|channel|>", *_MESSAGE_ENDS)
 _BODY_END = re.compile("|".join(map(re.escape, _BODY_MARKS)))
+_PHASES: Mapping[str, Phase] = {"commentary": "commentary", "final": "final_answer"}  # by channel
 _RECIPIENT = re.compile(r"to=functions\.([a-zA-Z0-9_-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
-from gateway.tools.call_rows import CALL_ROWS
-from gateway.tools.formats import Format
-from gateway.tools.json_schema import Comparisons, as_object, check_enforced, takes_objects_only
+from gateway.tools.json_schema import Comparisons, as_object, check_enforced
 from gateway.tools.json_text import check_depth
+from gateway.tools.values import value_types
+from wire.dialects import Format
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools as JSON
+_PLAIN_WARNING = "calls are not read: the model writes them in a way not known here; --tool-format can name one"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 Choice = Literal["none", "auto", "required"]
@@ -107,7 +108,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         path = tool.schema_param
         if tool.is_strict or (is_required and tool.name in names):
             warnings += check_enforced(tool.schema, path, comparisons, is_strict=tool.is_strict)
-        if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
+        if (tool.is_strict or is_required) and value_types(tool.schema, tool.schema) != {"object"}:
             why = "where it names another keyword than 'type' and 'properties', that one decides what it takes"
             raise bad_request(
                 f"{path} takes more than objects, and arguments are one: {why}; give each choice the type 'object'",
@@ -125,7 +126,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
         return None
     if format is None:
         raise bad_request("the model's chat template knows no tools; send none", "tools")
-    if format.name not in CALL_ROWS:
+    if not format.is_enforced:
         warnings += _check_free(raw, is_required, format)
     return ToolUse(
         format,
@@ -149,8 +150,10 @@ def _check_free(raw: RawTools, is_required: bool, format: Format) -> list[str]:
             "the service started with another --tool-format",
             path,
         )
-    has_effect = raw.is_parallel is not False
-    return [] if has_effect else [f"parallel_tool_calls has no effect: the model writes calls as {format.name}"]
+    warnings = [] if format.call else [_PLAIN_WARNING]
+    if raw.is_parallel is False:
+        warnings.append(f"parallel_tool_calls has no effect: the model writes calls as {format.name}")
+    return warnings
 
 
 def _check_tool(tool: Tool, seen: set[str]) -> None:

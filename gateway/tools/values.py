@@ -19,9 +19,9 @@ def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         key = deciding(part)
         own = own_types(part) & JSON_TYPES
         if key == "const":
-            found.add(_type_of(part["const"]))
+            found.add(type_of(part["const"]))
         elif key == "enum" and isinstance(part["enum"], list):
-            found |= set(map(_type_of, part["enum"]))
+            found |= set(map(type_of, part["enum"]))
         elif own:
             found |= own | ({"integer"} if "number" in own else set())
         else:
@@ -74,7 +74,7 @@ def as_value(text: str, types: Collection[str]) -> str:
     except (ValueError, RecursionError):
         value = text
     is_text = isinstance(value, str)
-    return f'"{escaped(text)}"' if is_text or _type_of(value) not in types else written
+    return f'"{escaped(text)}"' if is_text or type_of(value) not in types else written
 
 
 def escaped(text: str) -> str:
@@ -82,7 +82,7 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _type_of(value: object) -> str:
+def type_of(value: object) -> str:
     match value:
         case bool():
             return "boolean"

@@ -32,8 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from decode_worker.grammar.vocabulary import read_vocabulary
 from engine.adapters.peft import PeftReader, find_digest
-from engine.compose import open_model
-from engine.engine import build_engine
+from engine.compose import build_engine, open_model
 from engine.formats.gguf_folder import make_gguf_folder
 from engine.llm import GREEDY, LLM
 from engine.models.table import build_table

@@ -15,7 +15,7 @@ from bench.simulate.costs import load
 
 @pytest.mark.parametrize("build", [build_attention, build_sampling, build_hand_off])
 def test_tables_of_kernels(build: Callable[[int], Table], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ATTENTION", [case for case in kernels.ATTENTION if case.context_len <= 1024])
+    monkeypatch.setattr(kernels, "ATTENTION", kernels.ATTENTION[::2][:2])  # decode, and a prompt
     assert build(1).row_count
 
 

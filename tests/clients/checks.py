@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "error")
-AGENT_CHECKS = ("answer", "call", "again", "overflow", "begin")  # see with_agents.py
+AGENT_CHECKS = ("answer", "call", "again", "overflow", "begin", "qwen-xml", "harmony")  # see with_agents.py
 MARK = "CHECK"  # begins a report's line: MARK, check, "ok", "skip" or "fail", reason
 ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
 

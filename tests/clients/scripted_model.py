@@ -1,26 +1,30 @@
 """A checkpoint that answers by a script: a real Llama whose weights are a table of next tokens.
 
 Its layers add nothing, so the next token depends on the last one only. The chat template ends a prompt with a token
-that stands for an answer, which is one token of the vocabulary; after it the answer ends. So the service itself, prompt
-by prompt, writes the calls of tools that a test needs: nothing stands between it and its client, and prompts have as
-many tokens as with a trained byte-level BPE.
+that stands for an answer, which follows piece by piece, each a token of the vocabulary; after the last one the answer
+ends. So the service itself, prompt by prompt, writes the calls of tools that a test needs: nothing stands between it
+and its client, and prompts have as many tokens as with a trained byte-level BPE.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.support.random_models import draw_weights, write_tokenizer
+from wire.dialects import ARGUMENTS, FORMATS, NAME
 
 BASE_VOCAB = 8192  # of the trained tokenizer
 HIDDEN = 128
 SCALE = 400.0  # logit of the next token; others stay below 0.4 * SCALE, so that temperature 1 changes nothing
-CALL_TEXT = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+_CHARS: Mapping[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+PIECE_BYTES = 7  # of an answer's tokens, which cut characters
 # What the last message that is not the system's decides: "after" a tool's result, "call:NAME" where the user says
 # "please call" and there is a tool of that name, else "say". An answer in the history has the mark that it began with.
 TEMPLATE = """{{ bos_token }}
@@ -35,11 +39,8 @@ TEMPLATE = """{{ bos_token }}
 {%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
-        {{- mark(loop.index0) + (m.content or '') }}
-        {%- for call in m.tool_calls or [] %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-        {%- endfor %}
+        {{- mark(loop.index0) + ('FINAL' + m.content if m.content else '') }}
+        {%- for call in m.tool_calls or [] %}{% set f = call.function %}CALL{%- endfor %}
         {{- '<|end_of_text|>' }}
     {%- else %}
         {{- '<|' + m.role + '|>' + m.content + '<|end|>' }}
@@ -48,18 +49,72 @@ TEMPLATE = """{{ bos_token }}
 {%- if add_generation_prompt %}{{ mark(messages | length) }}{%- endif %}"""
 
 
-def write_scripted_model(folder: Path, calls: Mapping[str, str], after: str, say: str, context: int) -> Path:
-    """`calls`: a tool's name |-> the arguments that it is called with, as JSON; `after`: what follows its result."""
+CALLS = {  # dialect |-> how the template writes a call
+    "hermes": """{{ '<tool_call>\\n{"name": "' + f.name + '", "arguments": ' }}
+        {{- f.arguments | tojson + '}\\n</tool_call>\\n' }}""",
+    "qwen-xml": """{{ '<tool_call>\\n<function=' + f.name + '>\\n' }}{% for key, value in f.arguments.items() %}
+        {{- '<parameter=' + key + '>\\n' }}{{ value if value is string else value | tojson }}{{ '\\n</parameter>\\n' }}
+        {%- endfor %}{{ '</function>\\n</tool_call>\\n' }}""",
+    "harmony": """{{ '<|channel|>commentary to=functions.' + f.name + ' <|constrain|>json<|message|>' }}
+        {{- f.arguments | tojson + '<|call|>' }}""",
+}
+
+
+def write_call(dialect: str, name: str, arguments: Mapping[str, str]) -> str:
+    """As the model writes it."""
+    written = json.dumps(arguments, ensure_ascii=False)
+    if dialect == "qwen-xml":
+        written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return FORMATS[dialect].call.replace(NAME, name).replace(ARGUMENTS, written)
+
+
+def cut(text: str, vocabulary: dict[str, int]) -> list[str]:
+    """Tokens of an answer, none of them in the vocabulary of a byte-level BPE, to which they are added."""
+    pieces, rest = list[str](), "".join(_CHARS[byte] for byte in text.encode())
+    while rest:
+        sizes = (size for size in range(PIECE_BYTES, len(rest) + PIECE_BYTES) if rest[:size] not in vocabulary)
+        if not (size := next(sizes, 0)):  # other answers end so, too
+            rest = pieces.pop() + rest
+            size = len(rest)
+        pieces.append(rest[:size])
+        vocabulary[rest[:size]] = len(vocabulary)
+        rest = rest[size:]
+    return pieces
+
+
+def write_scripted_model(
+    folder: Path,
+    calls: Mapping[str, Sequence[Mapping[str, str]]],
+    after: str,
+    say: str,
+    context: int,
+    dialect: str = "hermes",
+) -> Path:
+    """`calls`: a tool's name |-> the arguments of its calls, which are made at once where the dialect has several.
+
+    `after`: what follows their results.
+    """
     folder.mkdir(parents=True)
     write_tokenizer(folder, BASE_VOCAB)
+    format = FORMATS[dialect]
+    final = format.answer_begin
+    answers = {
+        f"call:{name}": format.between.join(
+            write_call(dialect, name, one) for one in (given[:1] if format.has_one_call else given)
+        )
+        for name, given in calls.items()
+    }
+    answers |= {"after": final + after, "say": final + say}
+    path = folder / "tokenizer.json"
+    file = json.loads(path.read_text(encoding="utf-8"))
+    chains = {mark: cut(text, file["model"]["vocab"]) for mark, text in answers.items()}
+    path.write_text(json.dumps(file), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    answers = {f"call:{name}": CALL_TEXT.format(name=name, arguments=arguments) for name, arguments in calls.items()}
-    answers |= {"after": after, "say": say}
     marks = [AddedToken(f"<|{mark}|>", special=True) for mark in answers] + [AddedToken("<|tool|>", special=True)]
     marks.append(AddedToken("<|system|>", special=True))
     tokenizer.add_tokens(marks, special_tokens=True)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in answers.values()])
-    tokenizer.chat_template = TEMPLATE.replace("NAMES", json.dumps(list(calls)))
+    template = TEMPLATE.replace("NAMES", json.dumps(list(calls))).replace("FINAL", final)
+    tokenizer.chat_template = template.replace("CALL", CALLS[dialect])
     tokenizer.model_max_length = context
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     config = {
@@ -77,10 +132,10 @@ def write_scripted_model(folder: Path, calls: Mapping[str, str], after: str, say
             weight.zero_()
     embedding = torch.nn.functional.normalize(weights["model.embed_tokens.weight"].float(), dim=1)  # [V, H]
     head = torch.zeros_like(embedding)
-    for mark, text in answers.items():
-        first, answer = (tokenizer.convert_tokens_to_ids(one) for one in (f"<|{mark}|>", text))
-        head[answer] += embedding[first]
-        head[1] += embedding[answer]  # the end
+    for mark, chain in chains.items():
+        ids = [tokenizer.convert_tokens_to_ids(one) for one in (f"<|{mark}|>", *chain)]
+        for before, next_id in pairwise([*ids, 1]):  # 1: the end
+            head[next_id] += embedding[before]
     weights["model.embed_tokens.weight"] = embedding.bfloat16()
     weights["lm_head.weight"] = (head * SCALE / HIDDEN**0.5).bfloat16()  # the norm makes each row HIDDEN ** 0.5 long
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -7,6 +7,8 @@ answers, calls and counts are tested, not a stand-in for it. Checks:
     call      the model calls the agent's shell, which runs, and answers from its result
     again     a second turn, of whose prompt 95 % or more come from the cache
     overflow  turns that together exceed the context: the agent shortens its history, and each is answered
+    qwen-xml, harmony
+              a call by models that write these dialects; that of the others writes Hermes'
     begin     a stream of the agent's API begins within 0.3 s, with 28,000 tokens that are not cached
 """
 
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,11 +36,12 @@ from tests.support.live import Live, build_environment, serve
 
 CONTEXT = 65_536
 SAID, CALLED = "Here is one answer.", "The tool has answered."
-COMMAND, OUTPUT = "echo baton-$((6*7))", "baton-42"
-CALLS = {  # the agents' shells |-> arguments of a call
-    "Bash": f'{{"command": "{COMMAND}", "description": "Echo"}}',
-    "bash": f'{{"command": "{COMMAND}", "description": "Echo"}}',
-    "exec_command": f'{{"cmd": "{COMMAND}"}}',
+# Arguments with what parsers trip over; the second call of each is made at once, where the dialect has several.
+COMMAND, OUTPUT = "echo baton-$((6*7))\necho '</parameter> \"🙂\"'", "baton-42"
+CALLS = {  # the agents' shells |-> arguments of their calls
+    "Bash": [{"command": one, "description": "Echo"} for one in (COMMAND, "echo again")],
+    "bash": [{"command": one, "description": "Echo"} for one in (COMMAND, "echo more")],
+    "exec_command": [{"cmd": one} for one in (COMMAND, "echo too")],
 }
 TURN_S = 180
 LEAST_CACHED, MOST_BEGIN_S = 0.95, 0.3
@@ -172,15 +176,29 @@ def main() -> None:
     """Arguments: the agent's name, and the folder of its program."""
     raise_loopback()
     name, programs = sys.argv[1], Path(sys.argv[2]).resolve()
+    checks: dict[str, Callable[[Session], str]] = {
+        "answer": check_answer, "call": check_call, "again": check_again, "overflow": check_overflow,
+        "begin": check_begin,
+    }  # fmt: skip
+    with serving("hermes", name, programs) as session:
+        with_dialects = {
+            dialect: partial(check_dialect, dialect, name, programs) for dialect in ("qwen-xml", "harmony")
+        }
+        run({**{check: partial(test, session) for check, test in checks.items()}, **with_dialects}, AGENT_CHECKS)
+
+
+def check_dialect(dialect: str, name: str, programs: Path) -> str:
+    with serving(dialect, name, programs) as session:
+        return check_call(session)
+
+
+@contextmanager
+def serving(dialect: str, name: str, programs: Path) -> Iterator[Session]:
+    """A service of a model that writes this dialect, and an agent on it."""
     with tempfile.TemporaryDirectory() as folder:
-        model = write_scripted_model(Path(folder) / "model", CALLS, CALLED, SAID, CONTEXT)
+        model = write_scripted_model(Path(folder) / "model", CALLS, CALLED, SAID, CONTEXT, dialect)
         with serve(model, "--served-name=scripted", "--kv-memory-mib=512", "--draft-model=none") as live:
-            session = Session(name, programs, live, Path(folder))
-            checks: dict[str, Callable[[Session], str]] = {
-                "answer": check_answer, "call": check_call, "again": check_again, "overflow": check_overflow,
-                "begin": check_begin,
-            }  # fmt: skip
-            run({check: partial(test, session) for check, test in checks.items()}, AGENT_CHECKS)
+            yield Session(name, programs, live, Path(folder))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from torch import Tensor
 from decode_worker.speculation.drafters import Draft, HeadDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostMeter
 from engine.batch import ForwardRow
-from engine.engine import Engine, build_engine
+from engine.compose import build_engine
+from engine.engine import Engine
 from tests.support import sequence_params
 from tests.support.decoding import LyingDrafter, build_eager_speculator, build_scheduler, decode
 from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target

@@ -22,7 +22,8 @@ from decode_worker.grammar.matcher import LoadedGrammar, Matcher
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
-from engine.engine import Engine, build_engine
+from engine.compose import build_engine
+from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from tests.support.decoding import Answers, build_eager_speculator, decode

@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.lengths import CostMeter
 from demo.paths import TARGET_DIR
-from engine.engine import Engine, build_engine
+from engine.compose import build_engine
+from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
 from tests.support.decoding import LyingDrafter, build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary

@@ -2,13 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -19,6 +17,9 @@ from demo.corpus.scene import Message, Scene, Tool, is_held_out_text
 from demo.evaluate import held_out_cases, measure
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from demo.tokens import SPECIAL_TOKENS, render
+from tests.support.threads import one_thread
+
+__all__ = ["one_thread"]  # a fixture
 
 MAX_FILE_BYTES = 16_000_000
 tokenizer: Any = AutoTokenizer.from_pretrained(TARGET_DIR)  # its types are narrower than its arguments
@@ -104,16 +105,6 @@ def test_generation_ends_at_either_end_token(directory: Path) -> None:
         assert settings["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|end|>", "<|end_of_text|>"])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """With two, threads wait for each other when other work keeps the cores busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_most_held_out_prompts_are_answered_right_and_the_draft_mostly_agrees() -> None:
     cases = [case for case in held_out_cases(13, 48) if "stor" not in case.scene.kind]  # stories are long
     found = measure(TARGET_DIR, DRAFT_DIR, cases, limit=64)

@@ -18,11 +18,11 @@ from engine.adapters.peft import find_alphas, find_digest
 from engine.adapters.rows import AdapterTiles, AdapterWeights, divide_columns, sort_rows
 from engine.adapters.slots import AdapterLimits
 from engine.batch import ForwardRow, take_turns
+from engine.compose import FullEngine, build_engine
 from engine.cpu import cpu_adapters
 from engine.cpu.ops import CpuOps
 from engine.cuda.graph_shapes import Shape
 from engine.cuda.ops import CudaOps
-from engine.engine import Engine, build_engine
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.families import VOCAB
@@ -39,14 +39,14 @@ COUNT = 8
 
 def build(
     folder: Path, dtype: str = "float32", limits: AdapterLimits = LIMITS, draft: str = "", **options: Any
-) -> Engine:
+) -> FullEngine:
     return build_engine(
         str(folder), draft, dtype, "cpu", 2, PAGE, 4, lambda *_: (64, 8), lambda done, total: None,
         adapter_limits=limits, **options,
     )  # fmt: skip
 
 
-def answer(engine: Engine, slots: list[int], count: int = COUNT, runner: Runner | None = None) -> list[list[int]]:
+def answer(engine: FullEngine, slots: list[int], count: int = COUNT, runner: Runner | None = None) -> list[list[int]]:
     """Greedy answers to PROMPTS in one batch, each with the adapter of its slot. runner: None: the engine's."""
     rows, answers = engine.rows, [list[int]() for _ in slots]
     for row, (prompt, slot) in enumerate(zip(PROMPTS, slots, strict=False)):
@@ -66,7 +66,7 @@ def answer(engine: Engine, slots: list[int], count: int = COUNT, runner: Runner 
     return answers
 
 
-def load(engine: Engine, slot: int, folder: Path) -> None:
+def load(engine: FullEngine, slot: int, folder: Path) -> None:
     assert engine.adapters is not None and engine.read_adapter is not None
     engine.adapters.hosted[folder.name] = engine.read_adapter(folder)
     engine.rows.fill_slot(slot, folder.name)
@@ -128,7 +128,7 @@ def test_packed_products_add_the_same_and_leave_the_base_as_it_is(quantization: 
     assert (mixed[0] - alone[0]).abs().max() > 1
 
 
-def logits(engine: Engine, slots: list[int]) -> Tensor:
+def logits(engine: FullEngine, slots: list[int]) -> Tensor:
     """[rows, 5] the top log-probabilities after PROMPTS, by their tokens' order."""
     rows, asked = engine.rows, []
     for row, (prompt, slot) in enumerate(zip(PROMPTS, slots, strict=False)):
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("settings, message", BAD.values(), ids=BAD)
 def test_what_would_be_computed_differently_is_refused(
-    settings: dict[str, Any], message: str, adapter: tuple[Engine, Path], tmp_path: Path,
+    settings: dict[str, Any], message: str, adapter: tuple[FullEngine, Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(peft, "MATCH_S", 0.1)
@@ -222,14 +222,14 @@ def test_what_would_be_computed_differently_is_refused(
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[FullEngine, Path]:
     folder = tmp_path_factory.mktemp("adapter")
     base = write_checkpoint(folder / "base", "llama")
     write_adapter(folder / "one", base, "llama", seed=1)
     return build(base), folder / "one"
 
 
-def test_an_adapter_of_another_model_or_rank_is_refused(adapter: tuple[Engine, Path], tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_or_rank_is_refused(adapter: tuple[FullEngine, Path], tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", "llama", hidden=192)
     write_adapter(tmp_path / "wrong", other, "llama", seed=1)
     write_adapter(tmp_path / "large", other, "llama", seed=1, r=9)
@@ -246,7 +246,7 @@ def test_an_adapter_of_another_model_or_rank_is_refused(adapter: tuple[Engine, P
         read(tmp_path / "wrong")
 
 
-def test_the_digest_is_of_the_content(adapter: tuple[Engine, Path], tmp_path: Path) -> None:
+def test_the_digest_is_of_the_content(adapter: tuple[FullEngine, Path], tmp_path: Path) -> None:
     folder = adapter[1]
     config = json.loads((folder / "adapter_config.json").read_text())
     digests = {find_digest(folder)}
@@ -271,7 +271,7 @@ def count_replays(replays: list[str], compute: Callable[[], None]) -> Callable[[
     return replay
 
 
-def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[Engine, Path], tmp_path: Path) -> None:
+def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[FullEngine, Path], tmp_path: Path) -> None:
     eager, folder = adapter
     load(eager, 0, folder)
     expected = answer(eager, [0, -1, 0])
@@ -284,7 +284,7 @@ def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[Engine, Pa
     assert len(replays) == 2 * 2 * (COUNT - 1), "a step is a forward and a choice of tokens"
 
 
-def test_a_draft_model_drafts_for_rows_with_adapters_in_graphs_too(adapter: tuple[Engine, Path]) -> None:
+def test_a_draft_model_drafts_for_rows_with_adapters_in_graphs_too(adapter: tuple[FullEngine, Path]) -> None:
     """It has no adapters."""
     folder = adapter[1]
     engine, replays = build(folder.parent / "base", draft=str(folder.parent / "base")), list[str]()

@@ -12,9 +12,10 @@ import transformers
 from baton import LLM
 from demo.paths import TARGET_DIR
 from engine.batch import ForwardRow, build_batch, lay_out
-from engine.engine import Engine, KvDType, build_engine
+from engine.compose import FullEngine, build_engine
+from engine.engine import KvDType
 from engine.input_batch import InputBatch
-from engine.layers.config import RopeConfig
+from engine.layer_config import RopeConfig
 from engine.layers.rope import build_rope_table
 from engine.staging import Stager
 from kvtransfer.layout import find_mismatch
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     }
 
 
-def build(model: Path, draft: Path | str, max_context_tokens: int) -> Engine:
+def build(model: Path, draft: Path | str, max_context_tokens: int) -> FullEngine:
     return build_engine(
         str(model), str(draft), "float32", "cpu", 1, 16, 4, lambda *_: (4, 0),
         lambda _done, _total: None,
@@ -87,7 +88,7 @@ def test_longrope_has_the_factors_of_the_context_in_use(tmp_path: Path) -> None:
     assert "--max-context-tokens 32" in weakness and not short.find_weaknesses()
 
 
-def answer(engine: Engine, prompt: Any, count: int) -> list[int]:
+def answer(engine: FullEngine, prompt: Any, count: int) -> list[int]:
     """Greedy tokens."""
     rows, tokens = engine.rows, list[int]()
     rows.open(0, prompt, SamplingParams(temperature=0.0), len(prompt))
@@ -113,7 +114,7 @@ def test_a_config_that_is_no_object_is_told(tmp_path: Path) -> None:
         build(folder, "", 0)
 
 
-def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
+def score_prompt(kv_dtype: KvDType) -> tuple[FullEngine, torch.Tensor]:
     """The demo model and the log-probabilities of PROMPT's tokens, computed in two steps: the second reads pages."""
     engine = build_engine(
         str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: (8, 0), lambda _done, _total: None,
@@ -135,7 +136,7 @@ def test_fp8_pages_hold_a_quarter_of_the_bytes_at_little_loss() -> None:
     error = (near - truth).abs().mean().item()
     assert 1e-4 < error < 0.2
 
-    async def present(engine: Engine) -> str | None:
+    async def present(engine: FullEngine) -> str | None:
         config = DecodeConfig()
         ours, theirs = (
             build_worker("decode", config, one, "localhost:1", load_trust(config), "D1").me.layout

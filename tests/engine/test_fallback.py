@@ -19,8 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from engine.attention.choose import reference_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow, take_turns
-from engine.compose import load_any_config, load_model
-from engine.engine import build_engine
+from engine.compose import build_engine, load_any_config, load_model
 from engine.fallback import probe as fallback_probe
 from engine.fallback.load import check
 from engine.fallback.model import FallbackModel

@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.compose import load_model
+from engine.compose import FullEngine, build_engine, load_model
 from engine.cuda import gpu_blocks, gpu_linear
 from engine.cuda import ops as ops_module
 from engine.cuda.gpu_layers import round_rows
 from engine.cuda.ops import CudaOps, multiply_rounded
-from engine.engine import Engine, build_engine
 from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_blocks, quantise_rows
 from engine.formats.linear import Fp8Linear
 from engine.formats.ops import FormatOps
-from engine.layers.config import Activation
+from engine.layer_config import Activation
 from engine.layers.linear import GatedLinear, Mlp, PlainLinear, Quantization
 from engine.ops.base import Ops
 from kvtransfer.layout import find_mismatch
@@ -205,7 +204,7 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
     assert torch.equal(rounded.embedding.weight, plain.embedding.weight)
 
 
-def build(folder: Path, quantization: Quantization) -> Engine:
+def build(folder: Path, quantization: Quantization) -> FullEngine:
     return build_engine(
         str(folder), str(folder), "float32", "cpu", 1, 16, 4, lambda *_: (4, 0),
         lambda _done, _total: None, 64, quantization,
@@ -216,7 +215,7 @@ def test_workers_of_unlike_weights_are_told_apart(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", layers=1, context=64)
     config = PrefillConfig(model=str(folder))
 
-    async def present(engine: Engine) -> Worker:
+    async def present(engine: FullEngine) -> Worker:
         return build_worker("prefill", config, engine, "localhost:1", load_trust(config), "P1")
 
     engines = [build(folder, "none"), build(folder, "fp8")]
@@ -240,6 +239,6 @@ def test_gpus_without_fp8_are_refused(
     folder = write_checkpoint(tmp_path, "llama", layers=1)
     with pytest.raises(ValueError, match=f"--quantization {said}--quantization none"):
         load_model(folder, "auto", torch.device("cuda"), quantization="fp8")
-    monkeypatch.setattr("engine.engine.choose_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr("engine.compose.choose_device", lambda *_: torch.device("cuda"))
     with pytest.raises(ValueError, match=f"--kv-dtype {said}--kv-dtype auto"):  # before weights are read
         build_engine(str(folder), "", "auto", "auto", 1, 16, 4, lambda *_: (8, 0), lambda *_: None, kv_dtype="fp8")

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.compose import LAYER_PARTS, check_quantization, choose_format, load_model, open_model
+from engine.compose import LAYER_PARTS, choose_format, load_model, open_model
 from engine.cuda import gpu_groups
 from engine.cuda.ops import CudaOps
+from engine.formats.checks import check_quantization
 from engine.formats.fp8 import has_fp8
 from engine.formats.groups import Groups, StoredGroups, round_to_4_bits, store_groups, with_zeros
 from engine.formats.linear import Fp8Linear, GroupsLinear

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, lay_out, take_turns
-from engine.compose import choose_for_layers, load_model
+from engine.compose import FullEngine, build_engine, choose_for_layers, load_model
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
-from engine.engine import Engine, build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.runner import Runner
@@ -326,7 +325,7 @@ def test_who_has_a_tower(tmp_path: Path) -> None:
     }
 
 
-def build_tiny(folder: Path, **options: Any) -> Engine:
+def build_tiny(folder: Path, **options: Any) -> FullEngine:
     return build_engine(
         str(folder), "", "float32", "cpu", 1, PAGE_TOKENS, 2, lambda *_: (8, 0), lambda *_: None, **options
     )

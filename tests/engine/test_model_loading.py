@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.compose import load_model, resolve_model_folder
-from engine.layers.config import ROPE_KINDS
+from engine.layer_config import ROPE_KINDS
 from engine.layers.linear import WidenedLinear
 from engine.layers.rope import FREQUENCIES, build_rope_table
 from engine.models.read_config import build_config, load_config

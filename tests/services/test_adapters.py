@@ -13,7 +13,7 @@ import pytest
 
 from engine.adapters.peft import find_digest
 from engine.adapters.slots import AdapterLimits
-from engine.engine import Engine, build_engine
+from engine.compose import FullEngine, build_engine
 from protos import worker_pb2
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
@@ -63,7 +63,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     return Adapters(base, folders[:2], merged)
 
 
-def build(base: Path, max_loras: int) -> tuple[Engine, KvRunner]:
+def build(base: Path, max_loras: int) -> tuple[FullEngine, KvRunner]:
     """What `decode_worker` takes; nothing holds up these steps."""
     engine = build_engine(
         str(base), "", "float32", "cpu", 1, PAGE_TOKENS, num_rows_for(MAX_RUNNING), lambda *_: (60, 0),
@@ -76,7 +76,7 @@ def build(base: Path, max_loras: int) -> tuple[Engine, KvRunner]:
 class Pair(NamedTuple):
     opened: Gateway
     prefill: PrefillWorker
-    decode: Engine
+    decode: FullEngine
 
     async def load(self, folder: Path, name: str = "name") -> str:
         """On both workers."""
@@ -116,7 +116,7 @@ async def status(stub: Any) -> worker_pb2.WorkerStatus:
     return found
 
 
-async def until_freed(engine: Engine) -> None:
+async def until_freed(engine: FullEngine) -> None:
     while engine.adapters is None or engine.adapters.hosted:  # noqa: ASYNC110, no event for it
         await asyncio.sleep(0.005)
 

@@ -1,11 +1,14 @@
-"""Chat templates of model families: real ones from PyPI's trl, and rebuilt ones of families in no package."""
+"""Chat templates of model families: real ones from packages of PyPI, and rebuilt ones."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
@@ -14,31 +17,56 @@ import pytest
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
 from gateway.tools.dialect import PROBE_TOOL, PROBES
 
-TRL = "trl==1.16.0"
+PACKAGES = {  # those that have real templates |-> pip's options
+    "trl==1.16.0": (),
+    "llama-cpp-python==0.3.36": ("--no-binary", "llama-cpp-python"),  # llama.cpp's own, in its source
+}
+TRL, LLAMA = PACKAGES
 FOLDER = Path("build/chat_templates")
-WAIT_S = 60
+WAIT_S = 300
 
 
 @cache
-def _archive() -> ZipFile | None:
-    """The package, downloaded first where it is not there; None where it cannot be had."""
-    if not list(FOLDER.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", TRL, "--dest", str(FOLDER)]
-        try:
-            subprocess.run(command, check=True, timeout=WAIT_S, capture_output=True)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            return None
-    return ZipFile(next(FOLDER.glob("*.whl")))
+def _folder(package: str) -> Path | None:
+    """A package's templates, downloaded first where they are not there; None where they cannot be had."""
+    found = FOLDER / package
+    if not found.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=FOLDER) as temporary:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary]
+            try:
+                subprocess.run([*command, *PACKAGES[package], package], check=True, timeout=WAIT_S, capture_output=True)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+                return None
+            texts = dict(_templates_in(next(Path(temporary).iterdir())))
+            ready = Path(temporary, "ready")
+            ready.mkdir()
+            for name, text in texts.items():
+                (ready / name).write_bytes(text)
+            with suppress(OSError):  # another process was first
+                ready.rename(found)
+    return found
 
 
-def downloaded(name: str) -> str:
+def _templates_in(archive: Path) -> Iterator[tuple[str, bytes]]:
+    if archive.suffix == ".whl":
+        with ZipFile(archive) as wheel:
+            yield from ((Path(one).name, wheel.read(one)) for one in wheel.namelist() if one.endswith(".jinja"))
+        return
+    with tarfile.open(archive) as source:
+        for one in source:
+            if one.isfile() and one.name.endswith(".jinja") and (file := source.extractfile(one)):
+                yield Path(one.name).name, file.read()
+
+
+def downloaded(name: str, package: str = TRL) -> str:
     """Skips the test where pip cannot download, except in CI."""
-    archive = _archive()
-    if archive is None:
+    folder = _folder(package)
+    if folder is None:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"chat templates are in {TRL}, which pip cannot download now")
-        pytest.skip(f"pip cannot download {TRL} now")
-    return archive.read(f"trl/chat_templates/{name}.jinja").decode()
+            pytest.fail(f"chat templates are in {package}, which pip cannot download now")
+        pytest.skip(f"pip cannot download {package} now")
+    return (folder / f"{name}.jinja").read_text()
 
 
 def _rebuilt(calls: str, head: str = "{{ tools | tojson }}") -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from decode_worker.speculation.speculator import Speculator
+from engine.compose import FullEngine, build_engine
 from engine.cuda.graph_shapes import choose_shapes
-from engine.engine import ALONE, Engine, Place, build_engine
+from engine.engine import ALONE, Place
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import NO_SPECULATION, Answers, build_speculators, decode
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
@@ -24,14 +25,14 @@ LATE = Place(
 )
 
 
-def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
+def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> FullEngine:
     return build_engine(
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
         lambda *_: (NUM_PAGES + 1, 0), lambda _done, _total: None, CONTEXT, place=place,
     )  # fmt: skip
 
 
-def capture(engine: Engine) -> Engine:
+def capture(engine: FullEngine) -> FullEngine:
     """Its steps run as doubles of graphs, which run the captured code again."""
     for one in (engine.runner, engine.draft_runner):
         assert one is not None
@@ -71,7 +72,7 @@ def build_requests(drafter: str) -> list[SequenceParams]:
 
 
 def run(
-    engine: Engine,
+    engine: FullEngine,
     requests: Sequence[SequenceParams],
     speculator: Speculator = NO_SPECULATION,
     steps_ahead: int = 0,
@@ -85,5 +86,5 @@ def run(
     )  # fmt: skip
 
 
-def speculators(engine: Engine, is_ahead: bool = False, step_s: float = 0.0) -> Mapping[str, Speculator]:
+def speculators(engine: FullEngine, is_ahead: bool = False, step_s: float = 0.0) -> Mapping[str, Speculator]:
     return build_speculators(engine, CHUNK_TOKENS, is_ahead, step_s)

@@ -16,11 +16,12 @@ from torch import Tensor
 from engine.adapters.rows import NO_SLOT
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardRow
+from engine.heads.runner import HeadRunner
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.runner import Begun, HeadRunner, Launched, Masks, ModelOutput, Runner
+from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams

@@ -43,9 +43,17 @@ class Oracle:
         return chosen == list(tokens)
 
     @torch.no_grad()
-    def answer_with(self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    def answer_with(
+        self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int, guess: Sequence[int] = ()
+    ) -> list[int]:
         """Like `answer`, with logits changed before each token is chosen."""
-        ids = torch.tensor([list(prompt_ids)])
+        ids, begin = torch.tensor([[*prompt_ids, *guess]]), len(prompt_ids)
+        if len(guess) == num_tokens:
+            rows = self._model(ids, use_cache=False).logits[:, begin - 1 : -1]
+            changed = [processor(ids[:, : begin + at], rows[:, at]).argmax(-1) for at in range(num_tokens)]
+            if [int(token) for token in changed] == list(guess):
+                return list(guess)
+        ids = ids[:, :begin]
         for _ in range(num_tokens):
             logits = self._model(ids, use_cache=False).logits[:, -1]
             ids = torch.cat([ids, processor(ids, logits).argmax(-1, keepdim=True)], dim=1)

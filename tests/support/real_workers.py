@@ -23,9 +23,9 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.compose import FullEngine
 from engine.cuda.gpu import Gpu
 from engine.cuda.graph_shapes import Shape
-from engine.engine import Engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
@@ -177,7 +177,7 @@ class TellingCache(PrefixCache):
 def build_kv_engine(
     max_running: int = MAX_RUNNING, num_pages: int = NUM_PAGES, context_tokens: int = CONTEXT_TOKENS,
     gpu: Gpu | None = None,
-) -> tuple[Engine, KvRunner]:  # fmt: skip
+) -> tuple[FullEngine, KvRunner]:  # fmt: skip
     """An engine over `KvRunner`, with the given vocabulary and the demo model's grammars."""
     pool = build_pool(num_pages, gpu)
     (part,) = pool.shape.parts
@@ -191,7 +191,7 @@ def build_kv_engine(
     rows.image_rules = ImageRules(IMAGE_TOKEN, "causal", counts_rows=True)
     runner = KvRunner(pool, rows)
     nothing = AttentionChoice(cast(AttentionBackend, None), "none", is_fallback=False)
-    engine = Engine(
+    engine = FullEngine(
         TARGET_DIR, config, "w", "float32", device, nothing, pool, None, rows, cast(Runner, runner), draft_weights="",
         draft_runner=None,
     )  # fmt: skip
@@ -212,7 +212,7 @@ async def _serving(
     build_role: Callable[[Any, Worker], RoleT],
     signal: Signal,
     port: int,
-    built: tuple[Engine, KvRunner] | None = None,
+    built: tuple[FullEngine, KvRunner] | None = None,
 ) -> AsyncIterator[tuple[Worker, RoleT, KvRunner]]:
     """Like worker/process.py, without a process."""
     trust = load_trust(config)
@@ -260,7 +260,7 @@ class DecodeWorker:
 @asynccontextmanager
 async def decode_worker(
     signal: Signal, transport: Transport = "auto", lease_s: float = PATIENCE_S, port: int = 0,
-    built: tuple[Engine, KvRunner] | None = None, **others: Any,
+    built: tuple[FullEngine, KvRunner] | None = None, **others: Any,
 ) -> AsyncIterator[DecodeWorker]:  # fmt: skip
     """Reads pages by the best transport available, or only by the given one."""
     config = DecodeConfig(
@@ -301,7 +301,7 @@ class PrefillWorker:
 @asynccontextmanager
 async def prefill_worker(
     signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S + 1,
-    built: tuple[Engine, KvRunner] | None = None, chunk_tokens: int = CHUNK_TOKENS, **others: Any,
+    built: tuple[FullEngine, KvRunner] | None = None, chunk_tokens: int = CHUNK_TOKENS, **others: Any,
 ) -> AsyncIterator[PrefillWorker]:  # fmt: skip
     """`offer_s`: maximum time of an offer; must exceed `heartbeat_s`."""
     config = PrefillConfig(

@@ -69,14 +69,20 @@ def write_thinking(folder: Path, *, has_control_markers: bool = False) -> Path:
 
 
 def write_family(
-    folder: Path, template: str, markers: Sequence[str] = (), end: str = "<|end|>", tokens: Sequence[str] = ()
+    folder: Path,
+    template: str,
+    markers: Sequence[str] = (),
+    end: str = "<|end|>",
+    tokens: Sequence[str] = (),
+    context: int = CONTEXT,
 ) -> Path:
     """The same with another template, its markers as control tokens, another end token, and other tokens."""
     write_byte_level(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(list(markers))
     tokenizer.add_tokens(list(tokens))
-    return _write(folder, tokenizer, {"eos_token_id": tokenizer.token_to_id(end)}, template, end)
+    config = {"eos_token_id": tokenizer.token_to_id(end), "max_position_embeddings": context}
+    return _write(folder, tokenizer, config, template, end)
 
 
 def write_system_first(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import build_engine
+from engine.compose import build_engine
 from engine.vision.image_rows import Encoding, ImageRules, find_turns, place_images
 from engine.vision.tower import PixelInputs
 from tests.support.checkpoints_vision import write_vlm_checkpoint

@@ -16,9 +16,9 @@ from cli.bench import load_shape
 from engine.adapters.slots import AdapterLimits
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
+from engine.compose import _measure_step, build_engine
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.cuda.largest_step import LargestStep, find_step_bytes, split
-from engine.engine import _measure_step, build_engine
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
@@ -202,7 +202,7 @@ def test_it_is_run_for_both_models_and_an_error_names_what_to_lower(monkeypatch:
         return steps[-1] + len(steps)
 
     monkeypatch.setattr(Runner, "launch", note)
-    monkeypatch.setattr("engine.engine.find_step_bytes", partial(find_step_bytes, measure=measure))
+    monkeypatch.setattr("engine.compose.find_step_bytes", partial(find_step_bytes, measure=measure))
     assert _measure_step(step, models, engine.rows) == 155, "the larger of both"
     assert steps == [153, 153], "64 + 64 + 22 tokens and 3 rows"
     assert not engine.rows.page_table.any() and not engine.pool.tensor.any() and not draft_pool.any()

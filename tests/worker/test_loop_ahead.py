@@ -21,7 +21,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import worker.ranks.leader
-from engine.engine import Engine, Place
+from engine.compose import FullEngine
+from engine.engine import Place
 from engine.kv.pool import create_file
 from engine.prepared import Prepared
 from engine.ranks import join_group
@@ -57,13 +58,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(folders: tuple[Path, Path]) -> Engine:
+def alone(folders: tuple[Path, Path]) -> FullEngine:
     """Computes at once."""
     return build(*folders)
 
 
 @pytest.fixture(scope="module")
-def late(folders: tuple[Path, Path]) -> Engine:
+def late(folders: tuple[Path, Path]) -> FullEngine:
     """Is late and has graphs."""
     return capture(build(*folders, LATE))
 
@@ -77,7 +78,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @contextmanager
-def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[Engine]:
+def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     """Rank 0 of 2."""
     fds, pool_fd = open_links(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
@@ -101,27 +102,27 @@ def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def led(folders: tuple[Path, Path], alone: Engine, tmp_path: Path) -> Iterator[Engine]:
+def led(folders: tuple[Path, Path], alone: FullEngine, tmp_path: Path) -> Iterator[FullEngine]:
     with lead(folders, tmp_path / "meet") as engine:
         assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
         yield engine
 
 
 @pytest.fixture
-def led_head(headed: tuple[Path, Path], tmp_path: Path) -> Iterator[Engine]:
+def led_head(headed: tuple[Path, Path], tmp_path: Path) -> Iterator[FullEngine]:
     with lead(headed, tmp_path / "meet") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def late_head(headed: tuple[Path, Path]) -> Engine:
+def late_head(headed: tuple[Path, Path]) -> FullEngine:
     engine = capture(build(*headed, LATE))
     assert engine.draft_runner is not None and not engine.draft_runner.has_pieces
     return engine
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Engine) -> Answers:
+def expected(alone: FullEngine) -> Answers:
     """Step by step, without drafts, with enough pages."""
     return run(alone, build_requests("off"))
 
@@ -150,7 +151,7 @@ def test_answers_are_those_of_one_process_step_by_step(
     aborted: dict[int, int],
     request: pytest.FixtureRequest,
 ) -> None:
-    engine: Engine = request.getfixturevalue(which)
+    engine: FullEngine = request.getfixturevalue(which)
     expected: Answers = request.getfixturevalue("expected_head" if which.endswith("head") else "expected")
     requests, speculator = build_requests(drafter), speculators(engine, is_ahead=steps_ahead > 0)[drafter]
     answers = run(engine, requests, speculator, steps_ahead, num_pages, aborted)
@@ -192,7 +193,9 @@ def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
 
 
 @pytest.mark.parametrize(("drafter", "has_json"), [("ngram", False), ("draft", True)], ids=["ngram", "draft-json"])
-def test_the_device_seldom_waits_for_the_host(alone: Engine, late: Engine, drafter: str, has_json: bool) -> None:
+def test_the_device_seldom_waits_for_the_host(
+    alone: FullEngine, late: FullEngine, drafter: str, has_json: bool
+) -> None:
     """Neither for drafts nor for masks, whatever the tokens are."""
     plain = run(alone, build_streams("off", has_json))
     speculator = speculators(late, is_ahead=True, step_s=H100_STEP_S)[drafter]
@@ -243,7 +246,7 @@ def test_waits_have_an_end() -> None:
 def test_the_progress_of_graphs_ends_with_the_last_one(
     headed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.CudaCapture", lambda: lambda compute: compute)
+    monkeypatch.setattr("engine.cuda.warm_up.CudaCapture", lambda: lambda compute: compute)
     monkeypatch.setattr(Runner, "is_capturable", True)
     engine, done = build(*headed, LATE), list[tuple[int, int]]()
     replace(engine, padding_page=NUM_PAGES).warm_up(4, 3, (), lambda *progress: done.append(progress))
@@ -251,7 +254,7 @@ def test_the_progress_of_graphs_ends_with_the_last_one(
     assert done == [(count, total) for count in range(1, total + 1)]
 
 
-def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_warm_up_of_rank_0_is_explained(alone: FullEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks warm up by themselves: nothing was sent, so the process lives on to say why it cannot start."""
 
     def fail(_self: Runner, _step: Prepared) -> Launched:

@@ -8,7 +8,7 @@ import structlog
 
 from engine.adapters.peft import WEIGHTS, find_digest
 from engine.adapters.slots import HostAdapter
-from engine.engine import Engine
+from engine.compose import FullEngine
 from runtime.hardware import available_memory_bytes
 from worker.adapters.slots import AdapterSlots
 from worker.features import AdapterRefusedError, AdapterSource
@@ -23,7 +23,7 @@ MOST_BYTES = 16 << 30  # of all together; a rank of 16 on all products of a mode
 MOST_NAME_CHARS = 256
 
 
-def read_adapter(engine: Engine, folder: Path, digest: str) -> HostAdapter:
+def read_adapter(engine: FullEngine, folder: Path, digest: str) -> HostAdapter:
     """This rank's part. ValueError or OSError says why the folder cannot be used, or that it changed meanwhile."""
     assert engine.read_adapter is not None
     adapter = engine.read_adapter(folder)
@@ -36,7 +36,7 @@ class AdapterLoader(AdapterSource):
     """Hosts what it reads under keys of `slots`; the engine thread frees it (WorkerLoop.step)."""
 
     def __init__(
-        self, engine: Engine, slots: AdapterSlots, others: OtherRanks, thread: EngineThread, metrics: WorkerMetrics
+        self, engine: FullEngine, slots: AdapterSlots, others: OtherRanks, thread: EngineThread, metrics: WorkerMetrics
     ) -> None:
         """`thread`: its lock guards `slots`."""
         self._engine = engine

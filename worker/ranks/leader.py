@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine.adapters.rows import NO_SLOT
 from engine.batch import ForwardRow
+from engine.heads.runner import HeadRunner
 from engine.input_batch import InputBatch
 from engine.out_of_memory import end_process
-from engine.runner import Begun, HeadRunner, Launched, Masks, Runner
+from engine.runner import Begun, Launched, Masks, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 import torch
 
-from engine.compose import open_device
-from engine.engine import Engine, Place
+from engine.compose import FullEngine, open_device
+from engine.engine import Place
 from engine.out_of_memory import end_process
 from engine.ranks import join_group
 from kvtransfer.checksums import compute_checksums
@@ -47,7 +47,7 @@ class Rank:
     def __init__(self) -> None:
         self._pools: list[RankedPool] = []  # of pages and of slots
         self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
-        self._engine: Engine | None = None
+        self._engine: FullEngine | None = None
 
     async def answer(self, call: calls.Call) -> calls.Ready | calls.Done:
         if isinstance(call, calls.Start):
@@ -125,7 +125,7 @@ class Rank:
         self._engine.adapters.hosted[call.key] = adapter
 
 
-def _follow(receiver: StepReceiver, engine: Engine) -> None:
+def _follow(receiver: StepReceiver, engine: FullEngine) -> None:
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # new threads use GPU 0 by default
     try:

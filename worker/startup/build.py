@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from engine.adapters.slots import AdapterLimits
-from engine.engine import Engine, Place, build_engine, choose_device
+from engine.compose import FullEngine, build_engine
+from engine.engine import Place, choose_device
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
@@ -25,7 +26,7 @@ def build_rank_engine(
     config: PrefillConfig | DecodeConfig,
     place: Place,
     on_progress: Callable[..., None] = lambda done, total, what="": None,
-) -> Engine:
+) -> FullEngine:
     """What each rank of a worker builds, all ranks in parallel."""
     if choose_rank_device(config, place.ranks.rank).type == "cuda":
         return _build_here(config, place, on_progress)
@@ -34,7 +35,7 @@ def build_rank_engine(
     return call_in_thread(partial(_build_here, config, place, on_progress))
 
 
-def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> Engine:
+def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> FullEngine:
     engine = build_engine(
         config.model,
         "" if config.draft_model == NO_DRAFT else config.draft_model,

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gateway.api.http.errors import Tagged
+from gateway.tools.reasoning import Phase
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -27,6 +28,7 @@ class OutputMessage(Tagged, tag="message"):
     status: ItemStatus
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
+    phase: Phase | UnsetType = UNSET  # where the model says so
 
 
 class ReasoningText(Tagged, tag="reasoning_text"):

@@ -112,7 +112,7 @@ class ResponseWriter:
         new_id = secrets.token_hex(24)
         if item.call is None:
             if item.kind == "text":
-                return answers.OutputMessage(f"msg_{new_id}", "in_progress", [])
+                return answers.OutputMessage(f"msg_{new_id}", "in_progress", [], phase=item.phase or UNSET)
             return answers.OutputReasoning(f"rs_{new_id}", "in_progress", [])
         called = self._called.get(item.call.name, Called(item.call.name))
         names = (item.call.id, called.name, "", called.namespace or UNSET)

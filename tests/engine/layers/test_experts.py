@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.cuda import gpu_experts
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
-from engine.layers.config import Activation, Routing
+from engine.layer_config import Activation, Routing
 from engine.ops.base import activate
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import CallReader
 from gateway.answer.output_items import Item, ItemReader
-from gateway.tools.formats import FORMATS
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS
 from gateway.tools.request import Tool, ToolUse
 from tests.support.texts import split
+from wire.dialects import FORMATS
 
 TEXT = (
     'Let me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call> Done.'

@@ -209,6 +209,10 @@ CASES = [
          prompt=TOLD.replace("Ulm", "\ufffd") + "<|assistant|>"),
     *(Case(f"JSON beside tools: {says!r}", {"tools": TOOLS, "form": {"json_object": True}}, says, text, only=CHATS)
       for says, text in (('{"a":\n"x\ny"}', '{"a":\n"x\\u000ay"}'), ('{"a": "\\ud83d\\', '{"a": "\\ud83d\\'))),
+    *(Case(f"a call in a form: {said[:9]!r}", {"tools": TOOLS, "form": form}, said, said, only=CHATS)
+      for form, said in (({"json_object": True}, json.dumps({"a": CALL})), ({"regex": ".*"}, f"So: {CALL}"))),
+    Case("a call beside a form", {"tools": TOOLS, "form": {"regex": ".*"}}, f"\n{CALL}", "", [WEATHER], "tool_calls",
+         only=CHATS),
     Case("half of a surrogate pair", {"tools": TOOLS}, call(HALF), "", [("weather", {"city": "\ufffd"})], "tool_calls"),
     Case("as deep as it may be", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH)), "",
          [("weather", json.loads(deep(MAX_JSON_DEPTH)))], "tool_calls"),

@@ -1,17 +1,20 @@
 """Models that write calls and thoughts in their own words, as clients of each API see them."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from gateway.api.access import WARNING_HEADER
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import Served, run_api
+from tests.support.api_server import SERVED, WAIT_S, Served, run_api
 from tests.support.chat_templates import REBUILT
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_family
 from tests.support.words import HELLO, TOOLS
@@ -116,3 +119,93 @@ def test_models_say_how_they_write(harmony: Served, unknown: Served) -> None:
     assert card["tool_format_reason"] == "the chat template writes calls so"
     (card,) = unknown.http.get("/v1/models").json()["data"]
     assert (card["tool_format"], card["reasoning_format"]) == ("plain", None)
+
+
+@pytest.mark.parametrize("name", ["final", "call"])
+def test_messages_have_phases(harmony: Served, name: str) -> None:
+    end, items = {
+        "final": ("<|channel|>final<|message|>Yes.<|return|>", [("message", "final_answer", "Yes.")]),
+        "call": (f"{CALL}<|call|>", [("function_call", None, None)]),
+    }[name]
+    expected = [("reasoning", None, "Hm, <b>."), ("message", "commentary", "I look."), *items]
+    tools = [{"type": "function", **tool} for tool in TOOLS]
+    body = {"model": SERVED, "input": "hello", "tools": tools}
+    harmony.engine.reset(harmony.script(f"{THOUGHT}{PREAMBLE}{end}"))
+    output = harmony.http.post("/v1/responses", json=body).json()["output"]
+    assert [(one["type"], one.get("phase"), one.get("content", [{}])[0].get("text")) for one in output] == expected
+    harmony.engine.reset(harmony.script(f"{THOUGHT}{PREAMBLE}{end}"))
+    lines = harmony.http.post("/v1/responses", json={**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    begun = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [(one["type"], one.get("phase")) for one in begun] == [one[:2] for one in expected]
+    harmony.engine.reset(harmony.script("<|channel|>final<|message|>Yes."))
+    said = [{"role": "user", "content": "a"}, *output]
+    said += [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": "b"}
+        for one in output[2:]
+        if "call_id" in one
+    ]
+    again = harmony.http.post("/v1/responses", json={**body, "input": [*said, {"role": "user", "content": "c"}]})
+    assert again.status_code == 200, again.text
+    prompt = harmony.tokenizer.decode(harmony.engine.sent[0]["prompt_ids"], with_control_tokens=True)
+    assert "I look." in prompt
+
+
+LONG = f"{CITY}\n" + "one < two 🙂, " * 200  # its arguments are streamed
+ARGUMENTS = json.dumps({"city": LONG}, ensure_ascii=False)
+WRITTEN = {  # two calls at once, where the dialect has several
+    "harmony": f"{CALL.partition('{')[0]}{ARGUMENTS}<|call|>",
+    "qwen-xml": f"{XML.replace(CITY, LONG)}\n{XML}",
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps({"city": CITY})}}}\n</tool_call>',
+}
+
+
+def by_chat(client: openai.OpenAI) -> tuple[list[str], list[Any], int]:
+    tools: Any = [{"type": "function", "function": tool} for tool in TOOLS]
+    with client.chat.completions.stream(model=SERVED, messages=[{"role": "user", "content": "hi"}], tools=tools) as it:
+        parts = [event.arguments_delta for event in it if event.type == "tool_calls.function.arguments.delta"]
+        calls = it.get_final_completion().choices[0].message.tool_calls or []
+    return [call.function.name for call in calls], [json.loads(call.function.arguments) for call in calls], len(parts)
+
+
+def by_responses(client: openai.OpenAI) -> tuple[list[str], list[Any], int]:
+    tools: Any = [{"type": "function", **tool} for tool in TOOLS]
+    with client.responses.stream(model=SERVED, input="hi", tools=tools) as it:
+        parts = [event.delta for event in it if event.type == "response.function_call_arguments.delta"]
+        calls: Any = [item for item in it.get_final_response().output if item.type == "function_call"]
+    return [call.name for call in calls], [json.loads(call.arguments) for call in calls], len(parts)
+
+
+def by_messages(client: anthropic.Anthropic) -> tuple[list[str], list[Any], int]:
+    tools: Any = [{"name": tool["name"], "input_schema": tool.get("parameters", {"type": "object"})} for tool in TOOLS]
+    asked: Any = {"model": SERVED, "max_tokens": 9000, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    with client.messages.stream(**asked) as it:
+        parts = [event for event in it if event.type == "input_json"]
+        calls: Any = [block for block in it.get_final_message().content if block.type == "tool_use"]
+    return [call.name for call in calls], [call.input for call in calls], len(parts)
+
+
+@pytest.mark.parametrize("dialect", WRITTEN)
+def test_official_clients_read_streams_of_each_dialect(tmp_path: Path, dialect: str) -> None:
+    """Token by token, so that emoji are cut."""
+    write = partial(
+        write_family,
+        template=REBUILT.get(dialect, CHAT_TEMPLATE),
+        markers=HARMONY if dialect == "harmony" else (),
+        end="<|return|>" if dialect == "harmony" else "<|end|>",
+        context=1 << 14,
+    )
+    with run_api(tmp_path, ApiOptions(tool_format=dialect), write) as served:
+        openai_client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        others = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=WAIT_S)
+        expected = [{"city": LONG}, {"city": CITY}][: 1 if dialect == "harmony" else 2]
+        for ask in (
+            partial(by_chat, openai_client),
+            partial(by_responses, openai_client),
+            partial(by_messages, others),
+        ):
+            served.engine.reset(served.script(WRITTEN[dialect]))
+            names, arguments, num_parts = ask()
+            assert (names, arguments) == (["weather"] * len(expected), expected)
+            assert num_parts > len(expected) + 10

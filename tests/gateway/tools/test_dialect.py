@@ -12,12 +12,13 @@ import pytest
 
 from gateway.tools import dialect
 from gateway.tools.dialect import PROBES, find_dialect
-from gateway.tools.formats import FORMATS, PLAIN, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallParser, Content, Event
 from gateway.tools.reasoning import REASONING_FORMATS, ChannelReader, new_reader
 from runtime.config_parts import ToolFormat
-from tests.support.chat_templates import REBUILT, downloaded, probes_of, rendered
+from tests.support.chat_templates import LLAMA, REBUILT, downloaded, probes_of, rendered
+from tests.support.chat_templates import TRL as TRL_PACKAGE
 from tests.support.texts import joined, summary
+from wire.dialects import FORMATS, PLAIN, Format
 
 TRL = {  # template |-> the format that it shows
     "qwen2_5": "hermes",
@@ -39,10 +40,47 @@ TRL = {  # template |-> the format that it shows
     "llama3_1": "llama3",
     "llama3_2": "llama3",
 }
-CASES = [*(("trl", name, format) for name, format in TRL.items()), *(("rebuilt", name, name) for name in REBUILT)]
+LLAMA_CPP = {
+    "Bielik-11B-v3.0-Instruct": "hermes",
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "cohere",
+    "GLM-4.6": "glm",
+    "GLM-4.7-Flash": "glm",
+    "LFM2.5-8B-A1B": "lfm2",
+    "MiniMax-M2": "minimax",
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral-args",
+    "NVIDIA-Nemotron-Nano-v2": "nemotron",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
+    "Qwen3-Coder": "qwen-xml",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek-v31",
+    "deepseek-ai-DeepSeek-V3.2": "deepseek-v32",
+    "google-gemma-4-31B-it": "gemma4",
+    "ibm-granite-granite-4.0": "hermes",
+    "meta-llama-Llama-3.3-70B-Instruct": "llama3",
+    "mistralai-Ministral-3-14B-Reasoning-2512": "mistral-args",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "moonshotai-Kimi-K2": "kimi",
+    "openai-gpt-oss-120b": "harmony",
+}
+WITHOUT_TOOLS = ("deepseekv3", "deepseek-ai-DeepSeek-V3.1")  # templates that leave them out
+CASES = [
+    *(("trl", name, format) for name, format in TRL.items()),
+    *(("llama.cpp", name, format) for name, format in LLAMA_CPP.items()),
+    *(("rebuilt", name, name) for name in REBUILT),
+]
 ONE_CALL = [name for name, format in FORMATS.items() if format.has_one_call]
-NOT_BEFORE = ("gemma4", "llama3", "lfm2", "harmony")  # whose templates do not write text before calls
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<turn|>", "<|observation|>", "<｜end▁of▁sentence｜>", "<eos>")
+TURN_ENDS = (
+    *(
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<turn|>",
+        "<|observation|>",
+        "<｜end▁of▁sentence｜>",
+        "<eos>",
+        "[e~[",
+        "<SPECIAL_12>",
+    ),
+    *("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>"),
+)
 PROPERTIES = {
     "city": {"type": "string"},
     "days": {"type": "integer"},
@@ -54,9 +92,11 @@ PROPERTIES = {
 }
 SCHEMA = {"type": "object", "properties": PROPERTIES, "$defs": {"more": {"type": "object"}}}
 SCHEMAS: Mapping[str, Mapping[str, Any]] = {"get_weather": SCHEMA, "now": {}, "send-mail": {}}
+PLAIN_SCHEMA: Mapping[str, Any] = {"type": "object", "properties": {}}  # as all templates take it
+SHOWN = {"city": {"type": "string", "description": "the city"}}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
-    for name, schema in SCHEMAS.items()
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {**PLAIN_SCHEMA, **schema}}}
+    for name, schema in (("get_weather", {"properties": SHOWN}), ("now", {}), ("send-mail", {}))
 ]
 NESTED = {"city": "Łódź 🙂", "days": -3, "share": 0.5, "sure": True, "more": {"k": [1, {"a": "}]"}]}, "list": ["x", 2]}
 TEXTS = {"city": 'a "b"\nc </x> \\ {d}, [e](f=1) 🙂'}
@@ -72,7 +112,9 @@ class Written(NamedTuple):
 
 
 def source_of(kind: str, name: str) -> str:
-    return downloaded(name) if kind == "trl" else REBUILT[name]
+    if kind == "rebuilt":
+        return REBUILT[name]
+    return downloaded(name, TRL_PACKAGE if kind == "trl" else LLAMA)
 
 
 def write(source: str, format: Format, calls: Sequence[Call], lead: str = "") -> Written:
@@ -97,10 +139,10 @@ def write(source: str, format: Format, calls: Sequence[Call], lead: str = "") ->
 
 def _without_ends(tail: str, format: Format, lead: str) -> str:
     """From the lead or the first call on, up to the end of the last."""
-    begin = tail.find(lead) if lead else -1
-    if begin < 0:
-        marks = [tail.find(mark) for mark in (format.opener, "<|start|>assistant", '{"name"', "[get_weather(", "[now(")]
-        begin = min(mark for mark in marks if mark >= 0)
+    marks = [tail.find(mark) for mark in (format.opener, "<|start|>assistant", '{"name"', "[get_weather(", "[now(")]
+    begin = min(mark for mark in marks if mark >= 0)
+    if lead and 0 <= tail.find(lead) < begin:
+        begin = tail.find(lead)
     ends = [at for end in (*TURN_ENDS, "<|start|>functions", "<|tool_response>") if (at := tail.find(end, begin)) >= 0]
     return tail[begin : min(ends)]
 
@@ -127,12 +169,12 @@ def values(events: Sequence[Event]) -> tuple[str, list[Call]]:
 @pytest.mark.parametrize(("kind", "name", "format"), CASES)
 def test_the_format_is_what_the_template_writes(kind: str, name: str, format: str) -> None:
     found = find_dialect("auto", probes_of(source_of(kind, name)))
-    if name == "deepseekv3":  # its template leaves tools out
+    if name in WITHOUT_TOOLS:
         assert found == (None, "the chat template shows the model no tools")
         found = find_dialect(format, probes_of(source_of(kind, name)))
         assert found.why == "--tool-format says so"
     assert found.format is not None and found.format.name == format
-    assert found.format.takes_text == (format in ("deepseek-v3", "deepseek-v31"))
+    assert found.format.takes_text == (format in ("deepseek-v3", "deepseek-v31") and kind != "llama.cpp")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +193,11 @@ def test_what_is_said_of_other_templates(setting: str, texts: Sequence[str], nam
     found = find_dialect(setting, texts)
     assert (found.format and found.format.name) == name
     assert why in found.why
+
+
+def test_a_template_that_only_speaks_of_calls() -> None:
+    found = find_dialect("auto", probes_of(downloaded("ibm-granite-granite-3.3-2B-Instruct", LLAMA)))
+    assert found == (FORMATS["granite"], "the chat template names its markers beside the tools")
 
 
 @pytest.mark.parametrize("name", ["lfm2", "muse_glimmer"])
@@ -197,10 +244,10 @@ def test_what_a_template_writes_is_read_back(kind: str, name: str, format: str) 
         if len(calls) > 1 and format in ONE_CALL:
             continue
         for lead in ("", "Let me look 🙂."):  # bare calls begin the answer, and harmony has messages for text
-            if lead and (row.is_bare or row.has_channels):
+            if lead and (row.bare_opener or row.has_channels):
                 continue
-            text = write(source, row, calls, "" if format in NOT_BEFORE else lead).text
-            text = lead + text if format in NOT_BEFORE else text
+            text = write(source, row, calls, lead).text
+            text = text if text.startswith(lead) else lead + text  # some templates leave it out
             for pieces in ([text], list(text)):
                 for is_trusted in (False, True):
                     assert values(read(row, pieces, is_trusted)) == (lead, calls), text
@@ -243,7 +290,7 @@ def test_a_call_that_is_cut_off_or_of_no_tool_is_content(format: Format) -> None
     other = text.replace("get_weather", "huh")
     content, calls = summary(read(format, [other]))
     assert calls == [] and "Rome" in content
-    both = other + text if not format.is_bare else text
+    both = other + text if not format.bare_opener else text
     assert [name for name, _ in summary(read(format, [both]))[1]] == ["get_weather"]
 
 
@@ -254,11 +301,12 @@ def test_a_malformed_call_is_content_and_the_next_one_is_read(format: Format) ->
     good = write(source_of(kind, name), format, calls).text
     for wrong in ("77-", "[7", "tru"):
         # in XML, what reads as no number is a text, which a call may well hold
-        text = good.replace(format.parameters.begin, "<x") if format.parameters else good.replace("7777", wrong)
+        is_xml, begin = format.style == "xml", format.writing.key if format.writing else ""
+        text = good.replace(begin, "<x") if is_xml else good.replace("7777", wrong)
         for pieces in ([text], list(text)):
             content, found = values(read(format, pieces))
             assert found == [] and content.strip()
-        if not format.is_bare and not (wrong == "[7" and format.style != "xml"):  # an open list takes what follows
+        if not format.bare_opener and not (wrong == "[7" and format.style != "xml"):  # an open list takes what follows
             assert values(read(format, [text + good]))[1][-1:] == calls
 
 

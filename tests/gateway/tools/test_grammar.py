@@ -20,8 +20,6 @@ from decode_worker.grammar.vocabulary import read_vocabulary
 from demo.paths import TARGET_DIR
 from gateway.router.engine_client import Grammar
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.call_rows import CALL_ROWS, NAME, NUMBER, SPACE, CallRow
-from gateway.tools.formats import FORMATS, Format
 from gateway.tools.grammar import after_reasoning, call_grammar, in_dialect
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
@@ -32,6 +30,7 @@ from runtime.peer_input import MAX_JSON_WHITESPACE
 from tests.support.grammars import allowed_in, compile_here
 from tests.support.texts import joined, summary
 from tests.support.tiny_tokenizer import END, write_thinking
+from wire.dialects import FORMATS, NAME, NUMBER, SPACE, Format
 
 WEATHER = {
     "type": "object",
@@ -152,8 +151,10 @@ def behind(
     return found
 
 
-OTHERS = [name for name, row in CALL_ROWS.items() if row.writing or row.is_single or row.answer_begin]  # see below
-JSON_FORMATS = [format for name, format in FORMATS.items() if name in CALL_ROWS and name not in OTHERS]
+ENFORCED = {name: row for name, row in FORMATS.items() if row.is_enforced}
+JSON_FORMATS = [  # the others: see below
+    row for row in ENFORCED.values() if not (row.writing or row.is_single or row.answer_begin)
+]
 formats = pytest.mark.parametrize("format", JSON_FORMATS, ids=lambda format: format.name)
 
 
@@ -176,7 +177,7 @@ def test_required_calls(format: Format, named: str | None, is_parallel: bool) ->
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_text_or_strict_calls(format: Format, is_parallel: bool) -> None:
     grammar, rng, found = grammar_of(ToolUse(format, STRICT, False, None, is_parallel)), Random(2), set()
-    starts = ["", "Well, ", 'x {"name": "now"} '] + ['{"name"' if format.is_bare else f"a {format.opener}"] * 3
+    starts = ["", "Well, ", 'x {"name": "now"} '] + ['{"name"' if format.bare_opener else f"a {format.opener}"] * 3
     for _ in range(2 * WALKS):
         content, calls = read(format, demo().walk(grammar, rng, starts), is_trusted=False)
         assert is_parallel or len(calls) <= 1
@@ -191,7 +192,7 @@ def test_a_call_of_a_tool_that_is_not_strict_is_any_object(format: Format) -> No
     assert call_grammar(ToolUse(format, TOOLS, False, None, True)) is None
     grammar, rng = grammar_of(ToolUse(format, TOOLS, False, None, False)), Random(3)
     for _ in range(WALKS):
-        start = '{"name": "now"' if format.is_bare else format.opener
+        start = '{"name": "now"' if format.bare_opener else format.opener
         (_, calls) = read(format, demo().walk(grammar, rng, [start]), is_trusted=False)
         assert len(calls) == 1
         assert isinstance(json.loads(calls[0][1]), dict)
@@ -341,17 +342,17 @@ TRIP = {
 }
 TREE = {"type": "object", "properties": {"n": {"type": "integer"}, "more": {"$ref": "#"}}, "required": ["n"]}
 CALLED = (*TOOLS[:3], Tool("trip", None, TRIP), Tool("tree", None, TREE), *TOOLS[3:])
-dialects = pytest.mark.parametrize("dialect", CALL_ROWS)
+dialects = pytest.mark.parametrize("dialect", ENFORCED)
 
 
-def between(row: CallRow, text: str) -> list[tuple[str, str]]:
+def between(row: Format, text: str) -> list[tuple[str, str]]:
     """The calls' names, and what stands between the beginning and the end of each."""
     before = re.escape(row.before).replace(SPACE, " ?")
     listed = re.fullmatch(f"{before}(.*){re.escape(row.after)}", text, re.DOTALL)
     assert listed, text
     begin = re.escape(row.begin).replace(NAME, r"([\w-]+)").replace(re.escape(NUMBER), r"\d{1,3}")
     marks = list(re.finditer(begin, listed[1]))
-    ends = [mark.start() - len(row.separator) for mark in marks[1:]] + [len(listed[1])]
+    ends = [mark.start() - len(row.between) for mark in marks[1:]] + [len(listed[1])]
     found = [(mark[1], listed[1][mark.end() : end]) for mark, end in zip(marks, ends, strict=True)]
     assert marks[0].start() == 0
     assert all(inner.endswith(row.end) for _, inner in found), text
@@ -366,10 +367,10 @@ class Constants(ast.NodeTransformer):
         return words[node.id]
 
 
-def arguments_of(row: CallRow, written: str, schema: Mapping[str, Any]) -> Any:
+def arguments_of(row: Format, written: str, schema: Mapping[str, Any]) -> Any:
     """Read by other means than the service's, so that both may err alone."""
-    match row.writing:
-        case "call" | "python":
+    match row.style:
+        case "python":
             call = Constants().visit(ast.parse(f"f({written})", mode="eval").body)
             return {one.arg: ast.literal_eval(one.value) for one in call.keywords}
         case "gemma":
@@ -380,13 +381,13 @@ def arguments_of(row: CallRow, written: str, schema: Mapping[str, Any]) -> Any:
                 flags=re.DOTALL,
             )
             return json.loads(plain)
-        case "":
+        case "json":
             return json.loads(JsonText().push(written, is_last=True))
     member = {
         "qwen-xml": r"<parameter=(\w+)>\n(.*?)\n</parameter>\n",
         "minimax": r'<parameter name="(\w+)">(.*?)</parameter>\n',
         "glm": r"\n?<arg_key>(\w+)</arg_key>\n?<arg_value>(.*?)</arg_value>\n?",
-    }[row.writing]
+    }[row.name]
     assert re.fullmatch(f"\n?({member})*", written, re.DOTALL), written
     texts = dict(re.findall(member, written, re.DOTALL))
     given = schema.get("properties", {})
@@ -402,16 +403,16 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
     return json.loads(text)
 
 
-CLOSERS = {"qwen-xml": "\n</parameter>\n", "minimax": "</parameter>\n", "glm": "</arg_value>", "gemma": '<|"|>'}
+CLOSERS = {"qwen-xml": "\n</parameter>\n", "minimax": "</parameter>\n", "glm": "</arg_value>", "gemma4": '<|"|>'}
 
 
 @dialects
 def test_required_calls_of_every_dialect_fit_their_schemas(dialect: str) -> None:
-    row, rng = CALL_ROWS[dialect], Random(5)
+    row, rng = ENFORCED[dialect], Random(5)
     grammar = demo().load(grammar_of(ToolUse(FORMATS[dialect], CALLED, True, None, True)))
     schemas = {tool.name: tool.schema for tool in CALLED}
     for _ in range(12):  # of all dialects together, some 220 answers
-        text = demo().walk(grammar, rng, closer=CLOSERS.get(row.writing, ""))
+        text = demo().walk(grammar, rng, closer=CLOSERS.get(row.name, ""))
         found = [(name, arguments_of(row, written, schemas[name])) for name, written in between(row, text)]
         for name, arguments in found:
             jsonschema.validate(arguments, schemas[name])
@@ -422,16 +423,16 @@ def test_required_calls_of_every_dialect_fit_their_schemas(dialect: str) -> None
             assert [(name, json.loads(arguments)) for name, arguments in calls] == found
 
 
-def call_of(row: CallRow, name: str) -> str:
+def call_of(row: Format, name: str) -> str:
     """A call without arguments."""
-    given = "" if row.writing not in ("", "gemma") else "{}"
+    given = "{}" if row.style in ("json", "gemma") else ""
     return row.begin.replace(NAME, name).replace(NUMBER, "0") + given + row.end
 
 
 @dialects
 @pytest.mark.parametrize("is_required", [True, False])
 def test_which_calls_every_dialect_allows(dialect: str, is_required: bool) -> None:
-    row, no_argument = CALL_ROWS[dialect], {"type": "object", "additionalProperties": False}
+    row, no_argument = ENFORCED[dialect], {"type": "object", "additionalProperties": False}
     tools = tuple(Tool(name, None, no_argument, is_strict=True) for name in ("one", "two", "three"))
     one, two, three = (call_of(row, tool.name) for tool in tools)
     begin, end = row.before.replace(SPACE, ""), row.after
@@ -440,7 +441,7 @@ def test_which_calls_every_dialect_allows(dialect: str, is_required: bool) -> No
         use = ToolUse(FORMATS[dialect], tools, is_required, named, is_parallel, allowed=allowed)
         return demo().may_end(demo().takes(grammar_of(use), f"{begin}{text}{end}"))
 
-    both = f"{one}{row.separator}{two}"
+    both = f"{one}{row.between}{two}"
     assert takes(one)
     assert takes(one, is_parallel=False)
     assert takes(both) == (not row.is_single)
@@ -460,7 +461,7 @@ THOUGHTS = {
 
 @dialects
 def test_a_form_and_a_call_behind_a_thought_in_every_dialect(dialect: str) -> None:
-    worker, row, thought = ended_by_tool(), CALL_ROWS[dialect], THOUGHTS.get(dialect, THINK)
+    worker, row, thought = ended_by_tool(), ENFORCED[dialect], THOUGHTS.get(dialect, THINK)
     before = f"{thought.begin}Hm{thought.end}{row.after_thought}"
     shown = f'{row.answer_begin}{{"n": 1}}'
     tools = (Tool("now", None, {"type": "object", "additionalProperties": False}),)
@@ -507,7 +508,7 @@ PLAIN_TEXTS: Sequence[dict[str, Any]] = (
 @pytest.mark.parametrize("dialect", ["qwen-xml", "glm", "minimax"])
 def test_texts_in_xml_have_no_quotes_however_the_schema_says_text(dialect: str, schema: dict[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"S": {"type": "string"}}}
-    tools, row = (Tool("f", None, parameters),), CALL_ROWS[dialect]
+    tools, row = (Tool("f", None, parameters),), ENFORCED[dialect]
     grammar = grammar_of(ToolUse(FORMATS[dialect], tools, True, None, True))
     arguments = {
         "qwen-xml": "<parameter=x>\na \\d\n</parameter>\n",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.text.template import are_shown
-from gateway.tools.formats import FORMATS
 from gateway.tools.history import fit_calls, fit_reasoning, system_first, template_call
+from wire.dialects import FORMATS
 
 
 def test_ids_are_made_to_fit() -> None:

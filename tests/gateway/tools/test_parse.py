@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.tools.call_rows import CALL_ROWS
-from gateway.tools.formats import FORMATS, Format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 from tests.support.texts import Call, joined, split, summary
+from wire.dialects import ARGUMENTS, FORMATS, NAME, SPACE, Format
 
 NAMES = ("get_weather", "now", "send-mail")
 NOW, HERMES_NOW = '{"name": "now", "parameters": {}}', '{"name": "now", "arguments": {}}'
@@ -28,16 +27,8 @@ def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> li
 
 def write(format: Format, calls: Sequence[Call]) -> str:
     """Write calls as a model does."""
-    if format.form == "named":
-        return "".join(f"{format.opener}{name}{format.args_marker}{arguments}" for name, arguments in calls)
-    separator = CALL_ROWS[format.name].separator
-    objects = [f'{{"name": "{name}", "{format.arguments_key}": {arguments}}}' for name, arguments in calls]
-    if format.form == "array":
-        return f"{format.opener}[{separator.join(objects)}]"
-    if format.is_bare:
-        return separator.join(objects)
-    layout = format.layout
-    return separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
+    written = [format.call.replace(NAME, name).replace(ARGUMENTS, arguments) for name, arguments in calls]
+    return format.before.replace(SPACE, " ") + format.between.join(written) + format.after
 
 
 # test_dialect.py has the others, written by chat templates
@@ -63,7 +54,7 @@ calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size
 def test_what_a_model_writes_is_read_however_it_is_split(
     format: Format, calls: list[Call], lead: str, cuts: list[int]
 ) -> None:
-    lead = "" if format.is_bare else lead
+    lead = "" if format.bare_opener else lead
     text = lead + write(format, calls)
     for is_trusted in (False, True):
         content, found = summary(parse(format, split(text, cuts), is_trusted))
@@ -190,10 +181,22 @@ def test_content_and_trusted_arguments_are_streamed_as_they_come() -> None:
     assert parser.push("a <tool") == [Content(" a")]
     assert parser.push('box> <tool_call>{"name": "now", "arguments": ') == [Content(" <toolbox>")]
     assert parser.push('{"a') == [CallBegin(0, "id", "now"), Arguments(0, '{"a')]
-    assert parser.push('": 1') == [Arguments(0, '": 1')]
-    assert parser.push("}") == [Arguments(0, "}")]
+    assert parser.push('": 1') == [Arguments(0, '": ')]  # a number is read at once
+    assert parser.push("}") == [Arguments(0, "1}")]
     assert parser.push("}</tool_call>") == [CallEnd(0, "id", "now", '{"a": 1}')]
     assert parser.flush() == []
+
+
+def test_an_answer_in_a_form_has_calls_only_where_it_begins() -> None:
+    call = "<tool_call>" + HERMES_NOW + "</tool_call>"
+    for text in (f'{{"a": "{call}"}}', f" x {call}", f"x{call}"):
+        for pieces in ([text], list(text)):
+            parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id", is_trusted=True, begins=True)
+            events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+            assert joined(events) == [Content(text)]
+    parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id", is_trusted=True, begins=True)
+    assert not any(isinstance(event, Content) for event in parser.push(f"\n{call}\n{call}") + parser.flush())
+    assert parser.num_calls == 2
 
 
 def test_an_answer_in_json_is_not_held_back() -> None:

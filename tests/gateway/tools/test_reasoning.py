@@ -195,7 +195,7 @@ def test_an_answer_waits_for_its_end_marker_only_so_long() -> None:
 # Harmony.
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
-CALL = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+CALL = "<|channel|>commentary to=functions.f<|message|>{}"
 
 
 def read_channels(start: ReasoningStart, pieces: Sequence[str]) -> Parts:
@@ -224,7 +224,7 @@ def read_channels(start: ReasoningStart, pieces: Sequence[str]) -> Parts:
         ("possible", f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
          f"<|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{CALL}", "ab", f"I look.{CALL}"),
         ("possible", " to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", "", CALL),
-        ("possible", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", CALL[:-8]),
+        ("possible", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", CALL),
         ("possible", f"{ANALYSIS}a<|channel|>final<|message|>b", "a", "b"),  # without the end of a message
         ("possible", f"{FINAL}a<|end|><|start|>assis", "", "a"),
         ("possible", f"{ANALYSIS}call {CALL[11:20]} inside<|end|>", f"call {CALL[11:20]} inside", ""),

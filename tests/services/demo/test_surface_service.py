@@ -88,12 +88,13 @@ def check_echo(live: Live, oracle: Oracle, prompt: Sequence[int], num_tokens: in
     """Log-probabilities of prompt and answer; the greedy answer is the reference."""
     body = {
         "model": MODEL, "prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": num_tokens, "temperature": 0,
-        "ignore_eos": True,
+        "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     response = HTTP.post(f"{live.url}/v1/completions", json=body, timeout=100)
     assert response.status_code == 200, response.text
-    told = response.json()["choices"][0]["logprobs"]
-    tokens = [*prompt, *(oracle.answer(prompt, num_tokens) if num_tokens else ())]
+    (choice,) = response.json()["choices"]
+    told, guess = choice["logprobs"], choice["token_ids"][-num_tokens:]
+    tokens = [*prompt, *(oracle.answer(prompt, num_tokens, guess=guess) if num_tokens else ())]
     rows = oracle.logprobs(tokens)
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
     wanted = rows[torch.arange(len(tokens) - 1), tokens[1:]].tolist()
@@ -138,7 +139,7 @@ def test_penalties_and_biases_change_the_answer_as_they_should(
 ) -> None:
     prompt = random_prompt(40, VOCAB, seed=2)
     answer = surface.answer(prompt, max_tokens=24, speculation="draft", **fields)
-    assert answer == oracle.answer_with(processor, prompt, 24)
+    assert answer == oracle.answer_with(processor, prompt, 24, guess=answer)
     assert answer != oracle.answer(prompt, 24)
 
 
@@ -147,7 +148,8 @@ def test_ends_come_when_they_may(surface: Surface, oracle: Oracle, question: lis
     length, end = len(short.tokens), short.tokens[-1]
     assert short.finish_reason == "stop" and 3 < length < 30
     beyond = surface.ask_one(question, max_tokens=length + 10)
-    assert beyond.tokens == oracle.answer(question, length + 10) and beyond.finish_reason == "length"
+    assert beyond.tokens == oracle.answer(question, length + 10, guess=beyond.tokens)
+    assert beyond.finish_reason == "length"
     assert beyond.tokens[:length] == short.tokens
     longer = surface.ask_one(question, max_tokens=length + 20, min_tokens=length + 10, ignore_eos=False)
     ends = sorted(Tokenizer(TARGET_DIR).eos_token_ids)
