@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode_worker.interfaces import Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
@@ -40,8 +41,9 @@ from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.scheduler import Scheduler, num_rows_for
+from worker.scheduler import Scheduler
 from worker.sequences import SequenceParams, Update
+from worker.table import num_rows_for
 
 PAGE_TOKENS, VOCAB = 16, 32_000
 TOKEN = 7  # always sampled
@@ -132,7 +134,7 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
     )
     updates: list[Update] = []
     loop = WorkerLoop(
-        DraftsAndMasks(build_eager_speculator({"ngram": NgramDrafter()}), scheduler),
+        DraftsAndMasks(build_eager_speculator({"ngram": NgramDrafter()}), Masks(), scheduler),
         scheduler,
         runner,
         rows,

@@ -37,9 +37,9 @@ from gateway.text.tokenizer import Tokenizer
 from tests.support.decoding import NO_SPECULATION, Answers, decode
 from tests.support.random_models import write_pair
 from wire.sampling import SamplingParams
-from worker.scheduler import num_rows_for
 from worker.sequences import Sequence, SequenceParams
 from worker.startup.models import locate_draft, locate_model
+from worker.table import num_rows_for
 
 app = App(help=__doc__)
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,8 +11,8 @@ from protos import kv_pb2
 from runtime.config import DecodeConfig
 from worker import receiving
 from worker.peers.kv_peers import KnownPeer, KVPeers, Targets
-from worker.process import Worker
 from worker.receiving import OfferRefusedError
+from worker.role import Worker
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
@@ -22,7 +22,7 @@ class KVReceiver:
     """Reads what is offered to sessions; `peers` has the readers."""
 
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
-        self.peers = KVPeers(worker, config, metrics)
+        self.peers = KVPeers(worker.me, worker.pools, config, metrics)
         self._me = worker.me
         self._scheduler = worker.scheduler
         self._thread = thread

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from threading import Lock
 
-from decode_worker.grammar.constraints import Constraints, Standing
-from decode_worker.speculation.speculator import Speculator
+from decode_worker.interfaces import Drafts, Masks, Standing
 from engine.out_of_memory import StepFailedError
 from worker.loop import InFlightStep, StepExtras
 from worker.scheduler import Scheduler
@@ -14,29 +13,29 @@ from worker.sequences import Phase, ScheduledSequence, Update
 
 
 class DraftsAndMasks(StepExtras):
-    """Owns the drafters and the grammars' states."""
+    """Drafts first, then masks for them."""
 
-    def __init__(self, speculator: Speculator, scheduler: Scheduler) -> None:
-        self._speculator = speculator
+    def __init__(self, drafts: Drafts, masks: Masks, scheduler: Scheduler) -> None:
+        self._drafts = drafts
+        self._masks = masks
         self._scheduler = scheduler
-        self._constraints = Constraints()
 
     def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
         with lock:
-            self._speculator.plan(self._scheduler, planned)
+            self._drafts.plan(self._scheduler, planned)
 
     def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
-        return any(map(self._constraints.concerns, planned))
+        return any(map(self._masks.concerns, planned))
 
     def draft(self, planned: Seq[ScheduledSequence]) -> None:
-        self._speculator.draft(planned)
+        self._drafts.draft(planned)
 
     def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
         """Drop answers whose grammar is complete or failed. Sequences whose masks are late sit out this step."""
         if not self.needs_masks(planned):
             return planned
         kept = []
-        standings = self._constraints.constrain(planned)
+        standings = self._masks.constrain(planned)
         with lock:
             for step, standing in zip(planned, standings, strict=True):
                 if standing is Standing.OPEN:
@@ -51,7 +50,7 @@ class DraftsAndMasks(StepExtras):
 
     def complete(self, planned: Seq[ScheduledSequence], updates: list[Update], lock: Lock) -> None:
         going = [step for step in planned if step.sequence.phase is not Phase.ENDED]
-        standings = self._constraints.constrain(going)
+        standings = self._masks.constrain(going)
         with lock:
             for step, standing in zip(going, standings, strict=True):
                 if standing is Standing.LATE:
@@ -60,22 +59,22 @@ class DraftsAndMasks(StepExtras):
                     updates.append(self._scheduler.end_answer(step.sequence, _error_of(standing), time.monotonic()))
 
     def note_drain(self, seconds: float) -> None:
-        self._speculator.note_drain(seconds)
+        self._drafts.note_drain(seconds)
 
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
-        self._speculator.note_step(flight.planned, flight.num_rows, flight.seconds)
+        self._drafts.note_step(flight.planned, flight.num_rows, flight.seconds)
         planned = flight.planned
         taken = [i for i, step in enumerate(planned) if step.wants_token and not step.is_dropped]
         for i in taken:
             if planned[i].sequence.params.max_draft_tokens:
-                self._speculator.note_drafts(planned[i], 0 if i in failed else len(chosen[i]) - 1)
+                self._drafts.note_drafts(planned[i], 0 if i in failed else len(chosen[i]) - 1)
         bound = [
             i for i in taken
             if planned[i].sequence.params.grammar and i not in failed and planned[i].sequence.phase is not Phase.ENDED
         ]  # fmt: skip
-        standings = self._constraints.follow([(planned[i].sequence, chosen[i]) for i in bound])
+        standings = self._masks.follow([(planned[i].sequence, chosen[i]) for i in bound])
         return {
             i: one if isinstance(one, Exception) else one is Standing.WHOLE
             for i, one in zip(bound, standings, strict=True)

@@ -1,10 +1,14 @@
-"""The decode role: answers first, with a small budget for prompts. Wires its parts and decides nothing."""
+"""The decode role: answers first, with a small budget for prompts. Wires its parts and decides nothing.
+
+Only this file names what implements interfaces.py.
+"""
 
 import asyncio
 
 import grpc
 
 from decode_worker.grammar.compiler import GrammarCompiler
+from decode_worker.grammar.constraints import Constraints
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.loop import DraftsAndMasks
@@ -15,9 +19,9 @@ from decode_worker.streams import GatewayStreams
 from protos import decode_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
+from worker.compose import build_features, compose_budget
 from worker.loop import WorkerLoop
-from worker.plan import build_budget
-from worker.process import Role, Worker
+from worker.role import Role, Worker
 from worker.sequences import Update
 
 
@@ -39,13 +43,13 @@ class DecodeRole(Role):
             asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
 
         speculator = build_speculator(engine, config)
-        budget = build_budget(
-            config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", engine.device.type,
-            config.itl_goal_ms / 1e3, sees_whole_images=engine.sees_whole_images,
-        )  # fmt: skip
+        budget = compose_budget(
+            engine, config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", config.itl_goal_ms / 1e3
+        )
+        extras = DraftsAndMasks(speculator, Constraints(), scheduler)
         self.loop = WorkerLoop(
-            DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool, budget, publish,
-            self.metrics, worker.steps_ahead,
+            extras, scheduler, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
+            worker.steps_ahead,
         )  # fmt: skip
         scheduler.most_answers = self.loop.chunks.most_answers
         if (costs := speculator.costs()) is not None:
@@ -53,8 +57,9 @@ class DecodeRole(Role):
         self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
         self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, self.metrics)
+        features = build_features(config, worker, self.loop.thread, self.metrics)
         self._service = DecodeService(
-            worker, self.loop.thread, self._receiver, streams, self.metrics, speculator, self._grammars,
+            worker, self.loop.thread, features, self._receiver, streams, self.metrics, speculator, self._grammars,
             self.loop.chunks,
         )  # fmt: skip
 

@@ -10,12 +10,9 @@ from contextlib import aclosing
 import grpc
 import structlog
 
-from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
-from decode_worker.grammar.grammars import Grammars
-from decode_worker.grammar.matcher import LoadedGrammar
+from decode_worker.interfaces import Drafts, GrammarBrokenError, GrammarBusyError, GrammarRefusedError, GrammarSource
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.speculator import Speculator
 from decode_worker.streams import GatewayStreams
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, worker_pb2
 from runtime import rpc
@@ -23,9 +20,10 @@ from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
+from worker.features import Features
 from worker.peers.kv_peers import HandshakeRefusedError
-from worker.process import Worker
 from worker.receiving import OfferRefusedError
+from worker.role import Worker
 from worker.sequences import Phase, SequenceParams
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
@@ -38,14 +36,14 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
     """Rpcs that change the scheduler hold the loop's lock for microseconds; Status reads without it."""
 
     def __init__(
-        self, worker: Worker, thread: EngineThread, receiver: KVReceiver, streams: GatewayStreams,
-        metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars, chunks: ChunkSizer,
+        self, worker: Worker, thread: EngineThread, features: Features, receiver: KVReceiver, streams: GatewayStreams,
+        metrics: DecodeMetrics, drafts: Drafts, grammars: GrammarSource, chunks: ChunkSizer,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, receiver.peers.transports, metrics)
+        super().__init__(worker, thread, features, receiver.peers.transports, metrics)
         self._receiver = receiver
         self._streams = streams
         self._metrics = metrics
-        self._speculator = speculator
+        self._drafts = drafts
         self._grammars = grammars
         self._chunks = chunks
 
@@ -59,23 +57,20 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             grammar = await self._find_grammar(request.grammar, context)
             await self._check_open(request.gateway, context)  # that may have taken seconds
         try:
-            drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
+            drafter = self._drafts.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
             params = build_params(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
             self.check_images(params)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
-        if self.tiers.exist and params.num_prompt_logprobs is None:
-            if not await self.tiers.restore(keys, find_wait(context)):
-                detail = "saved KV of the prompt is still being read"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
-            await self._check_open(request.gateway, context)  # that may have taken seconds
+        if params.num_prompt_logprobs is None and not await self.tiers.restore(keys, find_wait(context)):
+            detail = "saved KV of the prompt is still being read"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
         encoded = await self.encode_images(params, request.images, keys, find_wait(context), context)
         if encoded is None:
             detail = "images of the prompt are still being encoded"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
-        if params.images:
-            await self._check_open(request.gateway, context)
+        await self._check_open(request.gateway, context)  # the two may have taken seconds
         sequence = await self.admit(encoded, keys, context)
         log.info(
             "session reserved", request_id=params.request_id, session=sequence.id, attempt=params.attempt,
@@ -93,7 +88,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         if not self._streams.is_open(gateway):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"gateway {gateway} has no Steps stream open here")
 
-    async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> LoadedGrammar:
+    async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> object:
         """Responds in time even if the grammar is not ready."""
         try:
             return await self._grammars.get(wanted.kind, wanted.text, find_wait(context))
@@ -181,7 +176,7 @@ def find_wait(context: Context) -> float:
 
 
 def build_params(
-    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: LoadedGrammar | None = None,
+    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: object | None = None,
     grammar_s: float = 0.0,
 ) -> SequenceParams:  # fmt: skip
     """ValueError if a parameter is out of range, or two contradict each other."""

@@ -17,7 +17,7 @@ from kvtransfer.layout import find_bad_ranks
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 from worker.peers.links import PeerLinks
-from worker.process import Worker
+from worker.role import Worker
 
 log = structlog.get_logger()
 

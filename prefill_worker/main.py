@@ -12,15 +12,14 @@ from engine.runner import Begun, Launched, Runner
 from engine.steps import Launcher
 from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
-from prefill_worker.loans import Borrower, Lender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc, worker_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
+from worker.compose import build_features, compose_budget
 from worker.loop import StepExtras, WorkerLoop
-from worker.plan import build_budget
-from worker.process import Role, Worker
+from worker.role import Role, Worker
 from worker.sequences import ScheduledSequence, Update
 
 StartedT = TypeVar("StartedT", Launched, Begun)
@@ -44,23 +43,18 @@ class PrefillRole(Role):
         asyncio_loop = asyncio.get_running_loop()
 
         def publish(step: int, updates: list[Update]) -> None:
-            asyncio_loop.call_soon_threadsafe(self._service.on_updates, updates)
+            asyncio_loop.call_soon_threadsafe(self._service.hand_overs.on_updates, updates)
 
         runner: Launcher = engine.runner  # which leads its head, if it has one
         if engine.draft_runner is not None and not engine.has_head:
             runner = BothRunners(engine.runner, engine.draft_runner)
-        budget = build_budget(
-            config.chunk_tokens, "--chunk-tokens", engine.device.type,
-            sees_whole_images=engine.sees_whole_images,
-        )  # fmt: skip
+        budget = compose_budget(engine, config.chunk_tokens, "--chunk-tokens")
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
         thread = self.loop.thread
-        self._borrower = Borrower(worker, config, thread, self.metrics)
-        self._service = PrefillService(
-            worker, config, thread, self._sender, Lender(worker, thread), self._borrower, self.metrics
-        )
+        features = build_features(config, worker, thread, self.metrics)
+        self._service = PrefillService(worker, config, thread, features, self._sender, self.metrics)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
@@ -70,7 +64,6 @@ class PrefillRole(Role):
     async def close(self) -> None:
         await self._service.close()
         await self._sender.close()
-        await self._borrower.close()
 
 
 class DraftKv(StepExtras):

@@ -4,24 +4,21 @@ Runs on the asyncio thread; decides nothing.
 """
 
 import asyncio
-import time
-from collections.abc import Sequence as Seq
-from contextlib import suppress
-from functools import partial
 
 import grpc
 import structlog
 
+from prefill_worker.hand_overs import HandOvers
 from prefill_worker.kv_sender import KVSender, OfferFailedError
-from prefill_worker.loans import Borrower, Lender, LoanRefusedError
 from prefill_worker.metrics import PrefillMetrics
-from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
+from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
-from wire.messages import pack_logprobs, unpack_images
+from wire.messages import unpack_images
 from wire.page_keys import TOKEN_BYTES
-from worker.process import Worker
-from worker.sequences import Sequence, SequenceParams, Update
+from worker.features import Features, LoanRefusedError
+from worker.role import Worker
+from worker.sequences import SequenceParams
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
 
@@ -32,23 +29,16 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
     """Calls that change the scheduler hold the engine thread's lock for microseconds; others read without it."""
 
     def __init__(
-        self, worker: Worker, config: PrefillConfig, thread: EngineThread, sender: KVSender, lender: Lender,
-        borrower: Borrower, metrics: PrefillMetrics,
+        self, worker: Worker, config: PrefillConfig, thread: EngineThread, features: Features, sender: KVSender,
+        metrics: PrefillMetrics,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, lambda: sender.transports() | borrower.peers.transports(), metrics)
-        self._sender = sender
-        self._lender = lender
-        self._borrower = borrower
+        def transports() -> dict[str, str]:
+            return {**sender.transports(), **features.tiers.transports()}
+
+        super().__init__(worker, thread, features, transports, metrics)
         self._metrics = metrics
         self._heartbeat_s = config.heartbeat_s
-        self._stall_s = config.stall_s
-        self._updates: dict[int, asyncio.Queue[Update]] = {}  # sequence id |-> updates for its Run call
-
-    def on_updates(self, updates: Seq[Update]) -> None:
-        """Distribute a step's updates. Called on the asyncio thread."""
-        for update in updates:
-            if (queue := self._updates.get(update.sequence.id)) is not None:
-                queue.put_nowait(update)
+        self.hand_overs = HandOvers(config, worker.scheduler.kv, thread, sender, metrics)
 
     async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:
         problem = self._find_problem(request)
@@ -65,20 +55,17 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
-        borrow = partial(self._borrower.borrow, request.source, keys) if request.HasField("source") else None
+        lender = request.source if request.HasField("source") else None
         try:
-            while num_logprobs is None and not await self.tiers.restore(keys, self._heartbeat_s, borrow):
-                await self._sender.renew(request.ticket)
-            while (
-                encoded := await self.encode_images(params, request.images, keys, self._heartbeat_s, context)
-            ) is None:
-                await self._sender.renew(request.ticket)
+            wait, wait_s, ticket = self.hand_overs.wait, self._heartbeat_s, request.ticket
+            if num_logprobs is None:
+                await wait(ticket, lambda: self.tiers.restore(keys, wait_s, lender))
+            encoded = await wait(ticket, lambda: self.encode_images(params, request.images, keys, wait_s, context))
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))
         sequence = await self.admit(encoded, keys, context, is_kept=True)
-        self._updates[sequence.id] = asyncio.Queue()
         try:
-            return await self._hand_over(request, sequence)
+            result = await self.hand_overs.run(request, sequence)
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))
         except asyncio.CancelledError:
@@ -86,19 +73,16 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             log.info("prefill cancelled", request_id=request.request_id)
             raise
         finally:
-            del self._updates[sequence.id]
             with self._thread.lock:
                 self._scheduler.end(sequence)
                 self._thread.wake()
+        return result
 
     async def Lend(self, request: prefill_pb2.LendRequest, context: Context) -> prefill_pb2.LendResponse:
         try:
-            return await self._lender.lend(request)
+            return await self.tiers.lend(request)
         except LoanRefusedError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
-        status.restored_tokens += self._borrower.reading.num_tokens
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:
         ticket, num_prompt = request.ticket, len(request.prompt) // TOKEN_BYTES
@@ -112,42 +96,3 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         return find_too_many_logprobs("num_prompt_logprobs", request.num_prompt_logprobs) or self.find_bad_prompt(
             request.prompt
         )
-
-    async def _hand_over(self, request: prefill_pb2.RunRequest, sequence: Sequence) -> prefill_pb2.RunResponse:
-        """Offer the sequence's pages as they are computed; returns after the last acknowledgement."""
-        offered, end = request.ticket.begin, request.ticket.end
-        num_scores = end if request.HasField("num_prompt_logprobs") else 0
-        result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached)
-        heard_at = time.monotonic()  # the last sign of life sent to the decode worker
-        while offered < end or len(result.prompt_logprobs) < num_scores:
-            positions = self._scheduler.kv.next_offer(sequence, offered)
-            if positions is not None:
-                pages = self._scheduler.kv.pages_of(sequence, positions)
-                slots = self._scheduler.kv.states_of(sequence, positions)
-                await self._sender.send(request, positions, pages, slots, result)
-                offered, heard_at = positions.stop, time.monotonic()
-            elif (seconds_left := heard_at + self._heartbeat_s - time.monotonic()) > 0:
-                with suppress(TimeoutError):
-                    # not wait_for: before Python 3.12 it swallows a cancellation that arrives with the update
-                    async with asyncio.timeout(seconds_left):
-                        _take(await self._updates[sequence.id].get(), result)
-            else:
-                if self._thread.progress().find_stuck(self._stall_s) is None:  # if the engine hangs, the lease expires
-                    await self._sender.renew(request.ticket)
-                heard_at = time.monotonic()
-        result.queue_seconds = (sequence.started_at or sequence.admitted_at) - sequence.admitted_at
-        result.prefill_seconds = sequence.timing(time.monotonic()).prefill_s - result.queue_seconds
-        self._metrics.queue_seconds.observe(result.queue_seconds)
-        self._metrics.prefill_seconds.observe(result.prefill_seconds)
-        log.info(
-            "prefilled", request_id=request.request_id, tokens=end, cached=sequence.num_cached,
-            bytes=result.transfer_bytes,
-        )  # fmt: skip
-        return result
-
-
-def _take(update: Update, result: prefill_pb2.RunResponse) -> None:
-    """Raises OfferFailedError if the sequence's step failed."""
-    if update.error:
-        raise OfferFailedError(grpc.StatusCode.INTERNAL, update.error)
-    result.prompt_logprobs.extend(map(pack_logprobs, update.prompt_logprobs))

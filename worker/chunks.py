@@ -7,8 +7,6 @@ machine: the first chunk is the smallest, and each may be twice as large as any 
 
 from math import ceil, inf
 
-from worker.itl_goal import ItlGoal
-
 CHUNK_S = 2.0  # of a step without answers, and of a step's prompts beside them; shorter than any sensible --stall-s
 STRETCH = 1.7  # times the duration of a step with answers alone
 FEWEST = 16  # tokens, whatever they take: about a page
@@ -23,21 +21,19 @@ KEPT = 0.8  # weight of the old average when a step is added
 
 
 class ChunkSizer:
-    """Learns from each step of a worker. Sizes are in prompt tokens."""
+    """Learns from each step of a worker. Sizes are in prompt tokens. itl_goal.py has one that keeps a goal."""
 
-    def __init__(self, most: int, fewest: int = FEWEST, itl_goal_s: float = 0.0) -> None:
-        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there.
+    has_goal = False
 
-        `itl_goal_s`: longest step with answers, instead of STRETCH times that without prompts; 0: none.
-        """
-        self._goal = ItlGoal(itl_goal_s) if itl_goal_s else None
+    def __init__(self, most: int, fewest: int = FEWEST) -> None:
+        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there."""
         self._most = most
         self._fewest = fewest
         self._ceiling = fewest  # of chunks: what may be tried next
         self._growth = GROWTH
-        self._quiet_s = 0.0  # average of steps without prompt tokens; 0: none measured
-        self._token_s = 0.0  # per prompt token; 0: none measured
-        self._fixed_s = 0.0  # average of what a chunk of any size adds to a step with answers
+        self.quiet_s = 0.0  # a step with answers alone takes, on average; 0 before the first
+        self.token_s = 0.0  # each prompt token adds to a step; 0 before the first
+        self.fixed_s = 0.0  # a chunk of any size adds to a step with answers, on average
         self._last = (0, 0.0)  # tokens of the last chunk beside answers, seconds that it added
 
     @property
@@ -48,65 +44,45 @@ class ChunkSizer:
     @property
     def beside(self) -> int:
         """Of the next step with answers."""
-        return self._fit(self._wanted_s - self._fixed_s)
+        return self._fit(self._wanted_s - self.fixed_s)
 
     def beside_by_goal(self, num_answers: int) -> int | None:
         """Of the next step with so many answers, by the goal; None without one."""
-        if self._goal is None:
-            return None
-        fitting = self._goal.fit_prompt(num_answers, self._fixed_s, self._token_s, self._fewest)
-        return min(fitting, self._ceiling, self._most)
-
-    @property
-    def has_goal(self) -> bool:
-        return self._goal is not None
+        return None
 
     def most_answers(self, limit: int) -> int:
         """Answers whose steps keep the goal, also beside the smallest chunk: from 1 to `limit`."""
-        chunk_s = self._fixed_s + self._token_s * self._fewest
-        return self._goal.most_answers(chunk_s, limit) if self._goal else limit
+        return limit
 
     @property
-    def quiet_s(self) -> float:
-        """Seconds of a step with answers alone; 0 before the first."""
-        return self._quiet_s
-
-    @property
-    def fixed_s(self) -> float:
-        """Seconds that a chunk of any size adds to a step with answers."""
-        return self._fixed_s
-
-    @property
-    def token_s(self) -> float:
-        """Seconds that each prompt token adds to a step; 0 before the first."""
-        return self._token_s
+    def _full_beside(self) -> int:
+        """Beside answers, the fewest tokens whose cost is learnt from a step that was not too long."""
+        return self.beside
 
     @property
     def _wanted_s(self) -> float:
         """What a chunk may add to a step with answers: more than what it adds at any size, to make that worthwhile."""
-        return min(max((STRETCH - 1) * self._quiet_s, STRETCH * self._fixed_s), CHUNK_S)
+        return min(max((STRETCH - 1) * self.quiet_s, STRETCH * self.fixed_s), CHUNK_S)
 
     def _fit(self, seconds: float) -> int:
-        fitting = int(seconds / self._token_s) if self._token_s else self._fewest
+        fitting = int(seconds / self.token_s) if self.token_s else self._fewest
         return min(max(min(fitting, self._ceiling), self._fewest), self._most)
 
     def predict(self, num_answers: int, num_prompt_tokens: int) -> float:
         """Seconds of a step with these numbers of answer and prompt tokens; 0 before anything was measured."""
-        token_s = self._token_s or self._quiet_s  # before the first prompt: at most a step each
-        fixed_s = self._fixed_s if num_answers and num_prompt_tokens else 0.0
+        token_s = self.token_s or self.quiet_s  # before the first prompt: at most a step each
+        fixed_s = self.fixed_s if num_answers and num_prompt_tokens else 0.0
         return (self._answers_s(num_answers) if num_answers else 0.0) + fixed_s + token_s * num_prompt_tokens
 
     def _answers_s(self, num_answers: int) -> float:
-        """Seconds of a step with answers alone: by their number where that is followed, else on average."""
-        return self._goal.predict(num_answers) if self._goal else self._quiet_s
+        """Seconds of a step with answers alone, on average."""
+        return self.quiet_s
 
     def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step with these numbers of answer and prompt tokens took `seconds`."""
         if seconds <= 0:
             return
         quiet_s = self._answers_s(num_answers)
-        if self._goal and num_answers:
-            self._goal.note_step(num_answers, num_prompt_tokens, seconds, self.predict(num_answers, num_prompt_tokens))
         if num_prompt_tokens:
             is_beside = bool(num_answers and quiet_s)
             prompt_s = seconds - quiet_s if is_beside else seconds
@@ -115,30 +91,29 @@ class ChunkSizer:
             self._learn_token(is_beside, num_prompt_tokens, prompt_s)
             self._move_ceiling(num_prompt_tokens, prompt_s)
         elif num_answers:
-            before = self._quiet_s or seconds
-            self._quiet_s = KEPT * before + (1 - KEPT) * min(seconds, 2 * before)  # more may be chance
+            before = self.quiet_s or seconds
+            self.quiet_s = KEPT * before + (1 - KEPT) * min(seconds, 2 * before)  # more may be chance
 
     def _learn_fixed(self, num_tokens: int, prompt_s: float) -> None:
         """Where the line through two chunks in a row of very different sizes begins; at most what they took."""
         (few, few_s), (many, many_s) = sorted((self._last, (num_tokens, prompt_s)))
         self._last = num_tokens, prompt_s
-        found = min(self._fixed_s, prompt_s)
+        found = min(self.fixed_s, prompt_s)
         if 0 < 2 * few <= many:
             found = min((few_s * many - many_s * few) / (many - few), few_s, many_s)
-        self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * max(found, 0.0)
+        self.fixed_s = KEPT * self.fixed_s + (1 - KEPT) * max(found, 0.0)
 
     def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""
-        size, wanted_s = (self.beside, self._wanted_s) if is_beside else (self.alone, CHUNK_S)
-        size = self._fewest if is_beside and self._goal else size
+        size, wanted_s = (self._full_beside, self._wanted_s) if is_beside else (self.alone, CHUNK_S)
         if num_tokens < size and prompt_s <= wanted_s:
             return  # a short prompt's tokens cost more
-        found = (prompt_s - self._fixed_s if is_beside else prompt_s) / num_tokens
+        found = (prompt_s - self.fixed_s if is_beside else prompt_s) / num_tokens
         if is_beside:
-            before = self._token_s or (STRETCH - 1) * self._quiet_s / self._fewest
+            before = self.token_s or (STRETCH - 1) * self.quiet_s / self._fewest
             most = before * MOST_SHRINKING if prompt_s <= CHUNK_S else inf
             found = min(max(found, before / MOST_GROWTH), most)
-        self._token_s = found
+        self.token_s = found
 
     def _move_ceiling(self, num_tokens: int, prompt_s: float) -> None:
         if prompt_s > FAR_TOO_LONG * CHUNK_S and num_tokens > self._fewest:

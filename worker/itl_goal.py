@@ -9,7 +9,11 @@ A step with n answers and p prompt tokens is predicted to take `base + answer * 
 One step in QUIET has no prompt, so that the cost of answers alone stays known while prompts never end.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import inf
+
+from worker.chunks import ChunkSizer
 
 STARVED = 8  # steps with answers in which prompts wait for the smallest chunk, where it does not fit into the goal
 QUIET = 16
@@ -84,3 +88,40 @@ class ItlGoal:
         room_s = self.meant_s - chunk_s - self.predict(0)
         fitting = room_s / self._answer_s if self._answer_s else inf if room_s > 0 else 1
         return int(max(min(fitting, known, limit), 1))
+
+
+class GoalSizer(ChunkSizer):
+    """Chunks beside answers that keep the goal, instead of STRETCH times the steps without prompts."""
+
+    has_goal = True
+
+    def __init__(self, most: int, fewest: int, *, goal_s: float) -> None:
+        """`goal_s`: longest step with answers."""
+        super().__init__(most, fewest)
+        self._goal = ItlGoal(goal_s)
+
+    def beside_by_goal(self, num_answers: int) -> int | None:
+        fitting = self._goal.fit_prompt(num_answers, self.fixed_s, self.token_s, self._fewest)
+        return min(fitting, self._ceiling, self._most)
+
+    def most_answers(self, limit: int) -> int:
+        return self._goal.most_answers(self.fixed_s + self.token_s * self._fewest, limit)
+
+    @property
+    def _full_beside(self) -> int:
+        return self._fewest
+
+    def _answers_s(self, num_answers: int) -> float:
+        """By their number."""
+        return self._goal.predict(num_answers)
+
+    def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
+        predicted_s = self.predict(num_answers, num_prompt_tokens)
+        super().note_step(num_answers, num_prompt_tokens, seconds)
+        if num_answers and seconds > 0:
+            self._goal.note_step(num_answers, num_prompt_tokens, seconds, predicted_s)
+
+
+def choose_sizer(goal_s: float) -> Callable[[int, int], ChunkSizer]:
+    """`goal_s`: 0: there is no goal."""
+    return partial(GoalSizer, goal_s=goal_s) if goal_s else ChunkSizer

@@ -10,28 +10,22 @@ Masks are made while the forward runs, from the tokens of the step before:
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.out_of_memory import StepFailedError
-from engine.sampling.logits import allowed_words
 from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step, report_failure
 from wire.logprobs import TokenLogprobs
-from worker import receiving
-from worker.chunks import ChunkSizer
-from worker.metrics import WorkerMetrics
 from worker.plan import TokenBudget, schedule
+from worker.rows import RowWriter
 from worker.scheduler import Scheduler
-from worker.sequences import ScheduledSequence, Sequence, Update
+from worker.sequences import ScheduledSequence, Update
 from worker.thread import EngineThread
 
 Publish = Callable[[int, list[Update]], None]
@@ -81,19 +75,27 @@ class StepExtras:
         return {}
 
 
+class StepCounter(Protocol):
+    """Metrics of steps."""
+
+    def count_step(
+        self, planned: Seq[ScheduledSequence], updates: Seq[Update], failed: Collection[int], seconds: float
+    ) -> None: ...
+
+
 class WorkerLoop:
     """Owns the engine thread; its lock guards the scheduler."""
 
     def __init__(
         self, extras: StepExtras, scheduler: Scheduler, runner: Launcher, rows: InputBatch, pool: Pool,
-        budget: TokenBudget, publish: Publish, metrics: WorkerMetrics, steps_ahead: int = 0,
+        budget: TokenBudget, publish: Publish, metrics: StepCounter, steps_ahead: int = 0,
     ) -> None:  # fmt: skip
         self._extras = extras
-        self.thread = EngineThread(self.step, lambda: receiving.next_deadline(scheduler))
-        self.chunks = ChunkSizer(budget.prompt_tokens, budget.fewest_prompt_tokens, budget.itl_goal_s)
+        self.thread = EngineThread(self.step, scheduler.next_deadline)
+        self.chunks = budget.build_sizer(budget.prompt_tokens, budget.fewest_prompt_tokens)
         self._scheduler = scheduler
         self._runner = runner
-        self._rows = rows
+        self._rows = RowWriter(rows)
         self._pool = pool
         self._budget = budget
         self._publish = publish
@@ -101,16 +103,14 @@ class WorkerLoop:
         self._steps_ahead = steps_ahead
         self._in_flight: deque[InFlightStep] = deque()
         self._was_drained = False  # the step being planned needed the tokens of the last one
-        self._filled: dict[int, str] = {}  # slot on the device |-> key of the adapter in it
         self._last_over = 0.0  # time.perf_counter() when the last step was collected
 
     def step(self) -> bool:
         """Plan and launch a step, collect one. Returns whether there was work; called until there is none."""
         with self.thread.lock:
-            updates = receiving.expire(self._scheduler, time.monotonic())
+            updates = self._scheduler.expire(time.monotonic())
             dropped = self._scheduler.adapters.take_dropped()
-        for key in dropped:
-            self._rows.drop_adapter(key)
+        self._rows.drop_adapters(dropped)
         planned = self._plan(updates)
         if planned:
             self._launch(planned, updates)
@@ -154,7 +154,7 @@ class WorkerLoop:
         self.thread.predicted_s = predicted_s + sum(flight.predicted_s for flight in self._in_flight)
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
-                self._write_row(step.sequence)
+                self._rows.write(step.sequence)
         is_drained = self._was_drained
         self._extras.draft(planned)
         needs_masks = bool(self._in_flight) and self._extras.needs_masks(planned)
@@ -163,7 +163,7 @@ class WorkerLoop:
             if not planned:
                 return
         started = time.perf_counter()
-        requests = [self._request(step) for step in planned]
+        requests = [self._rows.request(step) for step in planned]
         if led := [(step, step.draft_lead) for step in planned if step.draft_lead is not None]:
             with self.thread.lock:
                 for step, lead in led:
@@ -179,53 +179,9 @@ class WorkerLoop:
         if self._in_flight and self._in_flight[-1].needs_masks:
             flight = self._in_flight[-1]
             self._extras.complete(flight.planned, updates, self.thread.lock)
-            masks = {index: self._mask(step) for index, step in enumerate(flight.planned)}
+            masks = {index: self._rows.mask(step) for index, step in enumerate(flight.planned)}
             flight.step.choose({index: mask for index, mask in masks.items() if mask is not None})
             flight.needs_masks = False
-
-    def _request(self, step: ScheduledSequence) -> ForwardRow:
-        """What the engine computes for one sequence."""
-        row, params = step.sequence.row, step.sequence.params
-        if step.drafts:
-            drafts = np.array(step.drafts, np.int32)
-            self._rows.write_tokens(row, step.begin + step.count, drafts)
-        mask = self._mask(step) if params.min_tokens else step.mask
-        return ForwardRow(
-            row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, *step.slots,
-        )  # fmt: skip
-
-    def _mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
-        """[1 + drafts, ceil(V / 32)]: what the step may choose, as far as it is known."""
-        return self._forbid(step) if step.sequence.params.min_tokens and step.wants_token else step.mask
-
-    def _forbid(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
-        """[1 + drafts, ceil(V / 32)]: the step's mask without tokens that would end the answer too early."""
-        first, vocabulary = step.begin + step.count, self._rows.vocab_size
-        rows = [
-            allowed_words(own, step.sequence.forbidden_at(first + i), vocabulary)
-            for i, own in enumerate([None] * step.num_chosen if step.mask is None else step.mask)
-        ]
-        if all(row is None for row in rows):
-            return None
-        anything = np.full(-(-vocabulary // 32), -1, np.int32)
-        return np.stack([anything if row is None else row for row in rows])
-
-    def _write_row(self, sequence: Sequence) -> None:
-        if sequence.num_pages_in_row < 0:
-            tokens = np.array(sequence.tokens, np.int32)
-            self._rows.close(sequence.row)  # of the row's previous sequence
-            slot, key = sequence.adapter
-            if self._filled.get(slot, "") != key:
-                self._rows.fill_slot(slot, key)
-                self._filled[slot] = key
-            params = sequence.params
-            images = [(image, params.encodings.get(image.digest)) for image in params.images]
-            self._rows.open(sequence.row, tokens, params.sampling, sequence.answer_begin, slot, images)
-            sequence.num_pages_in_row, sequence.started_at = 0, time.monotonic()
-        first = sequence.num_pages_in_row
-        self._rows.write_pages(sequence.row, first, sequence.pages[first:])
-        sequence.num_pages_in_row = len(sequence.pages)
 
     def _explain(self, step: Seq[ScheduledSequence], error: Exception, which: Seq[int]) -> StepFailedError:
         """Log why these sequences of a step failed. If memory ran out, the message names the one setting to lower."""

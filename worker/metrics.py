@@ -50,12 +50,6 @@ class WorkerMetrics:
         self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
-        if (slots := scheduler.kv.states.cache).num_pages:
-            self.gauge("state_slots_used", "Slots of recurrent state that sequences hold", lambda: slots.num_held)
-            self.gauge("state_slots_cached", "Slots with checkpoints that prompts may find", lambda: slots.num_cached)
-        if (adapters := scheduler.adapters).num_slots:
-            self.gauge("adapters_loaded", "Adapters that requests may name", lambda: len(adapters.names))
-            self.gauge("adapter_slots_used", "Slots whose adapter a sequence has", lambda: adapters.num_held)
         self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
         self.gauge(
             "num_requests_running", "Sequences in steps",

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
-from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS
-from worker.chunks import FEWEST, FEWEST_ON_GPU
+from worker.chunks import FEWEST, FEWEST_ON_GPU, ChunkSizer
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, ScheduledSequence, Sequence
+from worker.sequences import Phase, ScheduledSequence, Sequence, SequenceParams
 
 MAX_SCORED = 128  # per step: a prompt token with log-probabilities costs as much as a sampled one
 
@@ -21,9 +21,10 @@ class TokenBudget:
     setting: str  # the flag that sets it, for error messages
     fewest_prompt_tokens: int = FEWEST  # of a chunk, unless a prompt has fewer left
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
-    itl_goal_s: float = 0.0  # longest step with answers; 0: no goal
+    build_sizer: Callable[[int, int], ChunkSizer] = ChunkSizer  # from prompt_tokens and fewest_prompt_tokens
     by_goal: Callable[[int], int | None] = lambda num_answers: None  # prompt tokens beside them; None: no goal
-    sees_whole_images: bool = False  # the model does: no step ends inside one
+    fit: Callable[[SequenceParams, int, int], int] = lambda params, begin, count: count
+    """(params, begin, count) |-> how many positions from `begin` on may be one step's, about `count`"""
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
         """Prompt tokens of a step: proportionally more with more than two prompts, or more than one per two answers.
@@ -38,12 +39,9 @@ class TokenBudget:
         return min(self.prompt_tokens, int(self.beside_answers * growth))
 
 
-def build_budget(
-    prompt_tokens: int, setting: str, device: str, itl_goal_s: float = 0.0, *, sees_whole_images: bool = False
-) -> TokenBudget:
-    """`device`: torch's name of its type."""
-    fewest = FEWEST_ON_GPU if device == "cuda" else FEWEST
-    return TokenBudget(prompt_tokens, setting, fewest, itl_goal_s=itl_goal_s, sees_whole_images=sees_whole_images)
+def build_budget(prompt_tokens: int, setting: str, device: str, **others: Any) -> TokenBudget:
+    """`device`: torch's name of its type; `others`: fields of TokenBudget."""
+    return TokenBudget(prompt_tokens, setting, FEWEST_ON_GPU if device == "cuda" else FEWEST, **others)
 
 
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
@@ -87,8 +85,7 @@ def _plan_prompts(
     planned = []
     for sequence, count in zip(active, share_prompt_tokens(counts, num_tokens), strict=True):
         if count > 0:
-            if budget.sees_whole_images:
-                count = fit_images(sequence.params.images, sequence.launched, count)
+            count = budget.fit(sequence.params, sequence.launched, count)
             planned.append(_take(scheduler, sequence, count))
     return planned
 
@@ -99,17 +96,6 @@ def _take(scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bo
     count = min(count, scheduler.kv.states.find_stop(sequence, begin) - begin)
     wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
     return ScheduledSequence(sequence, begin, count, sequence.num_to_score(count), wants_token, is_answer)
-
-
-def fit_images(images: Seq[ImageSpan], begin: int, count: int) -> int:
-    """How many positions from `begin` on are computed, about `count`, so that the last one is not inside an image.
-
-    Fewer, up to the image; or more, to its end, if nothing is before it.
-    """
-    for image in images:
-        if image.begin < begin + count < image.end:
-            return (image.begin if image.begin > begin else image.end) - begin
-    return count
 
 
 def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:

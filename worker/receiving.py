@@ -1,7 +1,7 @@
-"""KV that a scheduler's sequences get from other workers: leases, offers that are accepted, and their reads. Pure."""
+"""KV that a scheduler's sequences get from other workers: offers that are accepted, and their reads. Pure."""
 
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, Sequence, Update
+from worker.sequences import Phase, Sequence
 
 
 class OfferRefusedError(Exception):
@@ -28,7 +28,7 @@ def begin_read(
     num_slots: int = 0,
     adapter: str = "",
 ) -> tuple[list[int], list[int]]:
-    """Accept an offer of positions [begin, end), and of states as `KVCacheManager.states_of` has them.
+    """Accept an offer of positions [begin, end), and of states as `States.offered` has them.
 
     `adapter`: the one that computed them. Returns the pages and the slots to copy into, held until `finish_read` or
     `fail_read`. A sequence's offers come in order, one at a time. Raises OfferRefusedError.
@@ -95,21 +95,3 @@ def fail_read(scheduler: Scheduler, sequence_id: int) -> None:
 def _end_read(scheduler: Scheduler, sequence: Sequence) -> None:
     sequence.is_read = False
     scheduler.remove_if_over(sequence)
-
-
-def expire(scheduler: Scheduler, now: float) -> list[Update]:
-    """End sequences whose KV did not arrive within the lease."""
-    error = f"no KV arrived within the lease of {scheduler.lease_s:g} s (--lease-s)"
-    late = [sequence for sequence in _find_leased(scheduler) if sequence.deadline <= now]
-    scheduler.num_expired += len(late)
-    return [scheduler.fail(sequence, error, now, "expired") for sequence in late]
-
-
-def next_deadline(scheduler: Scheduler) -> float | None:
-    """When `expire` must be called next."""
-    return min((sequence.deadline for sequence in _find_leased(scheduler)), default=None)
-
-
-def _find_leased(scheduler: Scheduler) -> list[Sequence]:
-    """Sequences that wait for the next offer; reads have their own time limit."""
-    return [sequence for sequence in scheduler.in_phase(Phase.RECEIVING) if not sequence.is_read]

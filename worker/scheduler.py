@@ -1,169 +1,21 @@
-"""All sequences of a worker: admission, room, steps and ends. Pure: `now` is passed in; the caller serialises calls.
+"""Which of a worker's sequences run, and what their steps change. Pure: `now` is passed in.
 
-sequences.py draws a sequence's life and what frees its pages; kv_cache.py owns these, adapters/ what computes
-them; receiving.py takes offers.
+table.py admits and ends sequences; kv_cache.py gives them pages. The caller serialises calls.
 """
 
-from array import array
-from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from wire.logprobs import TokenLogprobs
-from wire.page_keys import PageKey
-from worker.adapters.slots import NO_ADAPTER, AdapterSlots
-from worker.kv_cache import KVCacheManager, Restore
-from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
-
-
-class OverGoalError(NoRoomError):
-    """One more answer would make all of them slower than --itl-goal-ms."""
+from worker.prefix_cache import NoRoomError
+from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, Update
+from worker.table import SequenceTable
 
 
 @dataclass(slots=True)
-class Scheduler:
-    """Decides which sequences run, and which of them get the pages of `kv`."""
-
-    kv: KVCacheManager
-    max_running: int
-    lease_s: float
-    adapters: AdapterSlots = field(default_factory=AdapterSlots)
-    on_empty: Callable[[], None] = lambda: None  # called when the last sequence is gone
-    most_answers: Callable[[int], int] = lambda limit: limit  # that keep the goal, at most `limit` (chunks.py)
-    num_preemptions: int = 0
-    num_expired: int = 0  # expired leases
-    num_launched: int = 0  # steps launched and not collected, summed over sequences
-    is_short: bool = False  # the last plan lacked pages: collect launched steps, then others can be preempted
-    _sequences: dict[int, Sequence] = field(default_factory=dict)  # id |-> sequence, oldest first
-    _by_handle: dict[tuple[str, int], int] = field(default_factory=dict)  # (gateway, handle) |-> id
-    _next_id: int = 1
-    _free_rows: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._free_rows = list(range(num_rows_for(self.max_running)))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(list(self._sequences.values()))  # a copy: metrics read from another thread, and loops end sequences
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def get(self, sequence_id: int) -> Sequence | None:
-        return self._sequences.get(sequence_id)
-
-    def __getitem__(self, sequence_id: int) -> Sequence:
-        return self._sequences[sequence_id]
-
-    @property
-    def num_running(self) -> int:
-        return sum(sequence.phase is not Phase.ENDED for sequence in self)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(sequence.is_waiting for sequence in self)
-
-    @property
-    def num_tokens_waiting(self) -> int:
-        """Tokens whose KV is still to be computed here, besides each answer's last one."""
-        computing = [sequence for sequence in self if sequence.phase in (Phase.ACTIVE, Phase.PREEMPTED)]
-        return sum(max(sequence.num_missing - (sequence.params.max_tokens > 0), 0) for sequence in computing)
-
-    def in_phase(self, phase: Phase) -> list[Sequence]:
-        """Oldest first."""
-        return [sequence for sequence in self if sequence.phase is phase]
-
-    # -- admission -----------------------------------------------------------------------------------------------
-
-    def admit(
-        self, params: SequenceParams, now: float, is_kept: bool = False, keys: list[PageKey] | None = None
-    ) -> Sequence:
-        """Hold the cached pages of the prompt's start, and allocate the rest.
-
-        `is_kept`: the pages stay until `end`. `keys`: `kv.keys_of(params)`. A repeated (gateway, handle) returns the
-        same sequence. Raises NeverFitsError, NoRoomError (OverGoalError: only new answers) or UnknownAdapterError.
-        """
-        if params.handle and (params.gateway, params.handle) in self._by_handle:
-            return self._sequences[self._by_handle[params.gateway, params.handle]]
-        if keys is None:
-            keys = self.kv.keys_of(params)
-        is_scored = params.num_prompt_logprobs is not None  # scores need the computation
-        hit = self.kv.find([] if is_scored else keys)
-        is_here = self._computes_here(params, hit.num_usable * self.kv.page_tokens)
-        sequence = Sequence(
-            id=self._next_id,
-            params=params,
-            phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
-            tokens=array("i", params.prompt),
-            keys=keys,
-            pages=[],
-            admitted_at=now,
-            deadline=now + self.lease_s,
-            scored=1 if is_here and is_scored else params.num_prompt,
-            is_kept=is_kept,
-        )
-        found = self.kv.choose_pages(hit, sequence)
-        self._check_room(params, found, self.kv.num_needed(sequence) - len(found))
-        self.kv.open(sequence, hit, found)
-        if params.adapter:
-            sequence.adapter = self.adapters.acquire(params.adapter)
-        sequence.num_cached = sequence.computed
-        sequence.kv_at = now if sequence.num_cached == params.end else None
-        self.kv.num_queried += 0 if is_scored else params.end
-        self.kv.num_hit += sequence.num_cached
-        self._next_id += 1
-        self._sequences[sequence.id] = sequence
-        if params.handle:
-            self._by_handle[params.gateway, params.handle] = sequence.id
-        return sequence
-
-    def _check_room(self, params: SequenceParams, found: Seq[int], needed: int) -> None:
-        """Raises like `admit` if a params that needs this many new pages cannot be taken now."""
-        if params.adapter:
-            self.adapters.check_room(params.adapter)
-        most_tokens = max(params.end, params.num_prompt + params.max_tokens if params.max_tokens else 0)
-        most, num_pages = self.kv.num_pages(most_tokens), self.kv.cache.num_pages
-        if most > num_pages:
-            raise NeverFitsError(
-                f"prompt and answer of {most_tokens} tokens need {most} pages; "
-                f"this worker has {num_pages}: raise --kv-memory-mib or lower max_tokens"
-            )
-        running = self.num_running
-        if running >= self.max_running:
-            raise NoRoomError(f"{running} sequences are running, the most allowed by --max-running")
-        growing = self._count_answers()
-        if params.max_tokens and not params.num_emitted and growing >= (most_answers := self.most_answers(growing + 1)):
-            raise OverGoalError(f"{growing} answers run, and more than {most_answers} would break --itl-goal-ms")
-        self._check_spare(found, needed)
-
-    def _count_answers(self) -> int:
-        return sum(other.params.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
-
-    def _check_spare(self, found: Seq[int], needed: int) -> None:
-        """Raise NoRoomError unless this many pages are spare beside those `found`."""
-        cache = self.kv.cache
-        growing = self._count_answers()
-        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + growing)
-        if (growing and is_tight) or not cache.can_take(found, needed):  # a growing sequence may soon need a page
-            raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - growing, 0)} are spare")
-
-    def begin_restore(self, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
-        """`KVCacheManager.begin_restore`, unless answers may soon need the pages. NoRoomError."""
-        self._check_spare((), len(keys))
-        return self.kv.begin_restore(keys, slot_keys)
-
-    def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
-        """Whether nothing comes from another worker. A partial page does not justify a transfer.
-
-        NoRoomError: it must not, but images' encodings are not here.
-        """
-        if params.lacks_images(num_cached):
-            if not params.max_tokens:
-                raise NoRoomError("KV of the prompt's images was evicted just now")
-            return False
-        num_missing = params.end - num_cached
-        return num_missing <= params.local_prefill_max_tokens or (num_cached > 0 and num_missing < self.kv.page_tokens)
+class Scheduler(SequenceTable):
+    """Decides which sequences get pages, and keeps the books of launched steps."""
 
     # -- room ----------------------------------------------------------------------------------------------------
 
@@ -267,7 +119,7 @@ class Scheduler:
     def fail_step(self, step: ScheduledSequence, error: Exception | None, now: float) -> Update | None:
         """Drop the step and end its sequence: with `error`, or as complete if None. None if it has already ended."""
         self.drop_step(step)
-        step.sequence.state.source = -1  # a later step may have begun on what this one left
+        self.kv.states.forget(step.sequence)  # a later step may have begun on what this one left
         return None if step.sequence.phase is Phase.ENDED else self.end_answer(step.sequence, error, now)
 
     def end_answer(self, sequence: Sequence, error: Exception | None, now: float) -> Update:
@@ -302,12 +154,10 @@ class Scheduler:
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
         reason = "stop" if is_whole else reason
-        computed = sequence.computed + step.count + num_right
-        if sequence.state.held and num_right < step.num_drafted:  # the state after it has seen a wrong draft
-            computed = sequence.launched = step.begin
-            self.kv.states.take_back(step)
+        computed = self.kv.states.count_computed(step, num_right)
         if computed >= len(sequence.tokens):  # it ends, and its state has seen more
-            computed, sequence.state.source = len(sequence.tokens) - 1, -1
+            computed = len(sequence.tokens) - 1
+            self.kv.states.forget(sequence)
         if self.kv.num_after and sequence.draft_computed == sequence.computed:  # a head follows each step
             self.kv.advance_draft(sequence, computed)
         elif step.draft_lead is not None:
@@ -328,69 +178,3 @@ class Scheduler:
         if sequence.kv_at is None and computed >= sequence.params.end:
             sequence.kv_at = now
         self.kv.advance(sequence, computed)
-
-    # -- ends ----------------------------------------------------------------------------------------------------
-
-    def fail(self, sequence: Sequence, error: str, now: float, reason: str = "error") -> Update:
-        """End a sequence with `error`, or another `reason`. Its pages stay held while something needs them."""
-        update = Update(sequence, (), reason, error, timing=sequence.timing(now))
-        self._end(sequence)
-        return update
-
-    def end(self, sequence: Sequence) -> None:
-        """Its Run call is over, with any result. Idempotent."""
-        sequence.is_kept = False
-        if sequence.id in self._sequences:
-            self._end(sequence)
-
-    def abort(self, gateway: str, handles: Collection[int] | None = None) -> list[Sequence]:
-        """End sequences of `gateway`: all, or those with these handles. Ignores unknown handles. Returns the ended."""
-        ended = [
-            sequence for sequence in self
-            if sequence.phase is not Phase.ENDED and sequence.params.gateway == gateway
-            and (handles is None or sequence.params.handle in handles)
-        ]  # fmt: skip
-        for sequence in ended:
-            self._end(sequence)
-        return ended
-
-    def _end(self, sequence: Sequence) -> None:
-        sequence.phase = Phase.ENDED
-        self.remove_if_over(sequence)
-
-    def remove_if_over(self, sequence: Sequence) -> None:
-        """An ended sequence goes once no step, read or Run call needs its pages."""
-        if sequence.phase is not Phase.ENDED or sequence.num_steps_launched:
-            return
-        if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
-            sequence.row = -1
-        if sequence.is_read or sequence.is_kept:
-            return
-        self.kv.release(sequence)
-        if sequence.adapter is not NO_ADAPTER:
-            self.adapters.release(sequence.params.adapter)
-        del self._sequences[sequence.id]
-        self._by_handle.pop((sequence.params.gateway, sequence.params.handle), None)
-        if not self._sequences:
-            self.on_empty()
-
-    def check(self) -> None:
-        """Check pages, slots, adapters and rows, and that each sequence's phase fits what it has."""
-        sequences = list(self)
-        self.kv.check(sequences)
-        self.adapters.check([sequence.adapter for sequence in sequences if sequence.params.adapter])
-        for sequence in sequences:
-            is_answering = sequence.phase is Phase.ACTIVE and sequence.params.max_tokens
-            if is_answering and len(sequence.tokens) <= sequence.computed:
-                raise AssertionError(f"active sequence {sequence.id} has no token left to step on")
-            if sequence.phase is Phase.PREEMPTED and sequence.pages:
-                raise AssertionError(f"sequence {sequence.id} is preempted and holds pages")
-        rows = [sequence.row for sequence in sequences if sequence.row >= 0]
-        if sorted(rows + self._free_rows) != list(range(num_rows_for(self.max_running))):
-            raise AssertionError("a row belongs to two sequences, or to none and is not free")
-
-
-def num_rows_for(max_running: int) -> int:
-    """Rows that the engine needs: ended sequences keep theirs until their last step is collected."""
-    return 2 * max_running

@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from wire.images import ImageSpan, check_images
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
-from worker.adapters.slots import NO_ADAPTER, HeldAdapter
 
 ANY_NUMBER = 2**32
 
@@ -86,28 +85,33 @@ class SequenceParams:
         return any(image.end > num_cached and image.digest not in self.encodings for image in self.images)
 
 
-@dataclass(slots=True)
-class SequenceState:
-    """One sequence's slots. Empty where the model keeps no state; states/slots.py draws it."""
+class HeldAdapter(NamedTuple):
+    """The adapter that computes a sequence."""
 
-    held: list[int] = field(default_factory=list)  # the two below, and those that the next steps write to
-    source: int = -1  # has the state after all launched steps; -1: there were none, or it has not arrived
-    checkpoint: int = -1  # has the state after `checkpoint_at` positions
-    checkpoint_at: int = 0  # 0: there is no checkpoint
-    branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
-    retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
-    last_source: int = -1  # what the last launched step reads
+    slot: int  # of the engine
+    key: str  # of its load
+
+
+NO_ADAPTER = HeldAdapter(-1, "")
+
+
+class SequenceState:
+    """What a sequence has of the model's recurrent state: nothing, unless states/ says so."""
+
+    __slots__ = ()
 
     @property
-    def sources(self) -> set[int]:
-        """Slots that are read, or may be: by steps or by others. -1 for what is not there."""
-        return {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
+    def is_held(self) -> bool:
+        """Whether its next step begins on a state, which drafts change."""
+        return False
 
     @property
     def targets(self) -> list[int]:
         """Slots that may be written to."""
-        sources = self.sources
-        return [slot for slot in self.held if slot not in sources]
+        return []
+
+
+NO_STATE = SequenceState()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -140,7 +144,7 @@ class Sequence:
     last_token_at: float | None = None
     num_steps: int = 0  # steps that yielded tokens
     num_preemptions: int = 0
-    state: SequenceState = field(default_factory=SequenceState)  # empty while it holds no page
+    state: SequenceState = NO_STATE  # set by `States`; none while it holds no page
     adapter: HeldAdapter = NO_ADAPTER  # from admission on
     row: int = -1  # in the engine's InputBatch, from the first step on
     num_pages_in_row: int = -1  # `pages` already in the row; -1: it is to be opened. Set by the loop, like the next

@@ -14,16 +14,14 @@ from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
-from worker.adapters.loader import AdapterLoader, AdapterRefusedError
-from worker.adapters.slots import NoSlotError, UnknownAdapterError
-from worker.images.encoder import ImageEncoder
+from worker.features import AdapterRefusedError, Features
+from worker.interfaces import NoSlotError, UnknownAdapterError
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.process import Worker
-from worker.scheduler import OverGoalError
+from worker.role import Worker
 from worker.sequences import Sequence, SequenceParams
+from worker.table import OverGoalError
 from worker.thread import EngineThread
-from worker.tiers.files import KVTiers
 
 _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,8 +31,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """The common part of the roles' services. Calls that change the scheduler hold the engine thread's lock."""
 
     def __init__(
-        self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]], metrics: WorkerMetrics
-    ) -> None:
+        self, worker: Worker, thread: EngineThread, features: Features, transports: Callable[[], Mapping[str, str]],
+        metrics: WorkerMetrics,
+    ) -> None:  # fmt: skip
         """`transports`: every peer's address |-> transport."""
         self._me = worker.me
         self._scheduler = worker.scheduler
@@ -45,18 +44,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._image_rules = worker.engine.rows.image_rules
         self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
-        self._adapters = AdapterLoader(worker.engine, worker.scheduler.adapters, worker.children, thread)
+        self._adapters = features.adapters
         self._transports = transports
         self._speed = metrics.prompt_speed
-        self.tiers = KVTiers(worker, thread, metrics)
-        tower = worker.engine.vision
-        self.images = ImageEncoder(tower, thread if worker.threads else None, metrics) if tower else None
+        self.tiers = features.tiers
+        self.images = features.images
 
     async def close(self) -> None:
         """The server has stopped."""
         await self.tiers.close()
-        if self.images is not None:
-            self.images.close()
+        self.images.close()
 
     async def check_draining(self, context: Context) -> None:
         """Abort the call if this worker accepts nothing new."""
@@ -99,9 +96,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         files = {image.digest: image.data for image in images if image.data and image.end > num_cached}
         if not files:
             return params
-        if self.images is None:
-            detail = f"worker {self._me.address} takes no images: its model has no use for them"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
         try:
             found = await self.images.encode(files, wait_s)
         except ValueError as error:
@@ -166,11 +160,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             weaknesses=self._weaknesses,
             adapters=scheduler.adapters.names,
             max_loras=scheduler.adapters.num_slots,
-            takes_images=self.images is not None,
+            takes_images=self.images.takes_images,
         )
-        if (slots := scheduler.kv.states.cache).num_pages:
-            status.free_slots, status.used_slots = slots.num_spare, slots.num_held
-            status.cached_slots = slots.num_cached
+        slots = scheduler.kv.states.cache
+        status.free_slots, status.used_slots, status.cached_slots = slots.num_spare, slots.num_held, slots.num_cached
         self.tiers.add_to_status(status)
         self.add_to_status(status)
         return status

@@ -29,8 +29,8 @@ from engine.layers.linear import Quantization
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import build_speculators
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
-from worker.scheduler import num_rows_for
 from worker.sequences import SequenceParams
+from worker.table import num_rows_for
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
 PROMPT = list(range(20, 120))

@@ -13,7 +13,7 @@ from engine.models.assemble import build_decoder
 from engine.models.read_config import build_config
 from engine.weights.reader import ShardReader
 from tests.support.random_models import RandomCheckpoint
-from worker.scheduler import num_rows_for
+from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
 

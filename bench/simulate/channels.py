@@ -11,11 +11,11 @@ from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
 from runtime.virtual_time import MemoryChannel, refusal
 from wire.page_keys import TOKEN_BYTES
-from worker.kv_cache import plan_loan
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import begin_read, finish_read
 from worker.sequences import Phase, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
+from worker.tiers.plans import begin_loan, begin_restore, end_loan, end_restore, plan_loan
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +178,17 @@ class PrefillChannel(WorkerChannel):
         kv = self.worker.scheduler.kv
         keys = kv.keys_of(params)
         begin = len(kv.cache.find(keys))
-        loan = lender.scheduler.kv.begin_loan(keys, begin, len(keys))
-        lender.scheduler.kv.end_loan(loan)
+        loan = begin_loan(lender.scheduler.kv, keys, begin, len(keys))
+        end_loan(lender.scheduler.kv, loan)
         plan = plan_loan(keys, begin, len(loan.pages), 0)
         try:
-            restore = self.worker.scheduler.begin_restore(plan.keys, ())
+            restore = begin_restore(self.worker.scheduler, plan.keys, ())
         except NoRoomError:
             return
         await self.message()
         await asyncio.sleep(self._wires.call_s + len(restore.pages) * kv.page_tokens * self._wires.token_s)
         with self.worker.changing():
-            kv.end_restore(restore, [True] * len(restore.pages), 0)
+            end_restore(kv, restore, [True] * len(restore.pages), 0)
 
     async def _hand_over(self, sequence: Tokens, ticket: kv_pb2.Ticket, computed: asyncio.Event) -> None:
         """Offer what is ready, one offer at a time."""

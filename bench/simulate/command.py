@@ -20,10 +20,10 @@ from engine.compose import build_engine
 from prefill_worker.kv_sender import MAX_OFFER_BYTES
 from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads
-from worker.scheduler import num_rows_for
 from worker.startup.limits import Limits as RowLimits
 from worker.startup.limits import ModelShape
 from worker.startup.models import locate_model
+from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
 Figures = dict[str, float]

@@ -10,10 +10,9 @@ from itertools import product
 import numpy as np
 
 from bench.simulate.costs import Measured, work_of
+from decode_worker.interfaces import Drafts, Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.lengths import CostMeter
-from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams
@@ -38,7 +37,7 @@ class MeasuredSteps(DraftsAndMasks):
     """Records the work of each step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(Speculator({}, CostMeter(), "off", 0), scheduler)
+        super().__init__(Drafts(), Masks(), scheduler)
         self.steps: list[Measured] = []
 
     def judge(

@@ -18,9 +18,9 @@ from decode_worker.grammar.compiler_process import (
     CompilerStart,
     ReadVocabulary,
 )
-from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
+from decode_worker.interfaces import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
 
 T = TypeVar("T")

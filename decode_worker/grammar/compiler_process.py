@@ -21,7 +21,7 @@ import numpy as np
 
 from decode_worker.grammar.bindings import compile_text
 from decode_worker.grammar.culprit import GrammarPart, find_culprit, find_long_chain, tag_parts
-from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedError
+from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.grammar.limits import (
     MAX_COMPILED_BYTES,
     MAX_MEMORY_BYTES,
@@ -31,6 +31,7 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
+from decode_worker.interfaces import GrammarRefusedError
 from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
 from runtime.peer_input import MAX_JSON_DEPTH
 

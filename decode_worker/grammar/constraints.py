@@ -7,7 +7,6 @@ Each answer is a call of its own, not one batch: so its time is known, and one t
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from time import monotonic, thread_time
 from typing import Any, TypeAlias, TypeVar
@@ -29,20 +28,13 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import LoadedGrammar, Matcher
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
+from decode_worker.interfaces import Masks, Standing
 from worker.sequences import ScheduledSequence, Sequence
 
 T = TypeVar("T")
 log = structlog.get_logger()
 
 WARN_S = 10.0  # between two warnings
-
-
-class Standing(Enum):
-    """How an answer stands with its grammar."""
-
-    OPEN = "it may continue"
-    WHOLE = "it is complete"
-    LATE = "there was no time: it continues in a later step"
 
 
 _NO_TURN: TurnEnd[Any] = TurnEnd(Standing.LATE, 0.0)
@@ -62,7 +54,7 @@ class _State:
 _Work: TypeAlias = tuple[Sequence, Callable[[Sequence, _State], T]]
 
 
-class Constraints:
+class Constraints(Masks):
     """Follows the grammars of a worker's answers step by step. An exception as a result ends its sequence."""
 
     def __init__(self) -> None:
@@ -73,7 +65,6 @@ class Constraints:
         self._warned_s = -WARN_S
 
     def concerns(self, step: ScheduledSequence) -> bool:
-        """Whether the step chooses tokens that must match a grammar."""
         return step.sequence.params.grammar is not None and step.wants_token
 
     def constrain(self, planned: Seq[ScheduledSequence]) -> list[Standing | Exception]:
@@ -112,7 +103,7 @@ class Constraints:
         return GrammarMismatchError(message)
 
     def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
-        """How each answer stands after its next tokens. `constrain` catches up with one that is late."""
+        """`constrain` catches up with an answer that is late."""
         return [one.result for one in self._do([(sequence, partial(_follow, tokens)) for sequence, tokens in chosen])]
 
     def _state(self, sequence: Sequence) -> _State:

@@ -1,25 +1,6 @@
-"""Why there is no grammar, or no answer that follows it."""
+"""Why an answer cannot follow its grammar."""
 
 from worker.sequences import AnswerFailedError
-
-
-class GrammarRefusedError(Exception):
-    """The text cannot be compiled, or not within the limits. The message is for the client.
-
-    `param`: the client's field at fault, if the text names it.
-    """
-
-    def __init__(self, message: str, param: str = "") -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class GrammarBusyError(Exception):
-    """Not now: others are compiled first, the compiler is starting, or the machine is busy. Try again."""
-
-
-class GrammarBrokenError(Exception):
-    """This worker cannot compile any grammar. The message is for its operator."""
 
 
 class GrammarMismatchError(AnswerFailedError):

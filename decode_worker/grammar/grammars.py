@@ -5,16 +5,16 @@ import hashlib
 from collections import OrderedDict
 
 from decode_worker.grammar.compiler import GrammarCompiler
-from decode_worker.grammar.errors import GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.limits import find_problem
 from decode_worker.grammar.matcher import LoadedGrammar
+from decode_worker.interfaces import GrammarBusyError, GrammarRefusedError, GrammarSource
 from decode_worker.metrics import DecodeMetrics
 
 MAX_COMPILING = 16  # grammars that wait for the compiler, the present one included
 MAX_REFUSALS = 1024  # remembered, so that asking again costs nothing
 
 
-class Grammars:
+class Grammars(GrammarSource):
     """(kind, text) |-> grammar. The least recently used are dropped when all take more than `max_bytes`."""
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int, metrics: DecodeMetrics) -> None:
@@ -28,14 +28,10 @@ class Grammars:
         self._compiling: dict[bytes, asyncio.Task[LoadedGrammar]] = {}
 
     async def start(self) -> None:
-        """Start the compiler. Returns when it is ready, or has failed, which is logged."""
         await self._compiler.start()
 
     async def get(self, kind: str, text: str, timeout_s: float) -> LoadedGrammar:
-        """The grammar of a text, within `timeout_s`. A compilation that takes longer continues: ask again.
-
-        Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling does not cancel the compilation.
-        """
+        """Cancelling does not cancel the compilation."""
         if (problem := find_problem(kind, text)) is not None:
             self._count("refused")
             raise GrammarRefusedError(problem)

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from decode_worker.grammar.errors import GrammarRefusedError
 from decode_worker.grammar.writings import EBNF_TOKEN, rewritten
+from decode_worker.interfaces import GrammarRefusedError
 from wire.dialects import FORMATS, Writing
 from wire.json_schema import (
     TEXT_KEYS,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from decode_worker.grammar.errors import GrammarRefusedError
+from decode_worker.interfaces import GrammarRefusedError
 from wire.dialects import BREAK, Writing
 
 EBNF_TOKEN = re.compile(

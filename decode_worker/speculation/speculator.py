@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
+from decode_worker.interfaces import Drafts
 from decode_worker.speculation.drafters import Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import (
     NEWEST_SHARE,
@@ -41,7 +42,7 @@ MEASURED_ROWS = (1, 16, 4, 64, 8, 32, 2)  # in the order of what is missed most 
 BUDGET_S = 1.0  # for each model; later steps are measured while they run, so a slow machine measures less here
 
 
-class Speculator:
+class Speculator(Drafts):
     """Owns the drafters of a worker, by name."""
 
     def __init__(
@@ -63,10 +64,6 @@ class Speculator:
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
-        """The drafter for a request that asks for `drafter` ("" or "auto": the worker's choice), and its most drafts.
-
-        ValueError for a drafter that is not here, or too many drafts.
-        """
         if drafter in ("", "auto"):
             drafter = self._speculate
         if drafter == "auto":
@@ -94,7 +91,6 @@ class Speculator:
         return 0 if has_prompts else max(fitting, default=0)
 
     def plan(self, scheduler: Scheduler, planned: Seq[ScheduledSequence]) -> None:
-        """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
         plain = [step for step in planned if step.wants_token and step.count == 1]
         if not any(step.sequence.params.max_draft_tokens for step in plain) or (costs := self.costs()) is None:
             return
@@ -139,7 +135,6 @@ class Speculator:
                 step.drafts, step.draft_lead = draft.token_ids, draft.lead
 
     def note_drain(self, seconds: float) -> None:
-        """For so long the device had no step, since the next one needed the last one's tokens."""
         self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)
 
     def note_step(self, planned: Seq[ScheduledSequence], rows: int, seconds: float) -> None:

@@ -22,15 +22,11 @@ from hypothesis import strategies as st
 
 from decode_worker.grammar import compiler as compiler_module
 from decode_worker.grammar.compiler import GrammarCompiler
-from decode_worker.grammar.errors import (
-    GrammarBrokenError,
-    GrammarBusyError,
-    GrammarRefusedError,
-)
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
 from decode_worker.grammar.limits import MAX_TEXT_BYTES, find_problem, json_depth
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import read_vocabulary
+from decode_worker.interfaces import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer

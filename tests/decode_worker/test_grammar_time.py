@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from decode_worker.grammar import matcher, step_thread
-from decode_worker.grammar.constraints import Constraints, Standing
+from decode_worker.grammar.constraints import Constraints
 from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.grammar.limits import MAX_BESIDE_CPU_S
 from decode_worker.grammar.step_thread import NoThreadError, StepThread, StuckError, TurnEnd
+from decode_worker.interfaces import Standing
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
 from worker.kv_cache import KVCacheManager

@@ -27,7 +27,8 @@ from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
 from tests.support.quantised import quantise_blocks
-from worker.process import Worker, build_worker
+from worker.process import build_worker
+from worker.role import Worker
 
 CPU = torch.device("cpu")
 # Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.

@@ -38,7 +38,7 @@ async def test_a_broken_answer_of_the_decode_worker_fails_one_attempt(method: st
 async def test_a_broken_answer_of_a_lender_costs_what_it_would_have_lent(method: str, garbler: Garbler) -> None:
     async with pair("grpc") as both:
         if method == "Read":
-            await both.reader.service._borrower.peers.shake_hands(both.lender.peer)
+            await both.reader.borrower.peers.shake_hands(both.lender.peer)
         garbler.wanted[method] = 1
         assert await both.answer(1, both.reader, source=both.source()) == 0 == both.borrowed()
         assert garbler.garbled == [method]

@@ -24,7 +24,6 @@ from tests.support.real_workers import (
     packed,
     prefill_worker,
 )
-from worker.receiving import next_deadline
 from worker.sequences import Update
 
 
@@ -157,7 +156,7 @@ async def test_a_lease_is_renewed_while_the_prompt_waits_and_the_prompt_ends_wit
         prefill.runner.may_run.clear()  # as behind a long prompt
         tickets = [await opened.reserve(handle, PROMPT) for handle in (1, 2)]
         running = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
-        first = next_deadline(decode.scheduler)
+        first = decode.scheduler.next_deadline()
         assert first is not None
         renewed, renew = list[int](), decode.receiver.renew
 
@@ -168,7 +167,7 @@ async def test_a_lease_is_renewed_while_the_prompt_waits_and_the_prompt_ends_wit
 
         decode.receiver.renew = note  # type: ignore[method-assign]
         await opened.signal.until(lambda: min(renewed.count(ticket.session) for ticket in tickets) >= 3)
-        assert (next_deadline(decode.scheduler) or 0.0) > first
+        assert (decode.scheduler.next_deadline() or 0.0) > first
         await opened.abort(2)
         code, detail = await refusal(running[1])
         assert code is grpc.StatusCode.ABORTED and "NOT_FOUND: session 2 is not open here" in detail
@@ -183,11 +182,11 @@ async def test_a_lease_is_renewed_while_steps_compute_less_than_a_page() -> None
         prefill.runner.may_run.clear()
         ticket = await opened.reserve(1, PROMPT)
         running = asyncio.ensure_future(prefill.run(ticket, PROMPT))
-        first = next_deadline(decode.scheduler) or 0.0
-        while next_deadline(decode.scheduler) == first:
-            prefill.service.on_updates([Update(sequence) for sequence in prefill.scheduler])
+        first = decode.scheduler.next_deadline() or 0.0
+        while decode.scheduler.next_deadline() == first:
+            prefill.service.hand_overs.on_updates([Update(sequence) for sequence in prefill.scheduler])
             await asyncio.sleep(0.002)
-        assert (next_deadline(decode.scheduler) or 0.0) > first
+        assert (decode.scheduler.next_deadline() or 0.0) > first
         prefill.runner.may_run.set()
         await running
         assert await opened.end_of(1) == ("length", "")

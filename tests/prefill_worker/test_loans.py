@@ -73,7 +73,7 @@ async def test_pages_are_read_and_stay(transport: Transport, verifies: bool) -> 
         both.lender.scheduler.kv.max_offer_pages = 2  # more come in several parts
         assert await both.answer(1, both.reader, source=both.source()) == WHOLE == both.borrowed()
         assert both.reader.metrics.registry.get_sample_value("baton:prompt_tokens_total") == len(PROMPT) - 1 - WHOLE
-        assert both.reader.service._borrower.peers.transports() == {both.lender.peer.address: transport}
+        assert both.reader.borrower.peers.transports() == {both.lender.peer.address: transport}
 
 
 @pytest.mark.parametrize("case", ["incarnation", "layout", "address", "evicted", "few"])
@@ -93,7 +93,7 @@ async def test_what_cannot_be_read_is_computed(case: str) -> None:
             case "few":
                 source.tokens = 0
         assert await both.answer(1, both.reader, source=source) == 0 == both.borrowed()
-        is_blamed = source.incarnation in both.reader.service._borrower._failed
+        is_blamed = source.incarnation in both.reader.borrower._failed
         assert is_blamed == (case not in ("evicted", "few"))
 
 
@@ -107,15 +107,15 @@ async def test_pages_that_change_while_they_are_read_do_not_count(monkeypatch: p
             return rows
 
         monkeypatch.setattr(lent, "load", load)
-        await both.reader.service._borrower.peers.shake_hands(both.lender.peer)
+        await both.reader.borrower.peers.shake_hands(both.lender.peer)
         assert await both.answer(1, both.reader, source=both.source()) == 0 == both.borrowed()
-        assert not both.reader.service._borrower._failed
+        assert not both.reader.borrower._failed
 
 
 async def test_a_lender_may_die_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair("grpc", heartbeat_s=0.05) as both:
         is_reading, may_go_on = threading.Event(), threading.Event()
-        await both.reader.service._borrower.peers.shake_hands(both.lender.peer)
+        await both.reader.borrower.peers.shake_hands(both.lender.peer)
 
         def load(*_: Any, **__: Any) -> Any:
             is_reading.set()

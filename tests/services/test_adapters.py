@@ -32,7 +32,7 @@ from tests.support.real_workers import (
     prefill_worker,
 )
 from tests.support.threads import one_thread
-from worker.scheduler import num_rows_for
+from worker.table import num_rows_for
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,9 +196,9 @@ async def test_loads_are_refused_by_name(adapters: Adapters, tmp_path: Path) -> 
         async def fail() -> None:
             raise ValueError("rank 1: disk on fire")
 
-        loader = prefill.service._adapters
+        loader: Any = prefill.service._adapters
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(loader, "_children", SimpleNamespace(load_adapter=lambda *_: [fail()]))
+            patched.setattr(loader, "_others", SimpleNamespace(load_adapter=lambda *_: [fail()]))
             code, detail = await refusal(load(stub, adapters.folders[0]))
             assert (code, detail) == (grpc.StatusCode.INVALID_ARGUMENT, "rank 1: disk on fire")
             patched.setattr("worker.adapters.loader.MOST_BYTES", 100)

@@ -37,7 +37,7 @@ from tests.support.real_workers import (
 from tests.support.threads import one_thread
 from tests.support.tiny_models import tiny_config, tiny_model
 from worker import receiving
-from worker.scheduler import num_rows_for
+from worker.table import num_rows_for
 
 __all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,7 +93,7 @@ async def ring(
             yield opened, prefill, decode
         schedulers = (prefill.scheduler, decode.scheduler)
         await signal.until(lambda: all(one.kv.cache.num_held == 0 for one in schedulers))
-        assert all(one.kv.states.exist and one.kv.states.cache.num_held == 0 for one in schedulers)
+        assert all(one.kv.states.cache.num_pages and one.kv.states.cache.num_held == 0 for one in schedulers)
 
 
 async def ask(
@@ -221,7 +221,9 @@ async def test_few_pages_and_slots_cost_time_but_no_token(one_type: Path) -> Non
                 assert await opened.end_of(handle) == ("length", "")
                 assert opened.tokens[handle] == oracle.answer(prompt, 17, guess=opened.tokens[handle])
             assert bool(decode.scheduler.num_preemptions) == preempts
-            assert decode.scheduler.kv.states.exist and decode.scheduler.kv.states.cache.num_cached <= num_slots
+            assert (
+                decode.scheduler.kv.states.cache.num_pages and decode.scheduler.kv.states.cache.num_cached <= num_slots
+            )
 
 
 async def admit(opened: Gateway, handle: int, prompt: list[int]) -> None:

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import grpc
 
+from decode_worker.interfaces import Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
@@ -20,8 +21,8 @@ from tests.simulator.world import Failure, Process, ViolationError
 from worker import receiving
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError
-from worker.scheduler import OverGoalError
 from worker.sequences import Phase, SequenceParams, Update
+from worker.table import OverGoalError
 
 MAX_DRAFT_TOKENS = 3
 
@@ -107,7 +108,7 @@ class SimDecode(SimWorker):
             drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens)
         speculate = "auto" if drafters else "off"
         self._speculator = Speculator(drafters, CostMeter(), speculate, MAX_DRAFT_TOKENS, self.steps_ahead > 0)
-        extras, rows = DraftsAndMasks(self._speculator, self.scheduler), cast(Any, self.rows)
+        extras, rows = DraftsAndMasks(self._speculator, Masks(), self.scheduler), cast(Any, self.rows)
         return SteppedLoop(
             extras, self.scheduler, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
         )

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from kvtransfer import page_files
 from tests.simulator.world import Action
 from wire.page_keys import NamedPage, PageKey
-from worker.kv_cache import Restore, plan_restore
+from worker.kv_cache import Restore
 from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.tiers import plans
 
 if TYPE_CHECKING:
     from tests.simulator.worker import SimWorker
@@ -86,10 +87,11 @@ class Files:
         kv = worker.scheduler.kv
         num_there = len(kv.cache.find(keys))
         num_found = next((at for at in range(num_there, len(keys)) if keys[at] not in self._pages), len(keys))
-        has_slot = self._slots.__contains__ if kv.states.exist else None
-        plan = plan_restore(keys, num_there, kv.find(keys).num_usable, num_found, has_slot)
+        has_slot = self._slots.__contains__ if worker.num_slots else None
+        plan = plans.plan_restore(keys, num_there, kv.find(keys).num_usable, num_found, has_slot)
         try:
-            restore = worker.scheduler.begin_restore(plan.keys, plan.slot_keys) if plan.keys or plan.slot_keys else None
+            is_wanted = plan.keys or plan.slot_keys
+            restore = plans.begin_restore(worker.scheduler, *plan) if is_wanted else None
         except NoRoomError:
             restore = None
         if restore is None:
@@ -115,7 +117,7 @@ class Files:
                 num_slots = 1
                 for states in memory.states:
                     states[restore.slots[0]] = saved.main[0]
-        worker.scheduler.kv.end_restore(restore, drafts, num_slots)
+        plans.end_restore(worker.scheduler.kv, restore, drafts, num_slots)
         worker.loop.thread.wake()
         then()
 

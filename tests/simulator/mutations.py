@@ -22,7 +22,6 @@ from gateway.scaling import sleep_policy, sleepers
 from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
-from tests.simulator import prefill
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files, SavedPage
 from tests.simulator.prefill import HandOver, Lent, SimPrefill
@@ -30,13 +29,16 @@ from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, loop, receiving
-from worker.kv_cache import Hit, KVCacheManager, Restore, RestorePlan
+from worker.kv_cache import Hit, KVCacheManager, Restore
+from worker.peers import other_ranks
 from worker.prefix_cache import PrefixCache
-from worker.ranks import reads as rank_reads
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, ScheduledSequence, SequenceParams, SequenceState, Update
+from worker.sequences import NO_STATE, Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
-from worker.states.slots import StateSlots
+from worker.states.slots import HeldSlots, StateSlots
+from worker.table import SequenceTable
+from worker.tiers import plans
+from worker.tiers.plans import RestorePlan
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
@@ -58,14 +60,14 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
 admit = Scheduler.admit
 allocate = PrefixCache.allocate
 begin_read = receiving.begin_read
-begin_restore = KVCacheManager.begin_restore
+begin_restore = plans.begin_restore
 begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
 check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
 end_loan = SimPrefill.end_loan
-end_restore = KVCacheManager.end_restore
+end_restore = plans.end_restore
 end_sequence = Scheduler._end
 find = StateSlots.find
 find_hit = KVCacheManager.find
@@ -74,10 +76,10 @@ finish_read = receiving.finish_read
 finish_step = Scheduler.finish_step
 generations_of = SimPrefill._generations_of
 make_room = Scheduler.make_room
-plan_loan = kv_cache.plan_loan
+plan_loan = plans.plan_loan
 release = PrefixCache.release
 root_key = page_keys.root_key
-states_of = KVCacheManager.states_of
+offered = StateSlots.offered
 deliver = DecodeClient._deliver
 take_back = Scheduler.take_back
 change = ModelGate.change
@@ -219,11 +221,11 @@ def _launch_without_settling(self: BothRunners, requests: Any, launch: Any) -> A
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-def _keep_first(name: Callable[[Tokens], object]) -> Callable[[KVCacheManager, Tokens, list[int]], list[int]]:
+def _keep_first(name: Callable[[Tokens], object]) -> Callable[[Any, Tokens, list[int]], list[int]]:
     """The slots that were first right for what `name` names."""
     first: WeakKeyDictionary[PrefixCache, dict[object, list[int]]] = WeakKeyDictionary()
 
-    def keep(self: KVCacheManager, sequence: Tokens, slots: list[int]) -> list[int]:
+    def keep(self: Any, sequence: Tokens, slots: list[int]) -> list[int]:
         kept = first.setdefault(self.cache, {})
         return (kept.setdefault(name(sequence), slots) + slots)[: len(slots)] if slots else slots
 
@@ -234,13 +236,13 @@ _find_early = _keep_first(lambda sequence: sequence.id)
 _find_old = _keep_first(lambda sequence: sequence.params.request_id)
 
 
-def _offer_states_early(self: KVCacheManager, sequence: Tokens, positions: range) -> list[int]:
-    slots = _find_early(self, sequence, states_of(self, sequence, range(sequence.params.end)))
+def _offer_states_early(self: StateSlots, sequence: Tokens, positions: range) -> list[int]:
+    slots = _find_early(self, sequence, offered(self, sequence, range(sequence.params.end)))
     return slots if positions.stop == sequence.params.end else []
 
 
-def _offer_states_of_request(self: KVCacheManager, sequence: Tokens, positions: range) -> list[int]:
-    return _find_old(self, sequence, states_of(self, sequence, positions))
+def _offer_states_of_request(self: StateSlots, sequence: Tokens, positions: range) -> list[int]:
+    return _find_old(self, sequence, offered(self, sequence, positions))
 
 
 def _find_any_checkpoint(self: StateSlots, keys: Sequence[PageKey]) -> tuple[int, int]:
@@ -256,8 +258,9 @@ def _use_all_pages(self: KVCacheManager, keys: Sequence[PageKey]) -> Hit:
 def _end_freeing_slots(is_in_use: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens], None]:
     def end(self: Scheduler, sequence: Tokens) -> None:
         if is_in_use(sequence):
-            self.kv.states.cache.release(sequence.state.held)
-            sequence.state = SequenceState()
+            if isinstance(sequence.state, HeldSlots):
+                self.kv.states.cache.release(sequence.state.held)
+            sequence.state = NO_STATE
         end_sequence(self, sequence)
 
     return end
@@ -272,7 +275,7 @@ def _write_in_place(is_wanted: Callable[[bool], bool]) -> Callable[..., tuple[in
     def begin_step(self: StateSlots, sequence: Tokens) -> tuple[int, int]:
         source, target = begin_state_step(self, sequence)
         state = sequence.state
-        if source >= 0 and is_wanted(source == state.checkpoint):
+        if isinstance(state, HeldSlots) and source >= 0 and is_wanted(source == state.checkpoint):
             state.source = target = source
         return source, target
 
@@ -280,14 +283,17 @@ def _write_in_place(is_wanted: Callable[[bool], bool]) -> Callable[..., tuple[in
 
 
 def _keep_source(self: Scheduler, step: ScheduledSequence) -> None:
-    source = step.sequence.state.source
+    state = step.sequence.state
+    source = state.source if isinstance(state, HeldSlots) else -1
     take_back(self, step)
-    step.sequence.state.source = source
+    if isinstance(state, HeldSlots):
+        state.source = source
 
 
 def _restore_source(self: Scheduler, step: ScheduledSequence) -> None:
     take_back(self, step)
-    step.sequence.state.source = step.slots[0]
+    if isinstance(step.sequence.state, HeldSlots):
+        step.sequence.state.source = step.slots[0]
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -298,10 +304,10 @@ def _use_unless(is_foreign: bool) -> Callable[[SavedPage, PageKey], bool]:
     return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)
 
 
-def _name_at_once(self: KVCacheManager, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
-    restore = begin_restore(self, keys, slot_keys)
+def _name_at_once(table: SequenceTable, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
+    restore = begin_restore(table, keys, slot_keys)
     for page, key in zip(restore.pages, keys, strict=True):
-        self.cache.name(page, key)
+        table.kv.cache.name(page, key)
     return restore
 
 
@@ -432,7 +438,7 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _none(*_: object) -> Iterable[Any]:
+def _no_updates(*_: object) -> Iterable[Any]:
     return []
 
 
@@ -465,7 +471,7 @@ MUTATIONS: dict[str, Mutation] = {
     "decode frees pages under a step": _patched(
         (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and it.params.max_tokens))
     ),
-    "a read is good when one rank's was": _patched((rank_reads, "find_failure", _find_common_failure)),
+    "a read is good when one rank's was": _patched((other_ranks, "find_failure", _find_common_failure)),
     "decode frees pages under a read": _patched((Scheduler, "_end", _end_freeing(lambda it: it.is_read))),
     "a sequence is preempted under a step": _patched((Scheduler, "make_room", _make_room_in_flight)),
     "decode forgets the attempt": _patched(
@@ -483,15 +489,13 @@ MUTATIONS: dict[str, Mutation] = {
         (receiving, "_find_receiving", _find_any_attempt),
         (SimDecode, "_forget_peers", _nothing),
     ),
-    "a state is offered that was right at an earlier offer": _patched(
-        (KVCacheManager, "states_of", _offer_states_early)
-    ),
+    "a state is offered that was right at an earlier offer": _patched((StateSlots, "offered", _offer_states_early)),
     "a state's generation is not compared after a read": _patched((SimWorker, "_check_slots", _nothing)),
     "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
     "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
     "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
     "slots are freed under a read": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
-    "prefill offers the slots of an earlier attempt": _patched((KVCacheManager, "states_of", _offer_states_of_request)),
+    "prefill offers the slots of an earlier attempt": _patched((StateSlots, "offered", _offer_states_of_request)),
     "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
     "a wrong draft stays in the state": _patched((StateSlots, "take_back", _take_back_undrafted)),
     "a step writes into the slot that it reads": _patched(
@@ -507,17 +511,17 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a torn file is used": _patched((Files, "is_usable", _use_unless(is_foreign=True))),
     "another page's file is used": _patched((Files, "is_usable", _use_unless(is_foreign=False))),
-    "pages are found while they are read from files": _patched((KVCacheManager, "begin_restore", _name_at_once)),
-    "pages behind a file that cannot be used count as read": _patched((KVCacheManager, "end_restore", _end_with_all)),
-    "a checkpoint whose file cannot be used counts as read": _patched((KVCacheManager, "end_restore", _end_with_slots)),
-    "a file without draft KV counts as one with it": _patched((KVCacheManager, "end_restore", _end_with_drafts)),
-    "prefill uses files without draft KV": _patched((KVCacheManager, "end_restore", _end_without_draft)),
+    "pages are found while they are read from files": _patched((plans, "begin_restore", _name_at_once)),
+    "pages behind a file that cannot be used count as read": _patched((plans, "end_restore", _end_with_all)),
+    "a checkpoint whose file cannot be used counts as read": _patched((plans, "end_restore", _end_with_slots)),
+    "a file without draft KV counts as one with it": _patched((plans, "end_restore", _end_with_drafts)),
+    "prefill uses files without draft KV": _patched((plans, "end_restore", _end_without_draft)),
     "loans accept any generation": _patched(
         (SimPrefill, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
     ),
     "a loan that failed counts as read": _patched((SimPrefill, "end_loan", _end_loan_as_if_read)),
-    "a loan's pages get the keys of the next ones": _patched((prefill, "plan_loan", _plan_loan_of_next)),
-    "leases do not end": _patched((receiving, "expire", _none), (receiving, "next_deadline", _nothing)),
+    "a loan's pages get the keys of the next ones": _patched((plans, "plan_loan", _plan_loan_of_next)),
+    "leases do not end": _patched((Scheduler, "expire", _no_updates), (Scheduler, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
         (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)

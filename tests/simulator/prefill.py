@@ -18,10 +18,11 @@ from tests.simulator.worker import BUDGET, LEASE_S, NO_METRICS, POOL, Answer, Si
 from tests.simulator.world import Action, Failure, ViolationError, World
 from wire.page_keys import PageKey
 from wire.sampling import SamplingParams
-from worker.kv_cache import Restore, plan_loan
+from worker.kv_cache import Restore
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import Sequence as Tokens
 from worker.sequences import SequenceParams, Update
+from worker.tiers import plans
 
 HEARTBEAT_S = 2.0
 LEND_S = 2.0
@@ -165,14 +166,14 @@ class SimPrefill(SimWorker):
             answer(Failure("another incarnation"))
             return
         kv, memory = self.scheduler.kv, self.memory
-        loan = kv.begin_loan(keys, begin, kv.max_offer_pages)
+        loan = plans.begin_loan(kv, keys, begin, kv.max_offer_pages)
         offer = Offer(
             kv_pb2.Ticket(), incarnation, ("", 0), range(begin, begin + len(loan.pages)), loan.pages,
             self.promise(loan.pages), loan.slots,
             [memory.slot_generations[slot] for slot in loan.slots],
         )  # fmt: skip
         answer(Lent(offer, memory, [kv.cache.has_draft(page) for page in loan.pages]))
-        kv.end_loan(loan)
+        plans.end_loan(kv, loan)
         self.is_changed = True
 
     def promise(self, pages: Sequence[int]) -> list[int]:
@@ -197,9 +198,9 @@ class SimPrefill(SimWorker):
 
     def _read_loan(self, lent: Lent, keys: Sequence[PageKey], then: Action, give_up: Action) -> None:
         offer = lent.offer
-        plan = plan_loan(keys, offer.positions.start, len(offer.pages), len(offer.slots))
+        plan = plans.plan_loan(keys, offer.positions.start, len(offer.pages), len(offer.slots))
         try:
-            restore = self.scheduler.begin_restore(plan.keys, plan.slot_keys)
+            restore = plans.begin_restore(self.scheduler, plan.keys, plan.slot_keys)
         except NoRoomError:
             give_up()
             return
@@ -215,10 +216,10 @@ class SimPrefill(SimWorker):
     def end_loan(self, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
         if failure is not None:
             self.world.note("loan failed", self.name, str(failure))
-            self.scheduler.kv.end_restore(restore, [], 0)
+            plans.end_restore(self.scheduler.kv, restore, [], 0)
         else:
             self.world.note("borrowed", self.name, len(restore.pages))
-            self.scheduler.kv.end_restore(restore, lent.has_draft, len(restore.slots))
+            plans.end_restore(self.scheduler.kv, restore, lent.has_draft, len(restore.slots))
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ class SimPrefill(SimWorker):
         elif (positions := self.scheduler.kv.next_offer(work.sequence, work.offered)) is not None:
             work.is_offering = True
             pages = self.scheduler.kv.pages_of(work.sequence, positions)
-            slots = self.scheduler.kv.states_of(work.sequence, positions)
+            slots = self.scheduler.kv.states.offered(work.sequence, positions)
             self._greet(work, lambda: self._offer(work, positions, pages, slots))
 
     def _offer(self, work: HandOver, positions: range, pages: list[int], slots: list[int]) -> None:

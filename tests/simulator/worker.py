@@ -13,16 +13,17 @@ from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
 from tests.simulator.world import Action, Process, ViolationError, World
-from worker import receiving
+from worker.interfaces import States
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
+from worker.peers import other_ranks
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.ranks import reads as rank_reads
-from worker.scheduler import Scheduler, num_rows_for
+from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
-from worker.states.slots import StateSlots
+from worker.states.slots import HeldSlots, StateSlots
+from worker.table import num_rows_for
 from worker.thread import Progress
 
 WEIGHTS = "weights"  # fingerprint of the model
@@ -66,7 +67,7 @@ class VirtualThread:
             return
         self._is_asleep = True
         self._num_sleeps += 1
-        deadline, sleep = receiving.next_deadline(self._worker.scheduler), self._num_sleeps
+        deadline, sleep = self._worker.scheduler.next_deadline(), self._num_sleeps
         if deadline is not None:
             self._worker.later(max(deadline - self._worker.world.now, 0.0), lambda: self._alarm(sleep))
 
@@ -88,7 +89,7 @@ class SteppedLoop(WorkerLoop):
     def begin_step(self) -> None:
         """The first half of `step`."""
         self.worker.is_changed = True
-        self._updates = receiving.expire(self._scheduler, self.worker.world.now)
+        self._updates = self._scheduler.expire(self.worker.world.now)
         self._step_planned = self._plan(self._updates)
         if self._step_planned:
             self._launch(self._step_planned, self._updates)
@@ -155,7 +156,8 @@ class SimWorker(Process):
         self.memory = Memory(self.num_pages, self.num_ranks, self.num_slots)
         cache = PrefixCache(self.num_pages, self.memory.generations)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
-        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=StateSlots(slots, PAGE_TOKENS, SPACING))
+        states = StateSlots(slots, PAGE_TOKENS, SPACING) if self.num_slots else States()
+        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=states)
         self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
@@ -235,7 +237,7 @@ class SimWorker(Process):
         except (reader.ReadError, RuntimeError) as error:
             results.append(error)
         if len(results) == self.num_ranks:
-            then(rank_reads.find_failure(results))
+            then(other_ranks.find_failure(results))
 
     def _check_slots(self, offer: Offer, memory: Memory) -> None:
         sources = [reader.PageRef(*promised) for promised in zip(offer.slots, offer.slot_generations, strict=True)]
@@ -253,7 +255,7 @@ class SimWorker(Process):
         computed, pages = sequence.computed, sequence.pages
         if any(read(cells, pages, computed) != truth.main[:computed] for cells in self.memory.main):
             raise ViolationError(f"{name} runs on KV that is not its own")
-        state = sequence.state
+        state = sequence.state if isinstance(sequence.state, HeldSlots) else HeldSlots([])
         for slot, at in ((state.checkpoint, state.checkpoint_at), (state.source, sequence.launched)):
             is_there = slot >= 0 and at <= computed
             if is_there and any(slots[slot] != truth.main[at - 1] for slots in self.memory.states):

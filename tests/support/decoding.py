@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from decode_worker.grammar.constraints import Constraints
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wanted, build_drafter
@@ -17,13 +18,14 @@ from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
 from worker.chunks import ChunkSizer
+from worker.compose import build_states
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
 from worker.plan import build_budget
 from worker.prefix_cache import NoRoomError, PrefixCache
-from worker.process import build_states
-from worker.scheduler import Scheduler, num_rows_for
+from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Sequence, SequenceParams, Update
+from worker.table import num_rows_for
 
 NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
 LEASE_S = 600.0
@@ -172,7 +174,7 @@ def decode(
     scheduler, updates = build_scheduler(engine, num_pages), list[Update]()
     metrics, started = DecodeMetrics(scheduler), time.perf_counter()
     loop = WatchedLoop(
-        DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool,
+        DraftsAndMasks(speculator, Constraints(), scheduler), scheduler, engine.runner, engine.rows, engine.pool,
         build_budget(chunk_tokens, "--chunk-tokens", engine.device.type), lambda _step, some: updates.extend(some),
         metrics, engine.steps_ahead if steps_ahead is None else steps_ahead,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A rank that follows another process: builds its shard of two models and executes commands until the ring is gone.
+"""A rank that follows another process: builds its shard of two models and executes commands until its link is gone.
 
-python -m tests.support.rank_follower MODEL DRAFT RENDEZVOUS_FILE RANK SIZE POOL_FD RING_FD...
+python -m tests.support.rank_follower MODEL DRAFT RENDEZVOUS_FILE RANK SIZE POOL_FD LINK_FD...
 """
 
 import sys
@@ -14,7 +14,7 @@ from engine.ranks import join_group
 from runtime.child import die_with_parent
 from tests.support.decode_bench import build, capture
 from worker.ranks.leader import follow
-from worker.ranks.ring import RingError, RingFollower
+from worker.ranks.links import LinkError, StepReceiver
 
 CPU = torch.device("cpu")
 MEET_S = 60
@@ -22,12 +22,12 @@ MEET_S = 60
 
 def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd: str, *fds: str) -> None:
     die_with_parent()
-    ring = RingFollower(list(map(int, fds)), int(rank) - 1)
+    receiver = StepReceiver(list(map(int, fds)), int(rank) - 1)
     ranks = join_group(rendezvous, int(rank), int(size), CPU, MEET_S)
     engine = capture(build(Path(model), Path(draft), Place(ranks, (int(pool_fd), -1))))
     assert engine.draft_runner is not None
-    with suppress(RingError):
-        follow(ring, engine.rows, [engine.runner, engine.draft_runner])
+    with suppress(LinkError):
+        follow(receiver, engine.rows, [engine.runner, engine.draft_runner])
 
 
 if __name__ == "__main__":

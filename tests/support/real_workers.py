@@ -50,9 +50,12 @@ from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
 from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
-from worker.process import Worker, build_worker
-from worker.scheduler import Scheduler, num_rows_for
+from worker.process import build_worker
+from worker.role import Worker
+from worker.scheduler import Scheduler
 from worker.sequences import SequenceParams
+from worker.table import num_rows_for
+from worker.tiers.loans import Borrower, SharedTiers
 
 PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB, MAX_RUNNING = 4, 24, 6, 80, 1000, 8
 IMAGE_TOKEN = 900
@@ -278,6 +281,11 @@ class PrefillWorker:
     stub: prefill_pb2_grpc.PrefillStub
     worker: worker_pb2_grpc.WorkerStub
     states: Pool | None
+
+    @property
+    def borrower(self) -> Borrower:
+        assert isinstance(self.service.tiers, SharedTiers)
+        return self.service.tiers._borrower
 
     def run(self, ticket: kv_pb2.Ticket, prompt: Sequence[int], **others: Any) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
         request = prefill_pb2.RunRequest(request_id="r", prompt=packed(prompt), ticket=ticket, **others)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sequence_params import answer, awaited, build_scheduler, plan, prompt, run, step
-from worker.adapters.slots import AdapterSlots, HeldAdapter, NoSlotError, UnknownAdapterError
+from worker.adapters.slots import AdapterSlots
+from worker.interfaces import NoSlotError, UnknownAdapterError
 from worker.prefix_cache import NoRoomError
 from worker.scheduler import Scheduler
-from worker.sequences import Phase
+from worker.sequences import HeldAdapter, Phase
 
 PAGE = 4
 
@@ -25,8 +26,13 @@ def load(slots: AdapterSlots, *digests: str) -> None:
 def build(num_slots: int, *digests: str, num_pages: int = 60) -> Scheduler:
     scheduler = build_scheduler(num_pages, PAGE)
     scheduler.adapters = AdapterSlots(num_slots)
-    load(scheduler.adapters, *digests)
+    load(slots_of(scheduler), *digests)
     return scheduler
+
+
+def slots_of(scheduler: Scheduler) -> AdapterSlots:
+    assert isinstance(scheduler.adapters, AdapterSlots)
+    return scheduler.adapters
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3))
@@ -87,7 +93,7 @@ def test_requests_for_more_adapters_than_slots_wait() -> None:
     run(scheduler)
     assert scheduler.admit(answer(4, 5, 3, adapter="b"), 0.0).adapter.slot == first.adapter.slot
     with pytest.raises(UnknownAdapterError, match="which takes none"):
-        build(0).admit(answer(4, 5, 3, adapter="b"), 0.0)
+        build_scheduler(60, PAGE).admit(answer(4, 5, 3, adapter="b"), 0.0)
 
 
 def test_its_slot_is_held_in_every_phase() -> None:
@@ -96,17 +102,17 @@ def test_its_slot_is_held_in_every_phase() -> None:
     preempted = scheduler.admit(answer(2, 15, 12, adapter="a"), 0.0)
     while preempted.phase is not Phase.PREEMPTED:
         step(scheduler)
-    assert scheduler.adapters.num_held == 1
+    assert slots_of(scheduler).num_held == 1
     scheduler.abort("g")
-    assert scheduler.adapters.num_held == 0
+    assert slots_of(scheduler).num_held == 0
     received = scheduler.admit(awaited(3, 9, 2, adapter="a"), 0.0)
-    assert received.phase is Phase.RECEIVING and scheduler.adapters.num_held == 1
+    assert received.phase is Phase.RECEIVING and slots_of(scheduler).num_held == 1
     scheduler.abort("g")
     kept = scheduler.admit(prompt(4, 9, adapter="a"), 0.0, is_kept=True)
     planned = plan(scheduler, 99)
-    scheduler.adapters.unload("a")
+    slots_of(scheduler).unload("a")
     scheduler.end(kept)
-    assert scheduler.adapters.num_held == 1 and not scheduler.adapters.take_dropped(), "a step is launched"
+    assert slots_of(scheduler).num_held == 1 and not scheduler.adapters.take_dropped(), "a step is launched"
     for one in planned:
         scheduler.finish_step(one, [], 0.0)
     scheduler.check()

@@ -5,10 +5,9 @@ import time
 
 import numpy as np
 
+from decode_worker.interfaces import Drafts, Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.lengths import CostMeter
-from decode_worker.speculation.speculator import Speculator
 from protos import decode_pb2, worker_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, used, workers
@@ -128,7 +127,7 @@ def test_prompt_log_probabilities_are_all_told_when_cached_pages_overtake_them()
     scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS), 8, PATIENCE_S)
     told: list[Update] = []
     loop = WorkerLoop(
-        DraftsAndMasks(Speculator({}, CostMeter(), "off", 0), scheduler), scheduler, engine.runner, engine.rows,
+        DraftsAndMasks(Drafts(), Masks(), scheduler), scheduler, engine.runner, engine.rows,
         engine.pool, TokenBudget(1, "--local-prefill-chunk-tokens"), lambda _step, updates: told.extend(updates),
         DecodeMetrics(scheduler),
     )  # fmt: skip

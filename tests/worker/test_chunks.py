@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
-from worker.itl_goal import STARVED
+from worker.itl_goal import STARVED, GoalSizer
 from worker.plan import TokenBudget
 
 
@@ -135,7 +135,7 @@ def test_steps_keep_the_goal_with_as_many_answers_as_are_taken_and_prompts_go_on
     base_s: float, answer_share: float, token_share: float, goal_share: float, seed: int
 ) -> None:
     device, goal_s = Device(base_s, answer_share * base_s, token_share * base_s, seed), goal_share * base_s
-    sizer, num_answers, steps, num_tokens = ChunkSizer(256, itl_goal_s=goal_s), 0, [], 0
+    sizer, num_answers, steps, num_tokens = GoalSizer(256, FEWEST, goal_s=goal_s), 0, [], 0
     for number in range(1500):
         if number % 4 == 0:
             num_answers = min(sizer.most_answers(64), num_answers + 1)
@@ -153,7 +153,7 @@ def test_steps_keep_the_goal_with_as_many_answers_as_are_taken_and_prompts_go_on
 
 
 def test_where_the_goal_cannot_be_kept_one_answer_and_every_prompt_go_on() -> None:
-    sizer = ChunkSizer(256, itl_goal_s=0.01)
+    sizer = GoalSizer(256, FEWEST, goal_s=0.01)
     sizes = []
     for _ in range(20 * STARVED):
         sizes.append(sizer.beside_by_goal(4) or 0)

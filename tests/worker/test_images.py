@@ -28,7 +28,6 @@ from worker.images import encoder as images_module
 from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError
-from worker.receiving import expire
 from worker.sequences import Phase, SequenceParams
 from worker.thread import EngineThread
 
@@ -255,7 +254,7 @@ def test_an_answer_that_made_room_ends_if_its_images_are_elsewhere() -> None:
     newer.params.encodings.clear()  # type: ignore[attr-defined]  # as if its KV had come from elsewhere
     while not newer.num_preemptions:
         finish(scheduler, plan(scheduler, 99))
-    ended = expire(scheduler, 0.0)
+    ended = scheduler.expire(0.0)
     assert [(update.sequence, update.finish_reason) for update in ended] == [(newer, "expired")]
     while older in list(scheduler):
         step(scheduler)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.sequence_params import build_scheduler
-from worker.kv_cache import RestorePlan, plan_restore
 from worker.metrics import WorkerMetrics
 from worker.thread import EngineThread
 from worker.tiers.files import KVTiers
+from worker.tiers.plans import RestorePlan, plan_restore
 from worker.tiers.reading import prefers_reading
 
 WAIT_S = 10.0
@@ -98,7 +98,7 @@ async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool
     asked = []
     for text in prompts:
         borrow = partial(files.lend, text) if is_borrowed else None
-        asked.append(asyncio.create_task(tiers.restore(name(text), WAIT_S, borrow)))
+        asked.append(asyncio.create_task(tiers.read(name(text), WAIT_S, borrow)))
         await files.has_begun.wait()
     files.may_read.set()
     assert all(await asyncio.gather(*asked))

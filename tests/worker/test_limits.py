@@ -24,7 +24,6 @@ from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
 from tests.support.checkpoints import write_checkpoint
-from worker.scheduler import num_rows_for
 from worker.startup import limits
 from worker.startup.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.startup.limits import (
@@ -38,6 +37,7 @@ from worker.startup.limits import (
     with_context,
 )
 from worker.startup.models import locate, locate_model
+from worker.table import num_rows_for
 
 GIB = 1 << 30
 SHAPES = {name: load_shape(name) for name in ("1B", "8B", "70B")}

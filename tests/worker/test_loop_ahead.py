@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import worker.ranks.leader
@@ -36,7 +36,7 @@ from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
-from worker.ranks.ring import RingError, RingFollower, RingLeader, open_ring
+from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
 from worker.sequences import SequenceParams
 
 __all__ = ["one_thread"]  # a fixture
@@ -79,11 +79,11 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @contextmanager
 def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     """Rank 0 of 2."""
-    fds, pool_fd = open_ring(1), create_file()
+    fds, pool_fd = open_links(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
     passed = (pool_fd, *fds)
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
-    leader = Leader(RingLeader(fds))
+    leader = Leader(StepSender(fds))
     ranks = join_group(str(rendezvous), 0, 2, CPU, MEET_S)
     place = Place(
         ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader),
@@ -201,20 +201,21 @@ def test_the_device_seldom_waits_for_the_host(alone: FullEngine, late: FullEngin
     assert answers.num_launched > 50 and answers.num_drained <= 0.05 * answers.num_launched, drained
 
 
+@example(sizes=[2 * SEND_BYTES, 5], num_followers=2)
 @given(sizes=st.lists(st.integers(0, 400), max_size=30), num_followers=st.integers(1, 3))
 def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_followers: int) -> None:
-    fds = open_ring(num_followers, num_bytes=128)
+    fds = open_links(num_followers)
     messages = [bytes(index % 256 for index in range(size)) for size in sizes]
     told: list[list[bytes]] = [[] for _ in range(num_followers)]
 
     def read(number: int) -> None:
-        follower = RingFollower(fds, number)
+        follower = StepReceiver(fds, number)
         told[number] = [follower.read(timeout_s=END_S) for _ in messages]
 
     threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(num_followers)]
     for thread in threads:
         thread.start()
-    leader = RingLeader(fds)
+    leader = StepSender(fds)
     for message in messages:
         leader.write(message, timeout_s=END_S)
     for thread in threads:
@@ -224,31 +225,15 @@ def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_fo
     assert told == [messages] * num_followers
 
 
-def test_no_byte_is_read_before_the_kernel_says_that_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process stored last may be seen first, except across a system call."""
-    fds, said = open_ring(1, num_bytes=64), list[tuple[int, int]]()
-    leader, follower = RingLeader(fds), RingFollower(fds, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "eventfd_write", lambda *one: said.append(one))
-        leader.write(bytes(9), timeout_s=1)
-    with pytest.raises(RingError, match="no step came"):
-        follower.read(timeout_s=0.01)
-    for one in said:
-        os.eventfd_write(*one)
-    assert follower.read(timeout_s=1) == bytes(9)
-    for fd in fds:
-        os.close(fd)
-
-
 def test_waits_have_an_end() -> None:
-    fds = open_ring(2, num_bytes=64)
-    leader, first = RingLeader(fds), RingFollower(fds, 0)
-    with pytest.raises(RingError, match=r"no step came for 0.01 s"):
+    fds = open_links(2)
+    leader, first = StepSender(fds), StepReceiver(fds, 0)
+    with pytest.raises(LinkError, match=r"no step came for 0.01 s"):
         first.read(timeout_s=0.01)
     leader.write(bytes(40), timeout_s=1)
     assert first.read(timeout_s=1) == bytes(40)
-    with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second rank
-        leader.write(bytes(40), timeout_s=0.01)
+    with pytest.raises(LinkError, match=r"a rank does not read its steps for 0.01 s"):
+        leader.write(bytes(4 * SEND_BYTES), timeout_s=0.01)
     for fd in fds:
         os.close(fd)
 
@@ -272,8 +257,8 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: FullEngine, monkeypatch:
 
     monkeypatch.setattr(worker.ranks.leader, "end_process", lambda: pytest.fail("the process ended without a word"))
     monkeypatch.setattr(Runner, "_run", fail)
-    fds = open_ring(1)
-    runner = LedRunner(Leader(RingLeader(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
+    fds = open_links(1)
+    runner = LedRunner(Leader(StepSender(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
     with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
         replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
     for fd in fds:

@@ -22,12 +22,13 @@ from tests.support.sequence_params import (
 )
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
-from worker.plan import MAX_SCORED, TokenBudget, fit_images, schedule, share_prompt_tokens
+from worker.images.spans import fit_images
+from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
-from worker.receiving import OfferRefusedError, begin_read, expire, fail_read, finish_read, next_deadline
-from worker.scheduler import OverGoalError
+from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read
 from worker.sequences import Phase, ScheduledSequence
 from worker.states.slots import StateSlots
+from worker.table import OverGoalError
 
 
 @pytest.mark.parametrize(
@@ -111,14 +112,14 @@ def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
     scheduler = build_scheduler(num_pages=9, page_tokens=2)
     sequence = scheduler.admit(awaited(1, 9, 1), now=0.0)
     begin_read(scheduler, sequence.id, sequence.params.attempt, 0, 4, 2)
-    assert next_deadline(scheduler) is None and not expire(scheduler, LEASE_S + 5), "it is being read"
+    assert scheduler.next_deadline() is None and not scheduler.expire(LEASE_S + 5), "it is being read"
     finish_read(scheduler, sequence.id, 4, now=7.0)
-    assert next_deadline(scheduler) == 7.0 + LEASE_S
+    assert scheduler.next_deadline() == 7.0 + LEASE_S
     begin_read(scheduler, sequence.id, sequence.params.attempt, 4, 8, 2)
     fail_read(scheduler, sequence.id)
-    assert next_deadline(scheduler) == 7.0 + LEASE_S
+    assert scheduler.next_deadline() == 7.0 + LEASE_S
     assert sequence.computed == 4
-    (update,) = expire(scheduler, 17.0)
+    (update,) = scheduler.expire(17.0)
     assert (update.finish_reason, update.error) == ("expired", "no KV arrived within the lease of 10 s (--lease-s)")
     assert scheduler.kv.cache.num_held == 0
 

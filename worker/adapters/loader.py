@@ -11,8 +11,9 @@ from engine.adapters.slots import HostAdapter
 from engine.compose import FullEngine
 from runtime.hardware import available_memory_bytes
 from worker.adapters.slots import AdapterSlots
-from worker.ranks.children import RankChildren
-from worker.ranks.reads import run_all
+from worker.features import AdapterRefusedError, AdapterSource
+from worker.metrics import WorkerMetrics
+from worker.peers.other_ranks import OtherRanks, run_all
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
@@ -20,14 +21,6 @@ log = structlog.get_logger()
 MOST_LOADED = 1024  # Status has the name of each
 MOST_BYTES = 16 << 30  # of all together; a rank of 16 on all products of a model of 8 G parameters takes 84 MB
 MOST_NAME_CHARS = 256
-
-
-class AdapterRefusedError(Exception):
-    """`code`: the status of the call."""
-
-    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
 
 
 def read_adapter(engine: FullEngine, folder: Path, digest: str) -> HostAdapter:
@@ -39,32 +32,29 @@ def read_adapter(engine: FullEngine, folder: Path, digest: str) -> HostAdapter:
     return adapter
 
 
-class AdapterLoader:
+class AdapterLoader(AdapterSource):
     """Hosts what it reads under keys of `slots`; the engine thread frees it (WorkerLoop.step)."""
 
     def __init__(
-        self, engine: FullEngine, slots: AdapterSlots, children: RankChildren | None, thread: EngineThread
+        self, engine: FullEngine, slots: AdapterSlots, others: OtherRanks, thread: EngineThread, metrics: WorkerMetrics
     ) -> None:
         """`thread`: its lock guards `slots`."""
         self._engine = engine
         self._slots = slots
-        self._children = children
+        self._others = others
         self._thread = thread
         self._is_loading = asyncio.Lock()
         self._loads: set[asyncio.Task[str]] = set()
+        metrics.gauge("adapters_loaded", "Adapters that requests may name", lambda: len(slots.names))
+        metrics.gauge("adapter_slots_used", "Slots whose adapter a sequence has", lambda: slots.num_held)
 
     async def load(self, name: str, path: str, digest: str) -> str:
-        """See LoadAdapterRequest. Returns the digest. Raises AdapterRefusedError. A cancelled load goes on."""
         task = asyncio.create_task(self._load(name, Path(path), digest))
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
         return await asyncio.shield(task)
 
     async def _load(self, name: str, folder: Path, expected: str) -> str:
-        if not self._slots.num_slots:
-            raise AdapterRefusedError(
-                grpc.StatusCode.FAILED_PRECONDITION, "this worker takes no adapters: set --max-loras to 1 or more"
-            )
         if not 0 < len(name) <= MOST_NAME_CHARS:
             raise AdapterRefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT, f"name has {len(name)} characters, expected 1 to {MOST_NAME_CHARS}"
@@ -105,7 +95,7 @@ class AdapterLoader:
         with self._thread.lock:
             key = self._slots.new_key(digest)
         try:
-            others = [] if self._children is None else self._children.load_adapter(key, str(folder), digest)
+            others = self._others.load_adapter(key, str(folder), digest)
             await run_all([self._host_here(key, folder, digest), *others])
         except BaseException:
             with self._thread.lock:
@@ -130,7 +120,6 @@ class AdapterLoader:
         return self._engine.pool.num_ranks * sum(part.nbytes for site in sites for part in (site.a, *site.b))
 
     def unload(self, digest: str) -> None:
-        """New sequences cannot have it. Idempotent."""
         with self._thread.lock:
             self._slots.unload(digest)
             self._thread.wake()

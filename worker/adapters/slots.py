@@ -9,32 +9,14 @@ never meets a later one. A slot keeps its adapter without holders, until another
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
-from worker.prefix_cache import NoRoomError
+from worker.interfaces import Adapters, NoSlotError, UnknownAdapterError
+from worker.sequences import NO_ADAPTER, HeldAdapter
 
-NO_SLOT = -1
-
-
-class UnknownAdapterError(Exception):
-    """The adapter is not loaded here; another worker may have it."""
-
-
-class NoSlotError(NoRoomError):
-    """Sequences have all slots; those without an adapter may have room."""
-
-
-class HeldAdapter(NamedTuple):
-    """What a sequence has of its adapter."""
-
-    slot: int
-    key: str  # of the load
-
-
-NO_ADAPTER = HeldAdapter(NO_SLOT, "")
+NO_SLOT = NO_ADAPTER.slot
 
 
 @dataclass(slots=True)
@@ -49,22 +31,18 @@ class LoadedAdapter:
     is_unloading: bool = False  # new sequences cannot have it
 
 
-@dataclass(slots=True)
-class AdapterSlots:
+class AdapterSlots(Adapters):
     """Owns the slots. The caller serialises calls."""
 
-    num_slots: int = 0
-    _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # digest |-> adapter, least recently used first
-    _free: list[int] = field(default_factory=list)  # slots without an adapter
-    _dropped: list[str] = field(default_factory=list)  # keys
-    _numbers: "count[int]" = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        self._free = list(range(self.num_slots))
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._loaded: dict[str, LoadedAdapter] = {}  # digest |-> adapter, least recently used first
+        self._free = list(range(num_slots))  # slots without an adapter
+        self._dropped: list[str] = []  # keys
+        self._numbers = count()
 
     @property
     def names(self) -> dict[str, str]:
-        """Digest |-> name of each that sequences may have."""
         return {digest: one.name for digest, one in list(self._loaded.items()) if not one.is_unloading}
 
     @property
@@ -109,24 +87,24 @@ class AdapterSlots:
         self._dropped.append(key)
 
     def take_dropped(self) -> list[str]:
-        """Keys of adapters whose memory is to be freed, after all steps launched before."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     # -- sequences -----------------------------------------------------------------------------------------------
 
     def check_room(self, digest: str) -> None:
-        """Raises UnknownAdapterError, or NoSlotError."""
+        if not digest:
+            return
         one = self._loaded.get(digest)
         if one is None or one.is_unloading:
-            why = "" if self.num_slots else ", which takes none (--max-loras 0)"
-            raise UnknownAdapterError(f"adapter {digest[:64]!r} is not loaded here{why}")
+            raise UnknownAdapterError(f"adapter {digest[:64]!r} is not loaded here")
         if one.slot == NO_SLOT and not self._free and self._find_idle() is None:
             raise NoSlotError(f"{self.num_slots} other adapters are in use, the most allowed by --max-loras")
 
     def acquire(self, digest: str) -> HeldAdapter:
-        """Hold it for one more sequence, in a slot that stays its own until `release`. Raises like `check_room`."""
         self.check_room(digest)
+        if not digest:
+            return NO_ADAPTER
         one = self._loaded[digest] = self._loaded.pop(digest)
         if one.slot == NO_SLOT:
             one.slot = self._take_slot()
@@ -134,7 +112,8 @@ class AdapterSlots:
         return HeldAdapter(one.slot, one.key)
 
     def release(self, digest: str) -> None:
-        """One of its sequences is gone, and all steps that had it are collected."""
+        if not digest:
+            return
         one = self._loaded[digest] = self._loaded.pop(digest)
         one.num_holders -= 1
         self._drop_if_unused(digest)
@@ -159,10 +138,9 @@ class AdapterSlots:
             if one.slot != NO_SLOT:
                 self._free.append(one.slot)
 
-    def check(self, held: Iterable[HeldAdapter]) -> None:
-        """`held`: what each sequence with an adapter has."""
+    def check(self, held: Seq[HeldAdapter]) -> None:
         expected = {HeldAdapter(one.slot, one.key): one.num_holders for one in self._loaded.values() if one.num_holders}
-        if (counted := dict(Counter(held))) != expected:
+        if (counted := dict(Counter(one for one in held if one != NO_ADAPTER))) != expected:
             raise AssertionError(f"adapters are held {expected}, by sequences {counted}")
         slots = [one.slot for one in self._loaded.values() if one.slot != NO_SLOT]
         if sorted(slots + self._free) != list(range(self.num_slots)):

@@ -18,6 +18,7 @@ import torch
 
 from engine.vision.image_rows import Encoding
 from engine.vision.tower import VisionTower
+from worker.features import ImageSource
 from worker.metrics import WorkerMetrics
 from worker.thread import EngineThread
 
@@ -30,8 +31,10 @@ STEP_S = 5.0  # most that steps take to let go of a core
 log = structlog.get_logger()
 
 
-class ImageEncoder:
+class ImageEncoder(ImageSource):
     """Owns the cache and the thread."""
+
+    takes_images = True
 
     def __init__(self, tower: VisionTower, steps: EngineThread | None, metrics: WorkerMetrics) -> None:
         """steps: if they are computed on the same cores."""
@@ -48,10 +51,6 @@ class ImageEncoder:
         metrics.gauge("image_encodings_bytes", "Bytes of kept encodings", lambda: self._num_bytes)
 
     async def encode(self, files: Mapping[bytes, bytes], wait_s: float) -> Encodings | None:
-        """`files`: digest |-> file |-> their encodings. ValueError: one is no image, or too large for the model.
-
-        None: it takes longer than `wait_s`, and goes on; ask again.
-        """
         deadline = time.monotonic() + wait_s
         self._wanted = {digest: until for digest, until in self._wanted.items() if until > time.monotonic()}
         self._wanted |= dict.fromkeys(files, deadline + ASK_AGAIN_S)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from protos import kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.tasks import keep_running
 from worker.metrics import WorkerMetrics
-from worker.process import Worker
+from worker.peers.pools import RankedPool
 
 log = structlog.get_logger()
 
@@ -65,9 +65,12 @@ class KVPeers:
     A reader keeps its peer's pool in memory: a dead peer's reader is closed within LOOK_S, or after its running read.
     """
 
-    def __init__(self, worker: Worker, config: PrefillConfig | DecodeConfig, metrics: WorkerMetrics) -> None:
-        self._me = worker.me
-        self._pools = worker.pools
+    def __init__(
+        self, me: kv_pb2.Peer, pools: Sequence[RankedPool], config: PrefillConfig | DecodeConfig,
+        metrics: WorkerMetrics,
+    ) -> None:  # fmt: skip
+        self._me = me
+        self._pools = pools
         self._metrics = metrics
         self.wants_checksums = config.verify_transfers
         self._wanted = config.transport

@@ -1,6 +1,6 @@
 """One pool of a worker, of pages or of slots, over all its ranks: described to peers, read into, and checksummed.
 
-The other ranks' processes do their part when rank 0 asks them (ranks/children.py).
+The other ranks do their part when rank 0 asks them.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ from runtime.trust import Trust
 from wire.kv_layout import KvPart
 from wire.page_keys import NamedPage
 from wire.private_folders import UnsafeFolderError
-from worker.ranks.children import RankChildren
-from worker.ranks.reads import RanksReader, find_failure
+from worker.peers.other_ranks import OtherRanks, find_failure
 
 
 class PageBytes(NamedTuple):
@@ -42,13 +41,13 @@ class PageBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankedPool:
-    """`children`: the other ranks; None if there are none, or in one of them."""
+    """`others`: that this process leads; none in one of them."""
 
     incarnation: str  # what peers read it under
     own: Pool  # this rank's
     layout: kv_pb2.KvLayout
     local: Local
-    children: RankChildren | None
+    others: OtherRanks
     is_states: bool
     tiers: PageTiers  # this rank's
 
@@ -64,10 +63,8 @@ class RankedPool:
     async def open(self, transport: str, peer: kv_pb2.Peer) -> Reader:
         """A reader for all ranks. `peer`: of its pages or slots, as this pool's are. Raises ReadError."""
         own = await open_reader(self.local, transport, peer)
-        if self.children is None:
-            return own
         try:
-            return RanksReader([own, *await self.children.open(transport, peer, self.is_states)])
+            return await self.others.join(own, transport, peer, self.is_states)
         except BaseException:
             await own.close()
             raise
@@ -96,14 +93,13 @@ class RankedPool:
     async def save(self, entries: Sequence[NamedPage], writer: Executor) -> int:
         """PageTiers.save of each rank; returns how many this one wrote. Raises ReadError."""
         writing = asyncio.get_running_loop().run_in_executor(writer, self.tiers.save, entries)
-        if self.children is not None:
-            await self.children.save(entries, self.is_states)
+        await self.others.save(entries, self.is_states)
         return await writing
 
     async def restore(self, keys: Sequence[bytes], into: Sequence[int]) -> list[bool]:
         """PageTiers.load of each rank: what all of them read. Raises ReadError."""
         reading: Coroutine[Any, Any, list[bool]] = asyncio.to_thread(self.tiers.load, keys, into)
-        others = self.children.restore(keys, into, self.is_states) if self.children else []
+        others = self.others.restore(keys, into, self.is_states)
         results = await asyncio.gather(reading, *others, return_exceptions=True)  # all have ended: none writes any more
         read = [result for result in results if not isinstance(result, BaseException)]
         failure = find_failure([result for result in results if isinstance(result, BaseException)])
@@ -119,16 +115,15 @@ class RankedPool:
 
         async def compute(place: PageBytes) -> list[int]:
             rank, begin, num_bytes = place
-            if self.children is None or rank == 0:
+            if rank == 0:
                 return await asyncio.to_thread(compute_checksums, self.own, pages, begin, num_bytes)
-            return await self.children.compute_checksums(rank, pages, begin, num_bytes, self.is_states)
+            return await self.others.compute_checksums(rank, pages, begin, num_bytes, self.is_states)
 
         return list(chain.from_iterable(await asyncio.gather(*map(compute, places))))
 
 
 def build_pools(
-    engine: Engine, config: PrefillConfig | DecodeConfig, incarnation: str, trust: Trust,
-    children: RankChildren | None = None,
+    engine: Engine, config: PrefillConfig | DecodeConfig, incarnation: str, trust: Trust, others: OtherRanks
 ) -> list[RankedPool]:  # fmt: skip
     """The engine's pages and, of a model with states, its slots. What first parts do not show follows from the weights.
 
@@ -142,7 +137,7 @@ def build_pools(
             config.lease_s,
         )  # fmt: skip
         tiers = _build_tiers(config, pool, layout, engine)
-        return RankedPool(incarnation, pool, layout, local, children, is_states, tiers)
+        return RankedPool(incarnation, pool, layout, local, others, is_states, tiers)
 
     pool, states, first = engine.pool, engine.states, engine.pool.shape.parts[0]
     assert isinstance(first, KvPart)

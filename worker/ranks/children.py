@@ -1,7 +1,7 @@
 """Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
 
 A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
-`ring.py`; the calls here, beside the steps, through `runtime/child.py`.
+`links.py`; the calls here, beside the steps, through `runtime/child.py`.
 """
 
 import asyncio
@@ -18,13 +18,15 @@ import structlog
 
 from engine.kv.pool import create_file
 from engine.out_of_memory import end_process
-from kvtransfer.reader import PageRef, ReadError
+from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime.child import ChildServer, describe_exit
 from runtime.config import DecodeConfig, PrefillConfig
 from wire.page_keys import NamedPage
-from worker.ranks.reads import run_all
-from worker.ranks.ring import RingLeader, open_ring
+from worker.peers.other_ranks import OtherRanks, run_all
+from worker.ranks.leader import Leader
+from worker.ranks.links import StepSender, open_links
+from worker.ranks.reader import RanksReader
 
 log = structlog.get_logger()
 
@@ -41,7 +43,7 @@ class Start(msgspec.Struct, tag=True):
     rank: int
     size: int
     rendezvous: str  # a file's path
-    ring_fds: list[int]  # inherited
+    link_fds: list[int]  # inherited
     pool_fds: tuple[int, int]  # of pages and of slots
 
 
@@ -95,7 +97,7 @@ class RestorePages(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """The rank's part of an adapter, under a key; the ring says when to drop it (DropAdapter in leader.py)."""
+    """The rank's part of an adapter, under a key; the links say when to drop it (DropAdapter in leader.py)."""
 
     key: str
     folder: str
@@ -122,7 +124,7 @@ ReaderCall = OpenReader | ReadPages | ProbePages | CloseReader
 Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter
 
 
-class RankChildren:
+class RankChildren(OtherRanks):
     """Owns the processes of ranks 1 and up, and what they share with this one.
 
     Create it on the main thread: the children die with the thread that creates them.
@@ -133,23 +135,23 @@ class RankChildren:
         try:
             meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
             self.pool_fds = create_file(), create_file()
-            ring_fds = open_ring(config.tp - 1)
+            link_fds = open_links(config.tp - 1)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             raise ValueError(
                 f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
             ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
-        self.ring = RingLeader(ring_fds)
         self.is_closing = False  # failures after this are expected
+        self.leader = Leader(StepSender(link_fds), lambda: self.is_closing)
         self._timeout_s = 0.0
         self._reader_numbers = itertools.count()
         self._children: list[ChildServer[Ready | Done]] = []
         for rank in range(1, config.tp):
             start = Start(
                 role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
-                list(ring_fds), self.pool_fds,
+                list(link_fds), self.pool_fds,
             )  # fmt: skip
-            fds = (*self.pool_fds, *ring_fds)
+            fds = (*self.pool_fds, *link_fds)
             child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
             child.ended.add_done_callback(partial(self._on_end, rank, child))
             self._children.append(child)
@@ -165,8 +167,10 @@ class RankChildren:
     def _ranks(self) -> range:
         return range(1, len(self._children) + 1)
 
+    def lead(self) -> None:
+        self.leader.is_leading = True
+
     async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
-        """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
         self._timeout_s = timeout_s + MARGIN_S
         ranks: list[list[kv_pb2.Rank]] = []
         for child in self._children:
@@ -200,6 +204,9 @@ class RankChildren:
         assert isinstance(done, Done)
         return done
 
+    async def join(self, own: Reader, transport: str, peer: kv_pb2.Peer, is_states: bool) -> Reader:
+        return RanksReader([own, *await self.open(transport, peer, is_states)])
+
     async def open(self, transport: str, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
         """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
         readers = [ChildReader(self, rank, next(self._reader_numbers), transport) for rank in self._ranks]
@@ -214,14 +221,12 @@ class RankChildren:
     async def compute_checksums(
         self, rank: int, pages: Sequence[int], begin: int, num_bytes: int, is_states: bool
     ) -> list[int]:
-        """See kvtransfer/checksums.py; of the pool of `rank`. Raises ReadError with the driver's message."""
         done = await self.ask(rank, ComputeChecksums(list(pages), begin, num_bytes, is_states))
         if done.reason:
             raise ReadError(done.reason, done.detail)
         return done.checksums
 
     async def save(self, entries: Sequence[NamedPage], is_states: bool) -> None:
-        """Each child saves its part. Raises ReadError."""
         call = SavePages(list(entries), is_states)
         for done in await asyncio.gather(*(self.ask(rank, call, RANKS_S) for rank in self._ranks)):
             if done.reason:

@@ -1,4 +1,4 @@
-"""Rank 0 leads, the others follow: the leader sends every change of rows and every step through a ring.
+"""Rank 0 leads, the others follow: the leader sends every change of rows and every step through its links.
 
 The leader's scheduler and loop do not know this: they use `LedInputBatch` and `LedRunner` as rows and runner. Followers
 have the same rows and runners over their own shards, and get the same tokens, since ranks share their results.
@@ -25,11 +25,11 @@ from engine.runner import Begun, Launched, Masks, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
-from worker.ranks.ring import RingFollower, RingLeader
+from worker.ranks.links import StepReceiver, StepSender
 
 log = structlog.get_logger()
 
-SEND_S = 30.0  # for followers to make room in the ring: they lag by a few steps at most
+SEND_S = 30.0  # for followers to read: they lag by a few steps at most
 MOST_BEHIND = 2  # steps that a follower may launch before it collects one
 
 Array = NDArray[np.int32]
@@ -127,9 +127,9 @@ _decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack)
 class Leader:
     """Sends steps to followers. Owned by the engine thread once that runs."""
 
-    def __init__(self, ring: RingLeader, is_closing: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, sender: StepSender, is_closing: Callable[[], bool] = lambda: False) -> None:
         """`is_closing`: whether the worker is ending; followers may be gone then."""
-        self._ring = ring
+        self._sender = sender
         self.is_closing = is_closing
         self._deltas: list[Delta] = []
         self.is_leading = False  # False during warm-up, which all ranks do by themselves
@@ -140,19 +140,19 @@ class Leader:
             self._deltas.append(delta)
 
     def send(self, runner: int, requests: Sequence[ForwardRow], is_begun: bool = False) -> None:
-        """Send a step, before rank 0 computes it. is_begun: `send_choice` follows. Raises RingError."""
+        """Send a step, before rank 0 computes it. is_begun: `send_choice` follows. Raises LinkError."""
         if self.is_leading:
             deltas, self._deltas = self._deltas, []
-            self._ring.write(_encoder.encode(Step(deltas, runner, requests, is_begun)), SEND_S)
+            self._sender.write(_encoder.encode(Step(deltas, runner, requests, is_begun)), SEND_S)
 
     def flush(self) -> None:
-        """Send what was noted, without a step. Raises RingError."""
+        """Send what was noted, without a step. Raises LinkError."""
         self.send(0, [])
 
     def send_choice(self, masks: Masks) -> None:
-        """Send what the last step may choose. Raises RingError."""
+        """Send what the last step may choose. Raises LinkError."""
         if self.is_leading:
-            self._ring.write(_encoder.encode(Choice(dict(masks))), SEND_S)
+            self._sender.write(_encoder.encode(Choice(dict(masks))), SEND_S)
 
 
 class LedInputBatch(InputBatch):
@@ -234,12 +234,12 @@ class LedHeadRunner(LedRunner, HeadRunner):
     """Rank 0's runner of a draft head: only drafts are sent, since each rank's head follows its model by itself."""
 
 
-def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> None:
-    """Repeat the leader's steps until RingError or any failure; the process is useless then."""
+def follow(receiver: StepReceiver, rows: InputBatch, runners: Sequence[Runner]) -> None:
+    """Repeat the leader's steps until LinkError or any failure; the process is useless then."""
     behind: deque[Launched] = deque()
     begun: tuple[Runner, Begun] | None = None
     while True:
-        message = _decoder.decode(ring.read())
+        message = _decoder.decode(receiver.read())
         if isinstance(message, Choice):
             assert begun is not None, "a choice without a step"
             runner, step = begun

@@ -30,11 +30,12 @@ from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker.adapters.loader import read_adapter
+from worker.peers.other_ranks import ALONE
 from worker.peers.pools import RankedPool, build_pools
-from worker.process import build_rank_engine, choose_rank_device
 from worker.ranks import children as calls
 from worker.ranks.leader import follow
-from worker.ranks.ring import RingFollower
+from worker.ranks.links import StepReceiver
+from worker.startup.build import build_rank_engine, choose_rank_device
 
 log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
@@ -79,11 +80,11 @@ class Rank:
             end_process()
         self._engine = engine
         spare_what_is_here()
-        ring = RingFollower(start.ring_fds, start.rank - 1)
-        threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
+        receiver = StepReceiver(start.link_fds, start.rank - 1)
+        threading.Thread(target=_follow, args=(receiver, engine), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()
-        self._pools, address = build_pools(engine, config, start.incarnation, trust), ""
+        self._pools, address = build_pools(engine, config, start.incarnation, trust, ALONE), ""
         if isinstance(config, PrefillConfig):
             server = self._server = trust.build_server()
             PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
@@ -124,11 +125,11 @@ class Rank:
         self._engine.adapters.hosted[call.key] = adapter
 
 
-def _follow(ring: RingFollower, engine: FullEngine) -> None:
+def _follow(receiver: StepReceiver, engine: FullEngine) -> None:
     if engine.device.type == "cuda":
         torch.cuda.set_device(engine.device)  # new threads use GPU 0 by default
     try:
-        follow(ring, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])])
+        follow(receiver, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])])
     except Exception:
         log.exception("this rank cannot follow any more")
     finally:

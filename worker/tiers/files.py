@@ -15,14 +15,16 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from protos import worker_pb2
+from protos import prefill_pb2, worker_pb2
 from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
-from worker.kv_cache import Restore, RestorePlan, plan_restore
+from worker.features import KVSource
+from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import NoRoomError, PrefixCache
-from worker.process import Worker
+from worker.role import Worker
 from worker.thread import EngineThread
+from worker.tiers.plans import RestorePlan, plan_restore
 from worker.tiers.reading import Reading
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
@@ -31,8 +33,8 @@ Borrow = Callable[[], Coroutine[Any, Any, None]]  # reads from another worker wh
 log = structlog.get_logger()
 
 
-class KVTiers:
-    """Owns the tasks that save and read. Without tiers nothing happens."""
+class KVTiers(KVSource):
+    """Owns the tasks that save and read. A worker without files has no pools here."""
 
     def __init__(self, worker: Worker, thread: EngineThread, metrics: WorkerMetrics) -> None:
         """`thread`: its lock guards the scheduler."""
@@ -60,10 +62,6 @@ class KVTiers:
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
-
-    @property
-    def exist(self) -> bool:
-        return bool(self._pools)
 
     def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
@@ -96,11 +94,11 @@ class KVTiers:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
-        """Read what the pools lack of these pages, if that is faster than to compute it: files, then what is borrowed.
+    async def restore(self, keys: Seq[PageKey], wait_s: float, lender: prefill_pb2.PageSource | None = None) -> bool:
+        return await self.read(keys, wait_s)
 
-        False: it takes longer than `wait_s`, and goes on; ask again.
-        """
+    async def read(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
+        """`restore` from files, then what is borrowed."""
         if not keys or not (self._pools or borrow):
             return True
         task = self._restoring.get(keys[-1])

@@ -9,10 +9,11 @@ from collections.abc import Sequence as Seq
 
 import structlog
 
-from worker.kv_cache import Restore, RestorePlan
+from worker.kv_cache import Restore
 from worker.metrics import PromptSpeed
 from worker.scheduler import Scheduler
 from worker.thread import EngineThread
+from worker.tiers.plans import RestorePlan, begin_restore, end_restore
 
 RECHECK_S = 60.0  # a speed measured longer ago is not known any more
 SHORT_S = 0.05  # a read of so long is preferred anyway: what it saves is there for others
@@ -52,12 +53,12 @@ class Reading:
         """
         started, drafts, num_slots = time.monotonic(), list[bool](), 0
         with self._thread.lock:
-            restore = self._scheduler.begin_restore(plan.keys, plan.slot_keys)
+            restore = begin_restore(self._scheduler, plan.keys, plan.slot_keys)
         try:
             drafts[:], num_slots = await read(restore)
         finally:
             with self._thread.lock:
-                self._scheduler.kv.end_restore(restore, drafts, num_slots)
+                end_restore(self._scheduler.kv, restore, drafts, num_slots)
                 self._thread.wake()
         if drafts:
             num_tokens, self._read_at = len(drafts) * self._scheduler.kv.page_tokens, time.monotonic()

@@ -6,6 +6,7 @@ Runs on the asyncio thread.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -15,24 +16,23 @@ import structlog
 from kvtransfer.checksums import parts_of
 from kvtransfer.layout import find_bad_ranks
 from kvtransfer.reader import ReadError
-from prefill_worker.metrics import PrefillMetrics
-from protos import kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import kv_pb2, prefill_pb2, prefill_pb2_grpc, worker_pb2
 from runtime.config import PrefillConfig
 from wire.page_keys import PageKey
-from worker.kv_cache import Restore, plan_loan
+from worker.features import LoanRefusedError
+from worker.kv_cache import Restore
+from worker.metrics import WorkerMetrics
 from worker.peers.kv_peers import HandshakeRefusedError, KnownPeer, KVPeers
 from worker.peers.links import PeerLinks
-from worker.process import Worker
+from worker.role import Worker
 from worker.thread import EngineThread
+from worker.tiers.files import KVTiers
+from worker.tiers.plans import begin_loan, end_loan, plan_loan
 from worker.tiers.reading import RECHECK_S, Reading
 
 LEND_S = 2.0  # until a lender answers
 BORROW_S = 10.0  # until all is read: more is rarely worth it, and a lender may hang
 log = structlog.get_logger()
-
-
-class LoanRefusedError(Exception):
-    """Nothing can be lent to this caller."""
 
 
 class Lender:
@@ -49,7 +49,7 @@ class Lender:
         self._check(request)
         begin, kv = request.begin, self._kv
         with self._thread.lock:
-            loan = kv.begin_loan(request.keys, begin, kv.max_offer_pages)
+            loan = begin_loan(kv, request.keys, begin, kv.max_offer_pages)
         try:
             offer = kv_pb2.OfferRequest(
                 incarnation=self._me.incarnation, begin=begin * kv.page_tokens,
@@ -61,7 +61,7 @@ class Lender:
             return prefill_pb2.LendResponse(peer=self._me, offer=offer, has_draft=has_draft)
         finally:
             with self._thread.lock:
-                kv.end_loan(loan)
+                end_loan(kv, loan)
 
     def _check(self, request: prefill_pb2.LendRequest) -> None:
         if request.incarnation != self._me.incarnation:
@@ -77,8 +77,8 @@ class Lender:
 class Borrower:
     """Reads pages of other prefill workers into the pool, where that is faster than to compute them."""
 
-    def __init__(self, worker: Worker, config: PrefillConfig, thread: EngineThread, metrics: PrefillMetrics) -> None:
-        self.peers = KVPeers(worker, config, metrics)
+    def __init__(self, worker: Worker, config: PrefillConfig, thread: EngineThread, metrics: WorkerMetrics) -> None:
+        self.peers = KVPeers(worker.me, worker.pools, config, metrics)
         self.reading = Reading("peer", worker.scheduler, thread, metrics.prompt_speed)
         self._me = worker.me
         self._kv = worker.scheduler.kv
@@ -120,7 +120,8 @@ class Borrower:
         num_pages, num_slots = len(response.offer.pages), len(response.offer.slots)
         if not num_pages:
             return False
-        if num_pages != len(response.has_draft) or num_pages > len(keys) - begin or num_slots > self._kv.states.exist:
+        most_slots = min(self._kv.states.cache.num_pages, 1)
+        if num_pages != len(response.has_draft) or num_pages > len(keys) - begin or num_slots > most_slots:
             raise ReadError("bounds", f"{num_pages} pages and {num_slots} slots of {source.address} do not fit")
         known = await self.peers.shake_hands(response.peer)
         await self.reading.fill(plan_loan(keys, begin, num_pages, num_slots), partial(self._read, response, known))
@@ -135,3 +136,30 @@ class Borrower:
     async def close(self) -> None:
         await self.peers.close()
         await self._lenders.close()
+
+
+class SharedTiers(KVTiers):
+    """The tiers of a prefill worker: its files, and the pages of the others."""
+
+    def __init__(self, worker: Worker, config: PrefillConfig, thread: EngineThread, metrics: WorkerMetrics) -> None:
+        super().__init__(worker, thread, metrics)
+        self._lender = Lender(worker, thread)
+        self._borrower = Borrower(worker, config, thread, metrics)
+
+    async def restore(self, keys: Seq[PageKey], wait_s: float, lender: prefill_pb2.PageSource | None = None) -> bool:
+        borrow = None if lender is None else partial(self._borrower.borrow, lender, keys)
+        return await self.read(keys, wait_s, borrow)
+
+    async def lend(self, request: prefill_pb2.LendRequest) -> prefill_pb2.LendResponse:
+        return await self._lender.lend(request)
+
+    def transports(self) -> Mapping[str, str]:
+        return self._borrower.peers.transports()
+
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+        super().add_to_status(status)
+        status.restored_tokens += self._borrower.reading.num_tokens
+
+    async def close(self) -> None:
+        await super().close()
+        await self._borrower.close()

@@ -1,10 +1,9 @@
 """Reads pages with all ranks of a worker at once, each its own heads, behind one reader."""
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from kvtransfer.reader import PageRef, Reader
+from worker.peers.other_ranks import run_all
 
 
 class RanksReader:
@@ -29,15 +28,3 @@ class RanksReader:
 
     async def close(self) -> None:
         await run_all([reader.close() for reader in self._readers])
-
-
-async def run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait until all have ended, whatever their result; raises the failure of the first that failed."""
-    failure = find_failure(await asyncio.gather(*work, return_exceptions=True))
-    if failure is not None:
-        raise failure
-
-
-def find_failure(results: Sequence[BaseException | None]) -> BaseException | None:
-    """Combine the ranks' results: the first failure fails all. Pure."""
-    return next((result for result in results if result is not None), None)

@@ -1,0 +1,83 @@
+"""Names what hangs on a worker's core: ranks, tiers, adapters, images and states. No other file does."""
+
+from functools import partial
+
+from engine.compose import FullEngine, open_device
+from engine.engine import Engine, Place
+from engine.ranks import join_group
+from runtime.config import DecodeConfig, PrefillConfig
+from worker.adapters.loader import AdapterLoader
+from worker.adapters.slots import AdapterSlots
+from worker.features import Features
+from worker.images.encoder import ImageEncoder
+from worker.images.spans import fit_chunk
+from worker.interfaces import Adapters, States
+from worker.itl_goal import choose_sizer
+from worker.metrics import WorkerMetrics
+from worker.peers.other_ranks import ALONE, OtherRanks
+from worker.plan import TokenBudget, build_budget
+from worker.prefix_cache import PrefixCache
+from worker.ranks.children import RANKS_S, RankChildren
+from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner
+from worker.role import Worker
+from worker.startup.build import choose_rank_device
+from worker.states.metrics import add_gauges
+from worker.states.slots import StateSlots, choose_spacing
+from worker.thread import EngineThread
+from worker.tiers.files import KVTiers
+from worker.tiers.loans import SharedTiers
+
+
+def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> tuple[OtherRanks, Place]:
+    """Starts the other ranks of this worker. Returns them, and what this process's engine has of that."""
+    if config.tp == 1:
+        return ALONE, Place(lends=isinstance(config, PrefillConfig))
+    children = RankChildren(role, config, incarnation)
+    leader = children.leader
+    device = choose_rank_device(config, 0)
+    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_device(device).open_ranks)
+    place = Place(
+        ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
+        partial(LedHeadRunner, leader, 1),
+    )  # fmt: skip
+    return children, place
+
+
+def build_states(engine: Engine) -> States:
+    """The owner of the engine's slots."""
+    pool, states = engine.pool, engine.states
+    if states is None:
+        return States()
+    page_tokens = pool.shape.page_tokens
+    spacing = choose_spacing(states.all_page_bytes, pool.all_page_bytes, page_tokens)
+    return StateSlots(PrefixCache(engine.num_slots, states.generations), page_tokens, spacing)
+
+
+def build_adapters(engine: FullEngine) -> Adapters:
+    """The owner of the engine's slots for adapters."""
+    return AdapterSlots(engine.adapters.num_slots) if engine.adapters else Adapters()
+
+
+def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
+    """`setting`: the flag that sets prompt_tokens; `itl_goal_s`: longest step with answers; 0: no goal."""
+    others = {"fit": fit_chunk} if engine.sees_whole_images else {}
+    return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)
+
+
+def build_features(
+    config: PrefillConfig | DecodeConfig, worker: Worker, thread: EngineThread, metrics: WorkerMetrics
+) -> Features:
+    """What this worker's service has."""
+    engine, slots = worker.engine, worker.scheduler.kv.states.cache
+    features = Features()
+    if engine.states is not None:
+        add_gauges(slots, metrics)
+    if engine.vision is not None:
+        features.images = ImageEncoder(engine.vision, thread if worker.threads else None, metrics)
+    if isinstance(worker.scheduler.adapters, AdapterSlots):
+        features.adapters = AdapterLoader(engine, worker.scheduler.adapters, worker.others, thread, metrics)
+    if isinstance(config, PrefillConfig):
+        features.tiers = SharedTiers(worker, config, thread, metrics)
+    elif any(pool.tiers.tiers for pool in worker.pools):
+        features.tiers = KVTiers(worker, thread, metrics)
+    return features

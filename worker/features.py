@@ -1,0 +1,88 @@
+"""What a worker's service asks of what hangs on it: interfaces, and the objects of a worker without the thing.
+
+compose.py names those that a worker has. They live on the asyncio thread.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protos import prefill_pb2, worker_pb2
+from wire.page_keys import PageKey
+
+
+class LoanRefusedError(Exception):
+    """Nothing can be lent to this caller."""
+
+
+class KVSource:
+    """Where KV comes from that a worker lacks, before a prompt is admitted, and goes to. Here it is all computed."""
+
+    async def restore(self, keys: Seq[PageKey], wait_s: float, lender: prefill_pb2.PageSource | None = None) -> bool:
+        """Read what the pools lack of these pages, if that is faster than to compute it. `lender`: may have some.
+
+        False: it takes longer than `wait_s`, and goes on; ask again.
+        """
+        return True
+
+    async def lend(self, request: prefill_pb2.LendRequest) -> prefill_pb2.LendResponse:
+        """Name pages that are cached here. Raises LoanRefusedError."""
+        raise LoanRefusedError("this worker lends no pages")
+
+    def transports(self) -> Mapping[str, str]:
+        """Every lender's address |-> transport."""
+        return {}
+
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+        """Set what is kept and was read."""
+
+    async def close(self) -> None:
+        """The server has stopped."""
+
+
+class ImageSource:
+    """Encodings of prompts' images. The model takes none."""
+
+    takes_images = False
+
+    async def encode(self, files: Mapping[bytes, bytes], wait_s: float) -> Mapping[bytes, Any] | None:
+        """`files`: digest |-> file |-> their encodings. ValueError: one is no image, or too large for the model.
+
+        None: it takes longer than `wait_s`, and goes on; ask again.
+        """
+        raise ValueError("is refused, since this worker takes no images: its model has no use for them")
+
+    def close(self) -> None:
+        """The server has stopped."""
+
+
+class AdapterRefusedError(Exception):
+    """`code`: the status of the call."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class AdapterSource:
+    """Loads adapters (LoRA). This worker takes none."""
+
+    async def load(self, name: str, path: str, digest: str) -> str:
+        """See LoadAdapterRequest. Returns the digest. Raises AdapterRefusedError. A cancelled load goes on."""
+        detail = "this worker takes no adapters: set --max-loras to 1 or more"
+        raise AdapterRefusedError(grpc.StatusCode.FAILED_PRECONDITION, detail)
+
+    def unload(self, digest: str) -> None:
+        """New sequences cannot have it. Idempotent."""
+
+
+@dataclass(slots=True)
+class Features:
+    """Those of one worker."""
+
+    tiers: KVSource = field(default_factory=KVSource)
+    images: ImageSource = field(default_factory=ImageSource)
+    adapters: AdapterSource = field(default_factory=AdapterSource)

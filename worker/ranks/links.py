@@ -1,0 +1,62 @@
+"""Messages from one process to several, over a pair of sockets for each; they carry steps to ranks."""
+
+import os
+import socket
+from collections.abc import Sequence
+
+SEND_BYTES = 1 << 22  # that the kernel holds for a follower, or as many as it allows: the masks of a few steps
+LENGTH_BYTES = 8  # of a message
+
+
+class LinkError(Exception):
+    """The other side did not read or write in time, or is gone."""
+
+
+def open_links(num_followers: int) -> tuple[int, ...]:
+    """File descriptors for processes to inherit, owned by the caller: the leader's ends, then the followers'."""
+    pairs = [socket.socketpair() for _ in range(num_followers)]
+    return tuple(pair[side].detach() for side in (0, 1) for pair in pairs)
+
+
+class StepSender:
+    """The writing end."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        """`fds`: see `open_links`."""
+        self._ends = [socket.socket(fileno=os.dup(fd)) for fd in fds[: len(fds) // 2]]
+        for end in self._ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+
+    def write(self, message: bytes, timeout_s: float) -> None:
+        """Write a message after its length. LinkError if a follower does not take it within `timeout_s`."""
+        stream = len(message).to_bytes(LENGTH_BYTES, "little") + message
+        for end in self._ends:
+            end.settimeout(timeout_s)
+            try:
+                end.sendall(stream)
+            except OSError as error:
+                raise LinkError(f"a rank does not read its steps for {timeout_s:g} s: {error}") from error
+
+
+class StepReceiver:
+    """One of the reading ends."""
+
+    def __init__(self, fds: Sequence[int], number: int) -> None:
+        self._end = socket.socket(fileno=os.dup(fds[len(fds) // 2 + number]))
+
+    def read(self, timeout_s: float | None = None) -> bytes:
+        """The next message. LinkError if none comes within `timeout_s`; None: wait forever."""
+        self._end.settimeout(timeout_s)
+        try:
+            return self._take(int.from_bytes(self._take(LENGTH_BYTES), "little"))
+        except TimeoutError as error:
+            raise LinkError(f"no step came for {timeout_s:g} s") from error
+
+    def _take(self, size: int) -> bytes:
+        taken = bytearray(size)
+        left = memoryview(taken)
+        while left:
+            if not (count := self._end.recv_into(left)):
+                raise LinkError("rank 0 is gone")
+            left = left[count:]
+        return bytes(taken)

@@ -1,0 +1,60 @@
+"""Builds the engine of one rank of a worker."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from engine.adapters.slots import AdapterLimits
+from engine.compose import FullEngine, build_engine
+from engine.engine import Place, choose_device
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import NO_DRAFT
+from runtime.hardware import num_cores, resolve_threads
+from worker.startup.device_limits import largest_step_of, size_pool_here
+from worker.startup.limits import limits_of
+from worker.table import num_rows_for
+from worker.thread import call_in_thread
+
+
+def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
+    """Raises ValueError if there is no such device."""
+    return choose_device(config.device, rank, config.tp)
+
+
+def build_rank_engine(
+    config: PrefillConfig | DecodeConfig,
+    place: Place,
+    on_progress: Callable[..., None] = lambda done, total, what="": None,
+) -> FullEngine:
+    """What each rank of a worker builds, all ranks in parallel."""
+    if choose_rank_device(config, place.ranks.rank).type == "cuda":
+        return _build_here(config, place, on_progress)
+    # OpenMP keeps helper threads per computing thread, and puts them to sleep at once when they outnumber the cores.
+    # So only the engine's thread may have helpers while it runs.
+    return call_in_thread(partial(_build_here, config, place, on_progress))
+
+
+def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> FullEngine:
+    engine = build_engine(
+        config.model,
+        "" if config.draft_model == NO_DRAFT else config.draft_model,
+        config.dtype,
+        config.device,
+        max(1, resolve_threads(config.threads, num_cores()) // config.tp),
+        config.page_tokens,
+        num_rows_for(config.max_running),
+        partial(size_pool_here, config),
+        on_progress,
+        config.max_context_tokens,
+        config.quantization,
+        config.kv_dtype,
+        place,
+        largest_step_of(config),
+        AdapterLimits(config.max_loras, config.max_lora_rank),
+        config.vision,
+    )
+    limits = limits_of(config, engine.config.vocab_size)
+    report = partial(on_progress, what="graphs")
+    engine.warm_up(limits.graph_rows, limits.max_drafts, limits.piece_tokens, report)
+    return engine

@@ -1,0 +1,96 @@
+"""What comes into a worker's pools from files or other workers, and what is lent to these. Pure."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from wire.page_keys import PageKey
+from worker.kv_cache import KVCacheManager, Restore
+from worker.prefix_cache import NoRoomError
+from worker.table import SequenceTable
+
+
+class RestorePlan(NamedTuple):
+    """What to read from elsewhere, so that a prompt can continue there."""
+
+    keys: Seq[PageKey]  # of pages, behind those that are cached
+    slot_keys: Seq[PageKey]  # of one slot, or none
+
+
+def plan_restore(
+    keys: Seq[PageKey], num_there: int, num_usable: int, num_found: int, has_slot: Callable[[PageKey], bool] | None
+) -> RestorePlan:
+    """Of a prompt's keys `num_there` are cached, a step could continue behind `num_usable`, `num_found` are to be had.
+
+    `has_slot`: whether a key's checkpoint is to be had; None: the model has no states.
+    """
+    if has_slot is None:
+        return RestorePlan(keys[num_there:num_found], ())
+    end = next((at for at in range(num_found, num_usable, -1) if has_slot(keys[at - 1])), 0)
+    return RestorePlan(keys[num_there:end], keys[end - 1 : end] if end else ())
+
+
+def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) -> RestorePlan:
+    """What another worker lends of the pages of these keys: from `begin` on, and perhaps the slot behind the last."""
+    end = begin + num_pages
+    return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else ())
+
+
+def begin_restore(table: SequenceTable, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
+    """Pages and slots for these keys, which are not cached, until `end_restore`.
+
+    NoRoomError: there are too few, or answers may soon need them.
+    """
+    table.check_spare((), len(keys))
+    kv = table.kv
+    slots = kv.states.cache.allocate(len(slot_keys))
+    try:
+        restore = Restore(keys, kv.cache.allocate(len(keys)), slot_keys, slots)
+    except NoRoomError:
+        kv.states.cache.release(slots)
+        raise
+    kv.restores.append(restore)
+    return restore
+
+
+def end_restore(kv: KVCacheManager, restore: Restore, drafts: Seq[bool], num_slots: int) -> None:
+    """Leading pages are filled, `drafts` says which with the draft model's KV, and so many slots: now cached."""
+    kv.restores.remove(restore)
+    for page, key, has_draft in zip(restore.pages, restore.keys, drafts, strict=False):
+        if has_draft:
+            kv.cache.mark_draft(page)
+        elif kv.needs_draft:
+            break
+        kv.cache.name(page, key)
+    for slot, key in zip(restore.slots[:num_slots], restore.slot_keys, strict=False):
+        kv.states.cache.name(slot, key)
+    kv.cache.release(restore.pages)
+    kv.states.cache.release(restore.slots)
+
+
+class Loan(NamedTuple):
+    """Cached pages, and perhaps the slot behind the last one, that another worker is about to read."""
+
+    pages: list[int]
+    slots: list[int]
+    held: list[int]  # those pages, and all before them
+
+
+def begin_loan(kv: KVCacheManager, keys: Seq[PageKey], begin: int, most: int) -> Loan:
+    """Of the cached pages of these keys that a step can continue behind, those from `begin` on, at most so many.
+
+    The slot comes with the last of them. Held until `end_loan`, while their generations are named.
+    """
+    hit = kv.find(keys)
+    pages = hit.pages[begin : min(hit.num_usable, begin + most)]
+    has_slot = bool(pages) and begin + len(pages) == hit.num_usable and hit.checkpoint >= 0
+    loan = Loan(pages, [hit.checkpoint] if has_slot else [], hit.pages[: begin + len(pages)])
+    kv.cache.hold(loan.held)
+    kv.states.cache.hold(loan.slots)
+    return loan
+
+
+def end_loan(kv: KVCacheManager, loan: Loan) -> None:
+    """What was lent counts as used now."""
+    kv.cache.release(loan.held)
+    kv.states.cache.release(loan.slots)
