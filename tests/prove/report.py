@@ -44,10 +44,9 @@ class Report:
     def summary(self) -> str:
         """The last line."""
         wrong = f"{self.num_wrong} answers with wrong tokens" if self.num_wrong else "0 wrong tokens"
-        return (
-            f"{wrong} in {self.num_answers:,} answers; {self.num_refusals} refusals, each for the reason that it must "
-            f"have; {len(self.problems) or 'nothing'} {'WRONG' if self.problems else 'wrong'}"
-        )
+        problems = f"; {len(self.problems)} WRONG" if self.problems else ""
+        refused = f"{self.num_refusals} bad handles refused for the right reason"
+        return f"{wrong} in {self.num_answers:,} answers; {refused}{problems}"
 
 
 def build_grids(report: Report, titles: Sequence[str]) -> Iterator[list[list[str]]]:

@@ -65,6 +65,7 @@ def test_a_service_that_takes_too_much_fails(monkeypatch: pytest.MonkeyPatch, tm
     assert main("references", transports=("shm",), out=tmp_path / "all.md") == 1
     text = (tmp_path / "all.md").read_text()
     assert (
-        "| row | WRONG: accepted, bounds |" in text and "1 answers with wrong tokens in 1 answers; 1 refusals" in text
+        "| row | WRONG: accepted, bounds |" in text
+        and "1 answers with wrong tokens in 1 answers; 1 bad handles" in text
     )
     assert "3 WRONG" in text
