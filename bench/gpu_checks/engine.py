@@ -37,7 +37,7 @@ PROMPT = list(range(20, 120))
 MAX_DRAFTS = 4
 STEP_S = 5e-3  # of the drafters' cost model, so that plans do not depend on the machine
 CHUNK_TOKENS = 32  # prompts take several steps, beside answers
-SIZES = {"cuda": (len(SAMPLINGS), 32), "cpu": (4, 16)}  # answers, tokens of each
+SIZES = {"cuda": (len(SAMPLINGS), 32), "cpu": (4, 32)}  # answers, tokens of each
 # KV dtype |-> of 12 answers, how many may differ: kernels for other numbers of rows round differently. float16 has an
 # eighth of bfloat16's rounding, so near-ties are rare; a code of e4m3 that falls the other way is a larger step.
 MOST_TIES = {"auto": 3, "fp8": 5}

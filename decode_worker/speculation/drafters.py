@@ -62,6 +62,10 @@ class Drafter:
 class NgramDrafter(Drafter):
     """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
+    def num_behind(self, sequence: Sequence, begin: int) -> int | None:
+        """A step with drafts is in flight alone, so none are planned where what is known repeats nothing."""
+        return 0 if propose_repeat(sequence.tokens[-NGRAM_WINDOW:], 1) else None
+
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         return [
             Draft(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], one.count)) if one.count else Draft()

@@ -15,7 +15,7 @@ import grpc
 import jsonschema
 import pytest
 
-from decode_worker import loop, service
+from decode_worker import service
 from decode_worker.grammar import constraints, step_thread
 from decode_worker.grammar.constraints import Constraints
 from decode_worker.grammar.matcher import LoadedGrammar, Matcher
@@ -26,6 +26,7 @@ from engine.compose import build_engine
 from engine.engine import Engine
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
+from tests.support import decoding
 from tests.support.decoding import Answers, build_eager_speculator, decode
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.grammars import compile_here, encode, vocabulary
@@ -279,7 +280,7 @@ def test_what_is_kept_of_an_answer_goes_with_it(
         made.append(Constraints())
         return made[-1]
 
-    monkeypatch.setattr(loop, "Constraints", make)
+    monkeypatch.setattr(decoding, "Constraints", make)
     decode(engine, requests)
     gc.collect()
     (constraints_of_all,) = made

@@ -61,7 +61,7 @@ def test_every_metric_is_documented_and_histograms_begin_at_a_millisecond(demo: 
 def test_a_request_is_measured_by_all_that_serve_it(demo: Live) -> None:
     """Prefill computes all pages, and decode reads them."""
     before, started = _measured(demo), time.monotonic()
-    body = {"model": MODEL, "prompt": random_prompt(100, VOCAB, seed=6), "max_tokens": 400, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": random_prompt(100, VOCAB, seed=6006), "max_tokens": 400, "ignore_eos": True}
     HTTP.post(f"{demo.url}/v1/completions", json=body, timeout=60).raise_for_status()
     wall_s = time.monotonic() - started
     wait_until(lambda: _measured(demo)["prefilled"] > before["prefilled"])
