@@ -59,11 +59,10 @@ class AdapterLoader:
                     "lora_name",
                 )
             with self._adapters.trying(name, path) as adapter:
-                await self._fleet.changes.until(lambda: self._find(adapter) is not None)
-                found = self._find(adapter)
+                while (found := self._find(adapter)) is None:  # again: a worker may have come since the change
+                    await self._fleet.changes.until(lambda: self._find(adapter) is not None)
                 if isinstance(found, ApiError):
                     raise found
-                assert found is not None
                 self._add(adapter, found)
 
     def _add(self, adapter: Adapter, digest: str) -> None:
