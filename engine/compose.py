@@ -257,7 +257,7 @@ def assemble_engine(
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     if isinstance(config, ModelConfig) and config.image_token is not None:
         rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
-    gpu_memory = _gpu_memory(device)
+    gpu_memory, opened = _gpu_memory(device), open_device(device)
     if gpu_memory is not None and largest_step is not None:
         measured = [*zip(decoders, attention, shapes, strict=True)]
         beside = 0 if vision is None else measure_peak(vision.encode_largest, device)
@@ -276,14 +276,14 @@ def assemble_engine(
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
     pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, open_device(device).open_memory(),
+        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, opened.open_memory(),
         share(place.pool_fds[0], parts), place.lends,
     )  # fmt: skip
     states = None
     if config.state_parts:
         whole = slots.page_parts(model.state_parts)
         states = Pool(
-            slots.with_pages(num_slots + has_padding), device, gpu=open_device(device).open_memory(),
+            slots.with_pages(num_slots + has_padding), device, gpu=opened.open_memory(),
             share=share(place.pool_fds[1], whole), lends=place.lends,
         )  # fmt: skip
         rows.states = states.shape.split(states.pages)

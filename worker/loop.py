@@ -155,8 +155,9 @@ class WorkerLoop:
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
                 self._rows.write(step.sequence)
-        is_drained = self._was_drained
+        is_drained, began = self._was_drained, time.perf_counter()
         self._extras.draft(planned)
+        drafted_s = time.perf_counter() - began  # drafts have a cost of their own
         needs_masks = bool(self._in_flight) and self._extras.needs_masks(planned)
         if not needs_masks:
             planned = self._extras.prepare(planned, updates, self.thread.lock)
@@ -170,7 +171,7 @@ class WorkerLoop:
                     self._scheduler.note_draft_lead(step, lead)
         launched = launch_step(self._runner, requests, partial(self._explain, planned), needs_masks)
         if is_drained:
-            self._extras.note_drain(time.perf_counter() - self._last_over)
+            self._extras.note_drain(time.perf_counter() - self._last_over - drafted_s)
         num_rows = sum(part.count for part in requests)
         self._in_flight.append(InFlightStep(planned, launched, num_rows, needs_masks, predicted_s, started))
 

@@ -63,8 +63,9 @@ class NgramDrafter(Drafter):
     """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
     def num_behind(self, sequence: Sequence, begin: int) -> int | None:
-        """A step with drafts is in flight alone, so none are planned where what is known repeats nothing."""
-        return 0 if propose_repeat(sequence.tokens[-NGRAM_WINDOW:], 1) else None
+        """A step with drafts is in flight alone: none is waited for where what is known repeats nothing."""
+        is_in_flight = sequence.num_coming > 1  # 1: of the step that is planned
+        return None if is_in_flight and not propose_repeat(sequence.tokens[-NGRAM_WINDOW:], 1) else 0
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         return [

@@ -107,6 +107,7 @@ def build(
     lengths = [rules.resolve_lengths(request, len(prompt.ids), tokenizer.context_tokens) for prompt in prompts]
     memos = [PromptMemo() for _ in prompts]
     controls = checked.find_controls(model)
+    grammars = [_find_grammar(checked, prompt, controls) for prompt in prompts]
     choices = list(product(range(len(prompts)), range(checked.num_answers)))
     tokenized = tuple(
         TokenizedRequest(
@@ -118,7 +119,7 @@ def build(
             min_tokens=lengths[at][1],
             num_logprobs=request.num_logprobs,
             num_prompt_logprobs=request.num_logprobs if request.is_echoed else request.num_prompt_logprobs,
-            grammar=_find_grammar(checked, prompts[at], controls),
+            grammar=grammars[at],
             speculation=checked.speculation,
             cache_salt=checked.cache_salt,
             priority=checked.priority,

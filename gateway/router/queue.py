@@ -69,8 +69,11 @@ class Waiter:
     request: Request  # does not change while it waits
     places: Places | None = None
     error: ApiError | None = None
-    is_over: bool = False  # it has one of the two
     without_since: float | None = None  # when it was first seen that no worker has its adapter and weights
+
+    @property
+    def is_over(self) -> bool:
+        return self.places is not None or self.error is not None
 
 
 class Queue:
@@ -198,7 +201,7 @@ class Queue:
 
     def _refuse(self, waiter: Waiter, error: ApiError) -> None:
         self._waiting.remove(waiter)
-        waiter.error, waiter.is_over = error, True
+        waiter.error = error
 
     def _is_given_up(self, role: Role, now: float) -> bool:
         """Whether requests stop waiting for a worker of the role: none could serve for too long."""
@@ -276,7 +279,6 @@ class Queue:
         waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
         for worker in waiter.places.held:
             worker.num_mine += 1
-        waiter.is_over = True
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""
@@ -284,5 +286,5 @@ class Queue:
         for worker in self._find_workers():
             num_held = held.count(worker)
             assert worker.num_mine == num_held, f"{worker.num_mine} places at {worker.address}, held {num_held}"
-        assert not any(waiter in self._placed or waiter.places or waiter.is_over for waiter in self._waiting)
+        assert not any(waiter in self._placed or waiter.is_over for waiter in self._waiting)
         self._waiting.check(len(self._placed))
