@@ -30,6 +30,7 @@ TO_TRY = """Baton answers at {url}. Three things to try:
 Ctrl-C stops the service."""
 PROMPT = "Hello! How are you?"
 READY_EVENTS = ("ready", "listening")  # of workers and gateways
+FACTS_SHOWN = ("device", "dtype", "quantization", "attention", "grpc")  # of a process; machines read all
 LOG_FIELDS_LEFT_OUT = ("event", "level", "timestamp", "role")
 PIPE_WIDTH = 160  # characters of a table where no terminal has a width
 
@@ -88,7 +89,8 @@ class Screen:
         facts.pop(NO_HAND_OFF, None)  # shown when all are ready
         if event.ops_address:
             facts["metrics"] = f"http://{event.ops_address}/metrics"
-        text = f"{name} is ready at {event.address} ({', '.join(f'{key} {value}' for key, value in facts.items())})"
+        shown = ", ".join(f"{key} {facts[key]}" for key in FACTS_SHOWN if facts.get(key, "none") != "none")
+        text = f"{name} is ready at {event.address} ({shown})"
         self.say(text, "ready", process=name, address=event.address, incarnation=event.incarnation, **facts)
 
     def serving(self, gateway: Ready) -> None:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Annotated
 
-import structlog
 from cyclopts import Parameter
 
 from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
@@ -80,7 +79,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         stop_s = config.drain_s + STOP_MARGIN_S
     gpus = visible_gpus()
     num_prefill, why = choose_prefill_workers(config, len(gpus))
-    structlog.get_logger().info("workers", prefill=num_prefill, decode=config.decode_workers, reason=why)
+    counts = f"{num_prefill} prefill, {config.decode_workers} decode"
+    screen.say(f"workers: {counts}: {why}", "workers", prefill=num_prefill, decode=config.decode_workers, reason=why)
     workers = plan_workers(config, gpus, program)
 
     def plan(ready: list[Ready]) -> ProcessSpec:

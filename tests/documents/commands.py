@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARKS = re.compile(r"#.*(?:\bhub\b|\bPyPI\b|\bneeds\b|runs the tests)|/path/to/")
-SERVERS = ("make serve", ".venv/bin/baton prefill", ".venv/bin/baton decode", ".venv/bin/baton gateway")
+SERVICES = ("make serve", ".venv/bin/baton serve")
+SERVERS = (*SERVICES, ".venv/bin/baton prefill", ".venv/bin/baton decode", ".venv/bin/baton gateway")
 READY = "curl --silent --fail --max-time 5 http://127.0.0.1:8000/ready"
 START_S, COMMAND_S, STOP_S = 300, 120, 60
 
@@ -68,7 +69,7 @@ def run(commands: list[Command]) -> None:
         for command in commands:
             print(f"$ {command.text}", flush=True)
             if command.is_server:
-                if not before.is_server or command.text.startswith("make"):
+                if not before.is_server or command.text.startswith(SERVICES):
                     stop(servers)
                 servers.append(start(command, Path(f"server-{len(servers)}.log")))
             else:

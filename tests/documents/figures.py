@@ -1,15 +1,17 @@
 """Puts figures into the README and other pages: `python -m tests.documents.figures`. Pure but for the end.
 
-A figure is a link whose title names its cell: `[156 ms](docs/BENCHMARKS.md "heading; row; column")`. "prove" stands for
-what `make prove` found.
+A figure is a link whose title names its cell: `[156 ms](docs/BENCHMARKS.md "heading; row; column")`, or
+`"name; column"` with a name for heading and row from rules.toml. "prove" stands for what `make prove` found.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/COMPARISON.md")
 FIGURE = re.compile(r'\[(?P<text>[^\]]*)\](?P<link>\((?:docs/)?[A-Z]+\.md[^ )]* "(?P<cell>[^"]+)"\))')
+NAMED: dict[str, str] = tomllib.loads((Path(__file__).parent / "rules.toml").read_text())["figures"]
 PROVED = re.compile(r"<!-- prove -->.*\n\*\*(.*)\*\*\n<!-- /prove -->", re.DOTALL)
 
 
@@ -32,7 +34,8 @@ def fill(page: str, benchmarks: str, reliability: str) -> str:
         if found["cell"] == "prove":
             [text] = PROVED.findall(reliability)
         else:
-            text = read_cell(benchmarks, *found["cell"].split("; "))
+            name, _, rest = found["cell"].partition("; ")
+            text = read_cell(benchmarks, *f"{NAMED.get(name, name)}; {rest}".split("; "))
         return f"[{text}]{found['link']}"
 
     return FIGURE.sub(replace, page)

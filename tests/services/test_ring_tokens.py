@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
-from tests.support.families import FAMILIES, LONGROPE_ORIGINAL
+from tests.support.families import FAMILIES, IMAGE, LONGROPE_ORIGINAL
 from tests.support.gguf_files import write_gguf_models
 from tests.support.live import Live, serve_calmly, wait_until
 from tests.support.oracle import Oracle, random_prompt
@@ -24,6 +24,7 @@ from tests.support.surface import Surface
 from tests.support.tiny_models import tiny_config, tiny_model
 
 VOCAB = 320
+TEXT_VOCAB = IMAGE  # clients may not send ids that stand for images
 GGUF_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
 LENGTHS = (1, 15, 16, 17, 100, 1000)
 NIXL_OVER_TCP = ("--nixl-allow-tcp", "--kv-memory-mib=64")
@@ -121,7 +122,7 @@ def test_alone(surface: Surface, oracle: Oracle, way: Way) -> None:
     for length in LENGTHS:
         if length + 20 <= LONGROPE_ORIGINAL and way.shape["family"] == "phi4_mini":
             continue  # transformers has other frequencies there
-        prompt = random_prompt(length, VOCAB, seed=length)
+        prompt = random_prompt(length, TEXT_VOCAB, seed=length)
         answer = surface.answer(prompt, max_tokens=20)
         assert answer == oracle.answer(prompt, 20, guess=answer), f"prompt of {length} tokens"
 
@@ -129,7 +130,7 @@ def test_alone(surface: Surface, oracle: Oracle, way: Way) -> None:
 def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Live, way: Way) -> None:
     """Each of 16 requests starts once an earlier one has its first tokens, so the batch keeps changing."""
     least = LONGROPE_ORIGINAL + 1 if way.shape["family"] == "phi4_mini" else 1  # see above
-    prompts = [random_prompt(least + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]
+    prompts = [random_prompt(least + 37 * index % 211, TEXT_VOCAB, seed=1000 + index) for index in range(16)]
     gates = [threading.Event() for _ in range(len(prompts) + 1)]
 
     def run(index: int) -> list[int]:
@@ -149,13 +150,13 @@ def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Liv
 
 def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
     """Four answers to one prompt, the prompt again, and a next turn that continues an answer."""
-    prompt = random_prompt(100, VOCAB, seed=77)
+    prompt = random_prompt(100, TEXT_VOCAB, seed=77)
     first = surface.ask(prompt, max_tokens=40, n=4)
     expected = oracle.answer(prompt, 40, guess=first[0].tokens)
     assert [one.tokens for one in first] == [expected] * 4 and not first[0].timing.cached_tokens
     again = surface.ask_one(prompt, max_tokens=40)
     assert again.tokens == expected and again.timing.cached_tokens == 96
-    turn = [*prompt, *expected, *random_prompt(30, VOCAB, seed=78)]
+    turn = [*prompt, *expected, *random_prompt(30, TEXT_VOCAB, seed=78)]
     answer = surface.ask_one(turn, max_tokens=20)
     assert answer.tokens == oracle.answer(turn, 20, guess=answer.tokens)
     assert answer.timing.cached_tokens >= 96
