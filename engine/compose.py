@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
-from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
+from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
 from engine.attention import choose
-from engine.attention.choose import AttentionChoice
+from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.cpu.device import CpuDevice
 from engine.cpu.format import PackedFormat
@@ -49,7 +49,8 @@ from engine.ops.base import Ops
 from engine.out_of_memory import explain_failed_step, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
-from engine.vision.image_rows import ImageRules
+from engine.vision.attention import WholeImageAttention
+from engine.vision.image_rows import ImageRows, ImageRules
 from engine.vision.tower import VisionTower, load_tower
 from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -165,6 +166,12 @@ class FullEngine(Engine):
     vision: VisionTower | None = None  # None: this process encodes no images
     why_blind: str | None = None  # why it does not, though the model has a part for them
 
+    @property
+    def sees_whole_images(self) -> bool:
+        """See `ImageRules.sees_whole`."""
+        images = self.rows.images
+        return isinstance(images, ImageRows) and images.rules.sees_whole
+
     def warm_up(
         self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
         on_captured: OnCaptured = lambda done, total: None,
@@ -256,7 +263,11 @@ def assemble_engine(
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     if isinstance(config, ModelConfig) and config.image_token is not None:
-        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rows.images = ImageRows(rules)
+        if rules.sees_whole:
+            reference = reference_attention(config.attention_shapes, page_tokens)
+            attention[0] = replace(attention[0], backend=WholeImageAttention(attention[0].backend, reference))
     gpu_memory, opened = _gpu_memory(device), open_device(device)
     if gpu_memory is not None and largest_step is not None:
         measured = [*zip(decoders, attention, shapes, strict=True)]
@@ -290,7 +301,7 @@ def assemble_engine(
     additions, read_adapter = decoder.additions, None
     adapters = additions if isinstance(additions, Adapters) else None
     if adapters is not None:
-        rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
+        rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
     runner, draft_runner = _build_runners(place, decoders, attention, [pool.tensor, pool.draft_tensor], rows)

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import reference_attention
-from engine.batch import Batch, ForwardRow, build_batch
+from engine.batch import Batch, ForwardRow, LogitsChunk, Prepared
 from engine.cuda.graph_shapes import CHUNK_VALUES, Shape
 from engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.cuda.pieces import PieceGraphs
@@ -23,7 +22,7 @@ from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.out_of_memory import is_out_of_memory
-from engine.prepared import LogitsChunk, Prepared, prepare, with_masks
+from engine.prepared import build_batch, prepare, with_masks
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
@@ -173,7 +172,7 @@ class Runner:
         step = prepare(self._rows, requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
         if not self._drafts:
             return step
-        return replace(step, layout=step.layout._replace(adapters=None, turns=None, images=None))
+        return replace(step, layout=step.layout._replace(features=()))
 
     def _run(self, step: Prepared) -> Launched:
         return self._begin(step)(step)
@@ -210,11 +209,9 @@ class Runner:
     def _forward(self, step: Prepared, batch: Batch) -> Tensor:
         """[S, H]"""
         layout, pieces, attention = step.layout, self._pieces, self._attention
-        if batch.images is not None:
+        if batch.embedded is not None or batch.additions is not None:
             pieces = None
-            if batch.images.sees is not None:  # which other backends do not read
-                attention = reference_attention(self._model.config.attention_shapes, self._rows.page_tokens)
-        piece = None if pieces is None or layout.adapters is not None else pieces.find(len(layout.places))
+        piece = None if pieces is None else pieces.find(len(layout.places))
         if piece is None:
             return self._model.forward(batch, self._pages, attention)
         attention.plan(self._pages, batch)

@@ -15,13 +15,13 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.adapters.rows import NO_SLOT, AdapterTiles
+from engine.adapters.slots import StepTiles
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Layout, States, count_right
+from engine.batch import Batch, Layout, Prepared, States, count_right
 from engine.cuda.graph_shapes import Shape
 from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, SamplingTensors, to_bytes, to_row
@@ -123,7 +123,7 @@ class DecodeGraph:
             token_ids=self._places,  # `_forward` replaces it by the tokens
             places=self._places,
             positions=take("positions"),
-            turns=take("turns") if self._counts_rows else None,
+            rope_positions=take("rope_positions") if self._counts_rows else None,
             cu_seqlens_q=every[::num_tokens].to(torch.int32),
             seq_lens=take("seq_lens"),
             page_table=self._page_table,
@@ -132,7 +132,7 @@ class DecodeGraph:
             query_lens_host=np.full(num_sequences, num_tokens, np.int32),
             seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
             states=States(self._rows.states, take("state_from"), take("state_to")) if self._rows.states else None,
-            adapters=(tiles, tiles) if self._has_adapters else None,
+            additions=(tiles, tiles) if self._has_adapters else None,
             taps=None if self._head is None else self._model.new_taps(num_rows),
         )
 
@@ -176,7 +176,7 @@ class DecodeGraph:
             for name in ("places", "positions", "slot_mapping"):
                 arrays[name][rows] = getattr(layout, name)
             if self._counts_rows:
-                arrays["turns"][rows] = layout.positions if layout.turns is None else layout.turns
+                arrays["rope_positions"][rows] = layout.rope_positions
             arrays["seq_lens"][:num_sequences] = layout.seq_lens
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
             arrays["params"].view(RAW)[:, 0][outs] = sampling.params.view(RAW)
@@ -188,8 +188,8 @@ class DecodeGraph:
             if step.drafts is not None:
                 arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
-            if layout.adapters is not None:
-                tokens = layout.adapters[0]  # all rows of the shape have logits, so they are those of the outputs too
+            if (adapted := find_tiles(layout)) is not None:
+                tokens = adapted.tokens  # all rows of the shape have logits, so they are those of the outputs too
                 arrays["adapter_rows"][: len(tokens.rows)] = rows[tokens.rows]
                 arrays["adapter_tiles"][: tokens.tiles.size] = tokens.tiles.reshape(-1)
             seq_lens = arrays["seq_lens"].copy()
@@ -233,7 +233,7 @@ class DecodeGraph:
         lasts = layout.cu_seqlens_q[1:] - 1  # last new token of each sequence
         filled = {"positions": layout.positions, "places": layout.places}
         if self._counts_rows:
-            filled["turns"] = layout.positions if layout.turns is None else layout.turns
+            filled["rope_positions"] = layout.rope_positions
         for name, values in filled.items():
             before = values[lasts, None] + 1 + steps  # [B, num_tokens]
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
@@ -301,7 +301,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
     return {
         "places": repeat(place, np.int64),
         "positions": repeat(0, np.int64),
-        "turns": repeat(0, np.int64),
+        "rope_positions": repeat(0, np.int64),
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
         "rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
@@ -316,6 +316,11 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "adapter_rows": repeat(0, np.int32),
         "adapter_tiles": np.full(3 * size, NO_SLOT, np.int32),  # at most a tile a row
     }
+
+
+def find_tiles(layout: Layout) -> StepTiles | None:
+    """Of the step's adapters."""
+    return next((feature for feature in layout.features if isinstance(feature, StepTiles)), None)
 
 
 class DecodeGraphs:
@@ -350,7 +355,7 @@ class DecodeGraphs:
         """The smallest graph for the step. None if none is large enough or can do what the step asks for."""
         layout, num_sequences = step.layout, len(step.layout.query_lens)
         num_tokens = 1 if len(layout.places) == num_sequences else int(layout.query_lens.max())
-        if len(step.chunks) != 1 or layout.images is not None:
+        if len(step.chunks) != 1 or not all(feature.is_capturable for feature in layout.features):
             return None
         chunk = step.chunks[0]
         num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)
@@ -360,5 +365,5 @@ class DecodeGraphs:
         for shape in self.shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
                 is_long_enough = shape.num_tokens == 1 or least >= shape.num_tokens
-                return self._graphs[shape, layout.adapters is not None] if is_long_enough else None
+                return self._graphs[shape, find_tiles(layout) is not None] if is_long_enough else None
         return None

@@ -94,7 +94,7 @@ class PieceGraph:
         """See `Decoder.run_planned`. The batch has at most `num_tokens` tokens."""
         model, count = self._model, len(batch.token_ids)
         self._token_ids[:count].copy_(batch.token_ids)
-        self._positions[:count].copy_(batch.positions if batch.turns is None else batch.turns)
+        self._positions[:count].copy_(batch.positions if batch.rope_positions is None else batch.rope_positions)
         for index, replay in enumerate(self._replays):
             replay()
             model.write_taps(index, self._sums[:count], batch)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, count_right
+from engine.batch import Batch, Prepared, count_right
 from engine.heads.decoder import HeadDecoder
 from engine.input_batch import InputBatch
-from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.staging import upload
 
@@ -34,7 +33,7 @@ class HeadFollower:
 
     def plan(self, batch: Batch) -> None:
         """The model's step is about to be launched: `run` comes next."""
-        self._attention.plan(self._pages, replace(batch, images=None))
+        self._attention.plan(self._pages, replace(batch, embedded=None))
 
     def follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
         """The model's step has written its taps and chosen `tokens`, [S]. Only launches."""
@@ -54,7 +53,7 @@ class HeadFollower:
         token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
         own = replace(
             batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,
-            adapters=None, states=None, turns=None, images=None,
+            additions=None, states=None, rope_positions=None, embedded=None,
         )  # fmt: skip
         given = self._model.run_planned(own, self._attention)
         if len(row_ids):

@@ -6,13 +6,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, ForwardRow
+from engine.batch import Batch, ForwardRow, Prepared
 from engine.cuda.graph_shapes import Shape
 from engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.heads.decoder import HeadDecoder
 from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
-from engine.prepared import Prepared
 from engine.runner import Runner
 from engine.staging import upload
 

@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.rows import NO_SLOT
 from engine.attention.base import AttentionBackend
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, Prepared
 from engine.heads.runner import HeadRunner
-from engine.input_batch import InputBatch
+from engine.input_batch import NO_SLOT, InputBatch
 from engine.models.decoder import Decoder
-from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
 from engine.vision.image_rows import Encoding

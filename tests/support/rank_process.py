@@ -20,7 +20,7 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
-from engine.vision.image_rows import Encoding, ImageRules
+from engine.vision.image_rows import Encoding, ImageRows, ImageRules
 from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
 from wire.images import ImageSpan
@@ -53,7 +53,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     if has_graphs:
         runner.capture_graphs(choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
     if config.image_token is not None:
-        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rows.images = ImageRows(ImageRules(config.image_token, config.image_attention, config.counts_rows))
     lengths = [3 + 2 * row for row in range(count)]
     for row, length in enumerate(lengths):
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)

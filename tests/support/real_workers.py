@@ -30,7 +30,7 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
 from engine.runner import Launched, ModelOutput, Runner
-from engine.vision.image_rows import ImageRules
+from engine.vision.image_rows import ImageRows, ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
@@ -183,7 +183,7 @@ def build_kv_engine(
     )  # fmt: skip
     device = torch.device("cpu")
     rows = InputBatch(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
-    rows.image_rules = ImageRules(IMAGE_TOKEN, "causal", counts_rows=True)
+    rows.images = ImageRows(ImageRules(IMAGE_TOKEN, "causal", counts_rows=True))
     runner = KvRunner(pool, rows)
     nothing = AttentionChoice(cast(AttentionBackend, None), "none", is_fallback=False)
     engine = FullEngine(

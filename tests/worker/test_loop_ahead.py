@@ -21,10 +21,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import worker.ranks.leader
+from engine.batch import Prepared
 from engine.compose import FullEngine
 from engine.engine import Place
 from engine.kv.pool import create_file
-from engine.prepared import Prepared
 from engine.ranks import join_group
 from engine.runner import Launched, Runner
 from tests.support.batches import SAMPLINGS
