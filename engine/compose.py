@@ -27,9 +27,11 @@ from engine.experts.build import build_mixture
 from engine.fallback.open import build_foreign_head, open_foreign, probe_foreign
 from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
+from engine.formats.gguf_file import read_header
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.products import Fp8Format, GpuFormat, Int8Format
 from engine.formats.quantised import decode
+from engine.formats.scheme import read_scheme
 from engine.heads import load as heads
 from engine.heads.decoder import HeadDecoder
 from engine.heads.read_head import is_draft_head
@@ -83,8 +85,8 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, wei
 
 LAYER_PARTS = LayerParts(build_mixer, build_mixture)
 PARTS = Parts(
-    LAYER_PARTS, choose_format, open_gguf, decode,
-    lambda path: make_gguf_folder(path, gguf_cache()),
+    LAYER_PARTS, choose_format, open_gguf, read_scheme, decode,
+    lambda path: make_gguf_folder(path, gguf_cache()), read_header,
 )  # fmt: skip
 open_model = partial(load.open_model, parts=PARTS)
 resolve_model_folder = partial(load.resolve_model_folder, parts=PARTS)
@@ -337,9 +339,9 @@ def _build_runners(
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
     if isinstance(decoders[1], HeadDecoder):
         build_head: Callable[..., Runner] = place.build_head_runner or HeadRunner
-        head = build_head(decoders[1], backends[1], pages[1], rows)
+        head = build_head(decoders[1], backends[1], pages[1], rows, decoders[0])
         assert isinstance(head, HeadRunner)
-        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.follower), head
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.as_follower), head
     return (
         place.build_runner(0, decoders[0], backends[0], pages[0], rows),
         place.build_runner(1, decoders[1], backends[1], pages[1], rows, True),
@@ -358,7 +360,7 @@ def _load(
     decoder = load_model(
         folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
     )
-    whole, weights = decoder.config, weight_fingerprint(folder, quantization)
+    whole, weights = decoder.config, weight_fingerprint(folder, quantization, read_header)
     if not isinstance(whole, ModelConfig):
         weights += f":transformers-{version('transformers')}"
     elif (whole := load_config(folder)).ropes != decoder.config.ropes:
@@ -407,7 +409,7 @@ def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_
             f"draft head {folder} does not fit the model: {error}; choose another --draft-model"
         ) from error
     prefix = f"{MTP}:" if is_mtp else ""
-    return Loaded(folder, prefix + weight_fingerprint(folder, quantization), decoder, kv_parts)
+    return Loaded(folder, prefix + weight_fingerprint(folder, quantization, read_header), decoder, kv_parts)
 
 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:

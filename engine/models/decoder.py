@@ -298,13 +298,6 @@ class Decoder:
             logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
         return logits
 
-    @property
-    def has_equal_pieces(self) -> bool:
-        """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
-        config = self.config
-        is_alike = len(set(self._shapes)) == 1 and len(config.kv_layers) == config.num_layers
-        return is_alike and not config.has_output_gate and config.moe is None and self._token_inputs is None
-
     def project(self, index: int, flow: Flow) -> Attend:
         """The layer before attention."""
         config, own, shape, layer = self.config, self.config.layers[index], self._shapes[index], self._layers[index]

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, take_turns
 from engine.compose import FullEngine, build_engine, choose_for_layers, load_model
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
@@ -211,7 +212,7 @@ def test_positions_of_drafts_after_images(family: str, has_graphs: bool, tmp_pat
         return lambda: (replays.append(1), compute())[1]  # type: ignore[func-returns-value]
 
     if has_graphs:
-        ours.runner.capture_graphs(choose_shapes(2, 2, 6), capture, 2 * NUM_PAGES)
+        capture_graphs(ours.runner, choose_shapes(2, 2, 6), capture, 2 * NUM_PAGES)
     num_prompt, tokens = len(case.token_ids), case.tokens
     assert ours.prefill(cut(case, False))[0] == tokens[0]
     assert not replays

@@ -14,6 +14,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow, take_turns
 from engine.compose import load_model
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
@@ -51,7 +52,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         return replay
 
     if has_graphs:
-        runner.capture_graphs(choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
+        capture_graphs(runner, choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
     if config.image_token is not None:
         rows.images = ImageRows(ImageRules(config.image_token, config.image_attention, config.counts_rows))
     lengths = [3 + 2 * row for row in range(count)]

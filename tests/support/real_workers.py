@@ -25,11 +25,10 @@ from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
 from engine.compose import FullEngine
 from engine.cuda.gpu import Gpu
-from engine.cuda.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
-from engine.runner import Launched, ModelOutput, Runner
+from engine.runner import Forwards, Launched, ModelOutput, Runner
 from engine.vision.image_rows import ImageRows, ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
@@ -102,7 +101,7 @@ class Done:
 class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
 
-    graph_shapes: Sequence[Shape] = ()
+    forwards = Forwards()
 
     def __init__(self, pool: Pool, rows: InputBatch) -> None:
         self._pool = pool
