@@ -17,13 +17,14 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
-from engine.batch import Batch, ForwardRow, build_batch, lay_out
+from engine.batch import Batch, ForwardRow
 from engine.compose import choose_attention
 from engine.cpu.build import load_kernel
 from engine.cpu.cpu_math import Math
 from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape
+from engine.prepared import build_batch, lay_out
 from wire.kv_layout import LAYERS, KvPart
 from wire.sampling import SamplingParams
 

@@ -1,10 +1,11 @@
-"""The input of one forward pass.
+"""The values of one step, from what is asked for to what the model gets. engine/prepared.py makes each from the last.
 
-A batch is ragged: the new tokens of all its sequences lie one after the other. Knows ids, positions and pages, nothing
-of requests, sampling or time. The host lays it out without knowing the tokens; the device gathers them.
+    ForwardRow, one a sequence |-> Prepared, on the host |-> Batch, on the device
+
+A batch is ragged: the new tokens of all its sequences lie one after the other. The host lays it out without knowing
+the tokens; the device gathers them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.rows import AdapterTiles, HostTiles, sort_rows
-from engine.input_batch import InputBatch
-from engine.ranges import Ints, find_starts, join_ranges
-from engine.staging import upload
-from engine.vision.image_rows import BatchImages, StepImages, find_images, find_turns, gather
+from engine.ranges import Ints
+from engine.sampling.batch import SamplingBatch
 
 
 class ForwardRow(NamedTuple):
@@ -48,8 +46,23 @@ class ForwardRow(NamedTuple):
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
+class StepFeature:
+    """What a feature of rows adds to a step, on the host: see `RowFeature`."""
+
+    rope_positions: Ints | None = None  # [T], or [3, T] by time, row and column; None: the positions
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the step can be a graph."""
+        return True
+
+    def add_to(self, batch: "Batch") -> "Batch":
+        """The batch with it. Launches only. ValueError says what is wrong with it."""
+        return batch
+
+
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last four are uploaded, in this order."""
+    """T new tokens of B sequences, on the host. All but the last two are uploaded, in this order."""
 
     places: Ints  # [T] of the new tokens in the flat InputBatch.tokens
     positions: Ints  # [T]
@@ -60,9 +73,12 @@ class Layout(NamedTuple):
     logits_rows: Ints  # [S]
     slots: Ints  # [2, B] state_from and state_to of each sequence; [2, 0] if the model has no states
     query_lens: NDArray[np.int32]  # [B]
-    adapters: tuple[HostTiles, HostTiles] | None  # of the tokens, and of the rows with logits; None: no row has one
-    turns: Ints | None = None  # [T], or [3, T] with tokens of images: turns heads in place of the positions (M-RoPE)
-    images: StepImages | None = None
+    features: tuple[StepFeature, ...] = ()
+
+    @property
+    def rope_positions(self) -> Ints:
+        """[T], or [3, T]: what heads are rotated by (M-RoPE counts rows and columns of images)."""
+        return next((one.rope_positions for one in self.features if one.rope_positions is not None), self.positions)
 
 
 def take_turns(row: int, step: int) -> tuple[int, int]:
@@ -81,6 +97,16 @@ class States(NamedTuple):
     targets: Tensor  # [B] int64, slots for the states after it
 
 
+class EmbeddedRows(NamedTuple):
+    """n of a step's T tokens whose rows are given, not embedded: those of images."""
+
+    at: Tensor  # [n] int64, which of the T
+    rows: Tensor  # [n, H]
+    deep: Tensor | None  # [L, n, H] to be added after each of the first L layers; None: nothing is
+    visible_until: Tensor | None  # [T] int64: a token sees positions below this, too; None: only those before it
+    in_all_layers: bool  # also in layers without a window
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """T new tokens of B sequences. Built by `build_batch`; immutable."""
@@ -96,99 +122,52 @@ class Batch:
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
     seq_lens_host: NDArray[np.int32]  # [B], the same on the host
     states: States | None = None  # if the model has some
-    adapters: tuple[AdapterTiles, AdapterTiles] | None = None  # of the tokens, and of the rows with logits
-    turns: Tensor | None = None  # see `Layout`
-    images: BatchImages | None = None
+    additions: Any = None  # see `layers.additions`; None: nothing is added
+    rope_positions: Tensor | None = None  # see `Layout`; None: the positions
+    embedded: EmbeddedRows | None = None
     taps: Tensor | None = None  # [T, N H] to be written for a draft head: see `Decoder.tap`
     hidden: Tensor | None = None  # [T, H] of a draft head's step: rows that go with the tokens
 
 
-def columns_of(requests: Sequence[ForwardRow]) -> Any:
-    """A ForwardRow whose fields are tuples of all requests' values."""
-    return ForwardRow._make(zip(*requests, strict=True))
+class SampleSpec(NamedTuple):
+    """S outputs of a step, in the order of its rows of logits."""
+
+    rows: Ints  # [S] rows of the sequences
+    positions: Ints  # [S] of the tokens to sample or score
+    places: Ints  # [S] of the same tokens in the flat InputBatch.tokens
 
 
-def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
-    """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
-    columns = columns_of(requests)
-    row, begins, counts, num_logits = (np.array(values, np.int64) for values in columns[:4])
-    ends = begins + counts
-    longest = int(ends.max())
-    if longest >= rows.width:
-        raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
-    owners, positions = join_ranges(begins, counts)
-    token_rows = row[owners]
-    starts = find_starts(counts)
-    turns = images = None
-    if rows.images and rows.image_rules is not None:
-        turns = find_turns(rows.images, columns.row, owners, positions)
-        images = find_images(rows.images, rows.image_rules, columns.row, begins, counts)
-    logits_rows = join_ranges(starts[1:] - num_logits, num_logits)[1]
-    return Layout(
-        places=token_rows * rows.width + positions,
-        positions=positions,
-        cu_seqlens_q=starts,
-        seq_lens=ends.astype(np.int32),
-        page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
-        slot_mapping=rows.slots(token_rows, positions),
-        logits_rows=logits_rows,
-        slots=np.array((columns.state_from, columns.state_to), np.int64) if rows.states else NO_SLOTS,
-        query_lens=counts.astype(np.int32),
-        adapters=find_adapters(rows.adapter_slots[row][owners], logits_rows) if rows.num_adapted else None,
-        turns=turns,
-        images=images,
-    )
+class LogitsChunk(NamedTuple):
+    """How to process n consecutive outputs of a step."""
+
+    span: slice  # of the S outputs
+    chosen: Ints | None  # [c] which of the n to sample, the others are given; None: all are sampled
+    sampling: SamplingBatch  # of the c, without `counts` and `extra_ids`, which are on the device
+    has_penalties: bool  # any of the c
+    drafts: Ints | None  # [g] places of the extra ids in the flat InputBatch.tokens
+    scored: list[int]  # which of the n need log-probabilities
+    num_top: list[int]  # for each of `scored`
 
 
-def find_adapters(slots: NDArray[np.int32], logits_rows: Ints) -> tuple[HostTiles, HostTiles] | None:
-    """slots: [T] of the tokens |-> `Layout.adapters`."""
-    if not np.count_nonzero(slots >= 0):
-        return None
-    return sort_rows(slots), sort_rows(slots[logits_rows])
+class DraftSpec(NamedTuple):
+    """The J sequences of a step that have drafts, for a head that has to know which are right."""
+
+    requests: Ints  # [J] their indices
+    rows: Ints  # [J]
+    num_drafts: Ints  # [J]
+    inputs: Ints  # [J, K] the drafts among the step's T tokens, aligned right
+    outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
 
 
-def build_batch(layout: Layout, rows: InputBatch) -> Batch:
-    """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here."""
-    places, *fields = upload(layout[:-4], rows.device)
-    positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
-    return Batch(
-        rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
-        logits_rows,
-        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
-        states=States(rows.states, slots[0], slots[1]) if rows.states else None,
-        adapters=None if layout.adapters is None else upload_tiles(*layout.adapters, rows.device),
-        turns=None if layout.turns is None else upload([layout.turns], rows.device)[0],
-        images=None if layout.images is None else gather(layout.images, rows.device),
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Immutable."""
 
-
-def upload_tiles(tokens: HostTiles, outputs: HostTiles, device: torch.device) -> tuple[AdapterTiles, AdapterTiles]:
-    """`Layout.adapters` |-> `Batch.adapters`."""
-    token_rows, token_tiles, output_rows, output_tiles = upload([*tokens, *outputs], device)
-    return AdapterTiles(token_rows, token_tiles), AdapterTiles(output_rows, output_tiles)
-
-
-def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
-    """The step of some of the batch's sequences alone; which of the T rows, and of the S rows of logits, are theirs.
-
-    Waits for the device.
-    """
-    chosen, all_counts = np.array(which, np.int64), batch.query_lens_host.astype(np.int64)
-    counts = all_counts[chosen]
-    rows = join_ranges(find_starts(all_counts)[chosen].astype(np.int64), counts)[1]  # [t]
-    logits_rows = batch.logits_rows.cpu().numpy()
-    outputs = np.flatnonzero(np.isin(logits_rows, rows))  # [s]
-    own_outputs = np.searchsorted(rows, logits_rows[outputs])
-    fields: list[NDArray[Any]] = [chosen, rows, outputs, find_starts(counts), own_outputs]
-    sequences, tokens, outputs_here, cu_seqlens_q, own_rows = upload(fields, batch.token_ids.device)
-    states = batch.states
-    part = Batch(
-        batch.token_ids[tokens], batch.places[tokens], batch.positions[tokens], cu_seqlens_q, batch.seq_lens[sequences],
-        batch.page_table[sequences], batch.slot_mapping[tokens], own_rows, batch.query_lens_host[chosen],
-        batch.seq_lens_host[chosen],
-        states=states and states._replace(sources=states.sources[sequences], targets=states.targets[sequences]),
-    )  # fmt: skip
-    return part, tokens, outputs_here
+    layout: Layout
+    outputs: SampleSpec
+    chunks: list[LogitsChunk]
+    drafts: DraftSpec | None = None
+    has_drafted: bool = False  # some requests' last tokens are drafts of the one that makes the next
 
 
 def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
-from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, Adapters, HostAdapter
+from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
 from engine.attention import choose
-from engine.attention.choose import AttentionChoice
+from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.cpu.device import CpuDevice
 from engine.cpu.format import PackedFormat
@@ -27,9 +27,11 @@ from engine.experts.build import build_mixture
 from engine.fallback.open import build_foreign_head, open_foreign, probe_foreign
 from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
+from engine.formats.gguf_file import read_header
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.products import Fp8Format, GpuFormat, Int8Format
 from engine.formats.quantised import decode
+from engine.formats.scheme import read_scheme
 from engine.heads import load as heads
 from engine.heads.decoder import HeadDecoder
 from engine.heads.read_head import is_draft_head
@@ -49,7 +51,8 @@ from engine.ops.base import Ops
 from engine.out_of_memory import explain_failed_step, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
-from engine.vision.image_rows import ImageRules
+from engine.vision.attention import WholeImageAttention
+from engine.vision.image_rows import ImageRows, ImageRules
 from engine.vision.tower import VisionTower, load_tower
 from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -82,8 +85,8 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, wei
 
 LAYER_PARTS = LayerParts(build_mixer, build_mixture)
 PARTS = Parts(
-    LAYER_PARTS, choose_format, open_gguf, decode,
-    lambda path: make_gguf_folder(path, gguf_cache()),
+    LAYER_PARTS, choose_format, open_gguf, read_scheme, decode,
+    lambda path: make_gguf_folder(path, gguf_cache()), read_header,
 )  # fmt: skip
 open_model = partial(load.open_model, parts=PARTS)
 resolve_model_folder = partial(load.resolve_model_folder, parts=PARTS)
@@ -164,6 +167,12 @@ class FullEngine(Engine):
     read_adapter: Callable[[Path], HostAdapter] | None = None  # this rank's part of a PEFT folder, for `adapters`
     vision: VisionTower | None = None  # None: this process encodes no images
     why_blind: str | None = None  # why it does not, though the model has a part for them
+
+    @property
+    def sees_whole_images(self) -> bool:
+        """See `ImageRules.sees_whole`."""
+        images = self.rows.images
+        return isinstance(images, ImageRows) and images.rules.sees_whole
 
     def warm_up(
         self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
@@ -256,7 +265,11 @@ def assemble_engine(
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     if isinstance(config, ModelConfig) and config.image_token is not None:
-        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rows.images = ImageRows(rules)
+        if rules.sees_whole:
+            reference = reference_attention(config.attention_shapes, page_tokens)
+            attention[0] = replace(attention[0], backend=WholeImageAttention(attention[0].backend, reference))
     gpu_memory, opened = _gpu_memory(device), open_device(device)
     if gpu_memory is not None and largest_step is not None:
         measured = [*zip(decoders, attention, shapes, strict=True)]
@@ -290,7 +303,7 @@ def assemble_engine(
     additions, read_adapter = decoder.additions, None
     adapters = additions if isinstance(additions, Adapters) else None
     if adapters is not None:
-        rows.put_adapter, rows.forget_adapter = adapters.fill, adapters.forget
+        rows.adapters = AdapterRows(adapters, num_rows)
         reader = PeftReader(load_config(model.folder), Shard(ranks.rank, ranks.size), decoder.dtype, adapters.max_rank)
         read_adapter = partial(reader.read, sites=adapters.sites)
     runner, draft_runner = _build_runners(place, decoders, attention, [pool.tensor, pool.draft_tensor], rows)
@@ -326,9 +339,9 @@ def _build_runners(
         return place.build_runner(0, decoders[0], backends[0], pages[0], rows), None
     if isinstance(decoders[1], HeadDecoder):
         build_head: Callable[..., Runner] = place.build_head_runner or HeadRunner
-        head = build_head(decoders[1], backends[1], pages[1], rows)
+        head = build_head(decoders[1], backends[1], pages[1], rows, decoders[0])
         assert isinstance(head, HeadRunner)
-        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.follower), head
+        return place.build_runner(0, decoders[0], backends[0], pages[0], rows, False, head.as_follower), head
     return (
         place.build_runner(0, decoders[0], backends[0], pages[0], rows),
         place.build_runner(1, decoders[1], backends[1], pages[1], rows, True),
@@ -347,7 +360,7 @@ def _load(
     decoder = load_model(
         folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
     )
-    whole, weights = decoder.config, weight_fingerprint(folder, quantization)
+    whole, weights = decoder.config, weight_fingerprint(folder, quantization, read_header)
     if not isinstance(whole, ModelConfig):
         weights += f":transformers-{version('transformers')}"
     elif (whole := load_config(folder)).ropes != decoder.config.ropes:
@@ -396,7 +409,7 @@ def _load_head(folder: Path, target: Decoder, quantization: Quantization, *, is_
             f"draft head {folder} does not fit the model: {error}; choose another --draft-model"
         ) from error
     prefix = f"{MTP}:" if is_mtp else ""
-    return Loaded(folder, prefix + weight_fingerprint(folder, quantization), decoder, kv_parts)
+    return Loaded(folder, prefix + weight_fingerprint(folder, quantization, read_header), decoder, kv_parts)
 
 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:

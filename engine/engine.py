@@ -39,11 +39,6 @@ class Engine:
     states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
 
     @property
-    def sees_whole_images(self) -> bool:
-        """See `ImageRules.sees_whole`."""
-        return self.rows.image_rules is not None and self.rows.image_rules.sees_whole
-
-    @property
     def has_head(self) -> bool:
         """Whether what drafts is a head, which each step of the model leads."""
         return self.draft_runner is not None and self.draft_runner.is_head

@@ -4,21 +4,22 @@ A sequence has a row from `open` to `close`. Changes arrive as deltas, so a step
 the length of each sequence; its latest tokens may exist only on the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.adapters.rows import NO_SLOT
+from engine.batch import Layout, StepFeature
 from engine.ranges import Ints, join_ranges
 from engine.sampling.fields import PARAMS, SEEN_BIT, to_row
 from engine.staging import upload
-from engine.vision.image_rows import Encoding, ImageRules, RowImages, place_images
 from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 FIRST_LINES = 4  # of counts; doubled when more rows have penalties
+NO_SLOT = -1  # of a sequence without an adapter
 
 
 def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
@@ -27,8 +28,36 @@ def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
     return np.clip(np.array(values, np.float64), -most, most).astype(np.float32)
 
 
-def _put_nothing(slot: int, digest: str) -> None:
-    raise ValueError(f"no slots for adapters: set --max-loras, for adapter {digest} in slot {slot}")
+class RowFeature:
+    """What sequences may have beside tokens, by row, and what it adds to their steps. With this class they have none.
+
+    engine/adapters and engine/vision implement it.
+    """
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+
+    def check(self, token_ids: NDArray[np.int32], wanted: Any) -> None:
+        """ValueError if a sequence with these tokens cannot have it."""
+        raise ValueError(self._refusal)
+
+    def open(self, row: int, token_ids: NDArray[np.int32], wanted: Any) -> None:
+        """A sequence that has it begins in a closed row. Raises like `check`."""
+        self.check(token_ids, wanted)
+
+    def close(self, row: int) -> None:
+        """The row's sequence is over, whether it had it or not."""
+
+    def lay_out(self, rows: Ints, layout: Layout) -> StepFeature | None:
+        """[B] rows of a step's sequences |-> what is added to the step. None: nothing."""
+        return None
+
+    def fill(self, slot: int, key: str) -> None:
+        """Put what the key names into a slot that no open row has."""
+        raise ValueError(self._refusal)
+
+    def forget(self, key: str) -> None:
+        """No slot gets it any more. Idempotent."""
 
 
 class InputBatch:
@@ -53,27 +82,23 @@ class InputBatch:
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [k, V], see SEEN_BIT
         self.counts_line = np.full(num_rows, -1, np.int32)  # row |-> line of `counts`; -1 without penalties
         self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are counted
-        self.adapter_slots = np.full(num_rows, NO_SLOT, np.int32)  # row |-> slot of its sequence's adapter
-        self.num_adapted = 0  # rows that have one
-        self.image_rules: ImageRules | None = None  # set once by the engine, if the model takes images
-        self.images: dict[int, RowImages] = {}  # of rows whose prompts have some
-        # Of the engine's adapters, if it has any.
-        self.put_adapter: Callable[[int, str], None] = _put_nothing
-        self.forget_adapter: Callable[[str], None] = lambda digest: None
+        # Set by an engine whose model has them.
+        self.adapters = RowFeature("no slots for adapters: set --max-loras")
+        self.images = RowFeature("images for a model that takes none")
         self._answer_begin = np.zeros(num_rows, np.int64)
         self._free_lines: list[int] = []
 
     def open(
         self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
-        images: Sequence[tuple[ImageSpan, Encoding | None]] = (),
+        images: Sequence[tuple[ImageSpan, Any]] = (),
     ) -> None:  # fmt: skip
         """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer. slot: of its adapter.
 
-        images: in the prompt, by position; those whose KV comes from elsewhere have no encoding. ValueError for images
-        that the model cannot have. Biases of tokens beyond the vocabulary are dropped.
+        images: in the prompt, by position, with their encodings; None: its KV comes from elsewhere. ValueError for
+        images that the model cannot have. Biases of tokens beyond the vocabulary are dropped.
         """
         if images:
-            self.images[row] = place_images(token_ids, images, self.image_rules)
+            self.images.open(row, token_ids, images)
         self.params[row] = to_row(sampling)
         self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
@@ -83,15 +108,14 @@ class InputBatch:
         if sampling.has_penalties:
             self.counts_line[row] = self._take_line()
         if slot != NO_SLOT:
-            self.adapter_slots[row], self.num_adapted = slot, self.num_adapted + 1
+            self.adapters.open(row, token_ids, slot)
         InputBatch.write_tokens(self, row, 0, token_ids)  # not what sends further tokens to ranks
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
         self.page_table[row] = 0
-        self.images.pop(row, None)
-        if self.adapter_slots[row] != NO_SLOT:
-            self.adapter_slots[row], self.num_adapted = NO_SLOT, self.num_adapted - 1
+        self.images.close(row)
+        self.adapters.close(row)
         if self.has_bias[row]:
             self.has_bias[row] = False
             del self.bias[row]
@@ -116,11 +140,11 @@ class InputBatch:
 
     def fill_slot(self, slot: int, digest: str) -> None:
         """Put an adapter into a slot that no open row has."""
-        self.put_adapter(slot, digest)
+        self.adapters.fill(slot, digest)
 
     def drop_adapter(self, digest: str) -> None:
         """Free an adapter's memory on the host: no slot gets it any more. Idempotent."""
-        self.forget_adapter(digest)
+        self.adapters.forget(digest)
 
     def count_tokens(self, rows: Ints, ends: Ints) -> None:
         """[N], [N]: count tokens[row, :end] of rows that have penalties. `ends` never shrink."""

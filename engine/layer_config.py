@@ -12,6 +12,7 @@ ImageAttention = Literal["causal", "windows", "all"]  # layers where the tokens 
 # float32: scores and weights. rounded: float32, then weights rounded to the model's dtype. logits: the logits' dtype.
 Precision = Literal["float32", "rounded", "logits"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES
+MAX_LOGITS_AT_ONCE = 1 << 25  # of a step: 128 MiB of float32, 262 rows of 128,000 tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,65 +1,70 @@
-"""A step's plan on the host before it runs.
+"""Makes a step's values (engine/batch.py): its plan on the host before it runs, and its batch on the device.
 
 Each row of logits is an output: a token to sample, or a given token to score. Outputs are processed in chunks, so that
 the logits of a long prompt do not fill the memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import ForwardRow, Layout, columns_of, lay_out
+from engine.batch import NO_SLOTS, Batch, DraftSpec, ForwardRow, Layout, LogitsChunk, Prepared, SampleSpec, States
 from engine.input_batch import InputBatch
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.sampling.batch import SamplingBatch
+from engine.staging import upload
 
 NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-class SampleSpec(NamedTuple):
-    """S outputs of a step, in the order of its rows of logits."""
-
-    rows: Ints  # [S] rows of the sequences
-    positions: Ints  # [S] of the tokens to sample or score
-    places: Ints  # [S] of the same tokens in the flat InputBatch.tokens
+def columns_of(requests: Sequence[ForwardRow]) -> Any:
+    """A ForwardRow whose fields are tuples of all requests' values."""
+    return ForwardRow._make(zip(*requests, strict=True))
 
 
-class LogitsChunk(NamedTuple):
-    """How to process n consecutive outputs of a step."""
+def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
+    """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
+    columns = columns_of(requests)
+    row, begins, counts, num_logits = (np.array(values, np.int64) for values in columns[:4])
+    ends = begins + counts
+    longest = int(ends.max())
+    if longest >= rows.width:
+        raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
+    owners, positions = join_ranges(begins, counts)
+    token_rows = row[owners]
+    starts = find_starts(counts)
+    layout = Layout(
+        places=token_rows * rows.width + positions,
+        positions=positions,
+        cu_seqlens_q=starts,
+        seq_lens=ends.astype(np.int32),
+        page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
+        slot_mapping=rows.slots(token_rows, positions),
+        logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
+        slots=np.array((columns.state_from, columns.state_to), np.int64) if rows.states else NO_SLOTS,
+        query_lens=counts.astype(np.int32),
+    )
+    added = [own for feature in (rows.adapters, rows.images) if (own := feature.lay_out(row, layout)) is not None]
+    return layout._replace(features=tuple(added)) if added else layout
 
-    span: slice  # of the S outputs
-    chosen: Ints | None  # [c] which of the n to sample, the others are given; None: all are sampled
-    sampling: SamplingBatch  # of the c, without `counts` and `extra_ids`, which are on the device
-    has_penalties: bool  # any of the c
-    drafts: Ints | None  # [g] places of the extra ids in the flat InputBatch.tokens
-    scored: list[int]  # which of the n need log-probabilities
-    num_top: list[int]  # for each of `scored`
 
-
-class DraftSpec(NamedTuple):
-    """The J sequences of a step that have drafts, for a head that has to know which are right."""
-
-    requests: Ints  # [J] their indices
-    rows: Ints  # [J]
-    num_drafts: Ints  # [J]
-    inputs: Ints  # [J, K] the drafts among the step's T tokens, aligned right
-    outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Immutable."""
-
-    layout: Layout
-    outputs: SampleSpec
-    chunks: list[LogitsChunk]
-    drafts: DraftSpec | None = None
-    has_drafted: bool = False  # some requests' last tokens are drafts of the one that makes the next
+def build_batch(layout: Layout, rows: InputBatch) -> Batch:
+    """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here."""
+    places, *fields = upload(layout[:-2], rows.device)
+    positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
+    batch = Batch(
+        rows.tokens.take(places).long(), places, positions, cu_seqlens_q, seq_lens, page_table, slot_mapping,
+        logits_rows,
+        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
+        states=States(rows.states, slots[0], slots[1]) if rows.states else None,
+    )  # fmt: skip
+    for feature in layout.features:
+        batch = feature.add_to(batch)
+    return batch
 
 
 def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 
-from engine.vision.image_rows import place_images
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.hardware import num_cores
@@ -41,7 +40,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._context_tokens = worker.context_tokens
         self._threads = worker.threads
         self._vocab_size = worker.engine.config.vocab_size
-        self._image_rules = worker.engine.rows.image_rules
+        self._row_images = worker.engine.rows.images
         self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
         self._adapters = features.adapters
@@ -106,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """ValueError for images that the prompt's tokens, or the model, cannot have."""
         if params.images:
             images = [(image, None) for image in params.images]
-            place_images(unpack_tokens(params.prompt), images, self._image_rules)
+            self._row_images.check(unpack_tokens(params.prompt), images)
 
     def find_bad_prompt(self, packed: bytes) -> str | None:
         """What is wrong with a prompt; None if nothing is."""

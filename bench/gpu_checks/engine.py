@@ -21,6 +21,7 @@ from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow
 from engine.compose import FullEngine, build_engine
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
 from engine.engine import KvDType
 from engine.formats.fp8 import has_fp8
@@ -63,8 +64,8 @@ def build_demo_engine(
     if device.type == "cpu" and graph_rows:
         assert engine.draft_runner is not None
         for runner in (engine.runner, engine.draft_runner):
-            runner.capture_graphs(
-                choose_shapes(graph_rows, MAX_DRAFTS, MAX_DRAFT_ROWS), lambda compute: compute, num_pages
+            capture_graphs(
+                runner, choose_shapes(graph_rows, MAX_DRAFTS, MAX_DRAFT_ROWS), lambda compute: compute, num_pages
             )
         engine = replace(engine, padding_page=num_pages)
     return engine

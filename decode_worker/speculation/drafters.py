@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
-from engine.heads.runner import HeadRunner
 from engine.runner import Runner
 from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
@@ -193,5 +192,5 @@ class HeadDrafter(ModelDrafter):
 
 def build_drafter(runner: Runner, meter: CostMeter, chunk_tokens: int) -> ModelDrafter:
     """Of a draft model or a head. Parameters: see `ModelDrafter`."""
-    kind = HeadDrafter if isinstance(runner, HeadRunner) else ModelDrafter
+    kind = HeadDrafter if runner.is_head else ModelDrafter
     return kind(runner, meter, chunk_tokens)

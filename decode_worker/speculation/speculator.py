@@ -25,7 +25,6 @@ from decode_worker.speculation.lengths import (
 from engine.batch import ForwardRow
 from engine.cuda.graph_shapes import Shape
 from engine.engine import Engine
-from engine.heads.runner import HeadRunner
 from engine.input_batch import InputBatch
 from engine.out_of_memory import is_out_of_memory
 from engine.runner import Runner
@@ -174,7 +173,7 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)
-    graphs = engine.runner.graph_shapes or None  # without any, drafts leave no graph
+    graphs = [Shape(*shape) for shape in engine.runner.forwards.shapes] or None  # without any, drafts leave no graph
     return Speculator(drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs)
 
 
@@ -205,7 +204,7 @@ def measure(runner: Runner, rows: InputBatch) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    second = int(isinstance(runner, HeadRunner))  # a head computes nothing for position 0, and for its first draft
+    second = int(runner.is_head)  # a head computes nothing for position 0, and for its first draft
     one = ForwardRow(0, second, 1, num_logits=1, num_drafted=second, state_to=0)
     runner.launch([one._replace(row=row) for row in range(count)]).collect()
     return time.perf_counter() - started

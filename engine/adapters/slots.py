@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Site
 from engine.adapters.ops import AdapterOps
-from engine.adapters.rows import AdapterWeights, HostTiles, divide_columns
-from engine.batch import Batch
+from engine.adapters.rows import NO_SLOT, AdapterTiles, AdapterWeights, HostTiles, divide_columns, sort_rows
+from engine.batch import Batch, Layout, StepFeature
+from engine.input_batch import RowFeature
 from engine.layers.additions import Additions, ProductKey
 from engine.layers.linear import Gated, Linear, interleave_panels
+from engine.ranges import Ints
+from engine.staging import upload
 
 
 class SiteAdapter(NamedTuple):
@@ -95,10 +100,10 @@ class Adapters(Additions):
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
-        if batch.adapters is None:
+        if batch.additions is None:
             yield
             return
-        tiles, outputs = batch.adapters
+        tiles, outputs = batch.additions
         if self.device.type == "cpu":  # whose kernel reads what the tiles say
             for own, num_rows in ((tiles, len(batch.positions)), (outputs, len(batch.logits_rows))):
                 HostTiles(own.rows.numpy(), own.tiles.numpy()).check(num_rows, self.num_slots)
@@ -111,3 +116,44 @@ class Adapters(Additions):
     def keep_outputs(self) -> None:
         """From here on products get the rows with logits alone."""
         self.step.tiles = self.step.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles(StepFeature):
+    """Which rows of a step have which adapter."""
+
+    tokens: HostTiles
+    outputs: HostTiles  # the same of the rows with logits
+
+    def add_to(self, batch: Batch) -> Batch:
+        """`Batch.additions`: (tiles of the tokens, tiles of the rows with logits)."""
+        rows, tiles, output_rows, output_tiles = upload([*self.tokens, *self.outputs], batch.places.device)
+        return replace(batch, additions=(AdapterTiles(rows, tiles), AdapterTiles(output_rows, output_tiles)))
+
+
+class AdapterRows(RowFeature):
+    """Which slot the sequence of each row has."""
+
+    def __init__(self, adapters: Adapters, num_rows: int) -> None:
+        self._adapters = adapters
+        self._slots = np.full(num_rows, NO_SLOT, np.int32)
+        self._num_rows = 0  # that have one
+
+    def open(self, row: int, token_ids: NDArray[np.int32], wanted: int) -> None:
+        self._slots[row], self._num_rows = wanted, self._num_rows + 1
+
+    def close(self, row: int) -> None:
+        if self._slots[row] != NO_SLOT:
+            self._slots[row], self._num_rows = NO_SLOT, self._num_rows - 1
+
+    def lay_out(self, rows: Ints, layout: Layout) -> StepTiles | None:
+        if not self._num_rows or not np.count_nonzero(self._slots[rows] != NO_SLOT):
+            return None
+        slots = np.repeat(self._slots[rows], layout.query_lens)  # [T]
+        return StepTiles(sort_rows(slots), sort_rows(slots[layout.logits_rows]))
+
+    def fill(self, slot: int, key: str) -> None:
+        self._adapters.fill(slot, key)
+
+    def forget(self, key: str) -> None:
+        self._adapters.forget(key)

@@ -40,9 +40,9 @@ class TorchSdpaAttention:
             pages, offsets = batch.slot_mapping // page_tokens, batch.slot_mapping % page_tokens
             all_keys[pages, :, offsets] = narrow(key, all_keys.dtype)
             all_values[pages, :, offsets] = narrow(value, all_values.dtype)
-        images, sees = batch.images, None
-        if images is not None and (window is not None or images.is_everywhere):
-            sees = images.sees
+        embedded, sees = batch.embedded, None
+        if embedded is not None and (window is not None or embedded.in_all_layers):
+            sees = embedded.visible_until
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
@@ -105,7 +105,10 @@ def narrow(rows: Tensor, kv_dtype: torch.dtype) -> Tensor:
 def visible_keys(
     query_len: int, context_len: int, window: int | None, device: torch.device, sees: Tensor | None = None
 ) -> Tensor:
-    """[query_len, context_len] bool: which keys each of the last `query_len` positions sees. sees: `BatchImages`."""
+    """[query_len, context_len] bool: which keys each of the last `query_len` positions sees.
+
+    sees: [query_len], `EmbeddedRows.visible_until`.
+    """
     key = torch.arange(context_len, device=device)
     position = key[context_len - query_len :, None]
     visible = key <= position

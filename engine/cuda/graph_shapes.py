@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 DRAFT_LENGTHS = (2, 4)  # new tokens per sequence, besides 1 and the maximum
-CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens; no graph has more
 MAX_DRAFT_ROWS = 256  # of a graph with drafts: with more, a step is bound by arithmetic and drafts seldom pay
 # Of steps with prompts (engine/cuda/pieces.py). Larger ones keep the device busy longer than the host needs for their
 # launches: 32 layers x 150 us, against 9 ms for 1,024 tokens of an 8B model on an H100.

@@ -15,14 +15,14 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.adapters.rows import NO_SLOT, AdapterTiles
+from engine.adapters.slots import StepTiles
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Layout, States, count_right
+from engine.batch import Batch, Layout, Prepared, States
 from engine.cuda.graph_shapes import Shape
-from engine.heads.follower import HeadFollower
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.prepared import Prepared
 from engine.ranges import Ints
+from engine.runner import Follower
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, SamplingTensors, to_bytes, to_row
 from engine.staging import StaticBlock, upload
@@ -77,20 +77,20 @@ class DecodeGraph:
         pages: Tensor,
         rows: InputBatch,
         padding_page: int,
-        has_adapters: bool = False,
-        head: HeadFollower | None = None,
-        carried: Tensor | None = None,
+        has_adapters: bool,
+        follower: Follower,
+        carried: Tensor | None,
     ) -> None:
         """padding_page: a page that no sequence has. has_adapters: of rows.
 
-        head: follows the step. carried: [rows + 1, H], of a draft head the rows that a step goes on from and leaves.
+        follower, carried: see `Runner`.
         """
         self.shape = shape
         self._model, self._pages, self._rows = model, pages, rows
         width = rows.page_table.shape[1]
         sizes = shape.num_sequences, shape.num_tokens, shape.num_sequences * width
         self._attention = attention.for_graph(*sizes)
-        self._head, self._carried = None if head is None else head.for_graph(*sizes), carried
+        self._follower, self._carried = follower.for_graph(*sizes), carried
         device, num_rows = rows.device, shape.num_sequences * shape.num_tokens
         self._counts_rows = model.config.counts_rows
         self._block = StaticBlock(_build_padding(shape, rows, padding_page), device)
@@ -119,11 +119,11 @@ class DecodeGraph:
         take, (num_sequences, num_tokens) = self._block.tensor, self.shape
         every = torch.arange(num_rows + 1, device=self._rows.device)
         tiles = AdapterTiles(take("adapter_rows"), take("adapter_tiles").view(-1, 3))
-        return Batch(
+        batch = Batch(
             token_ids=self._places,  # `_forward` replaces it by the tokens
             places=self._places,
             positions=take("positions"),
-            turns=take("turns") if self._counts_rows else None,
+            rope_positions=take("rope_positions") if self._counts_rows else None,
             cu_seqlens_q=every[::num_tokens].to(torch.int32),
             seq_lens=take("seq_lens"),
             page_table=self._page_table,
@@ -132,9 +132,9 @@ class DecodeGraph:
             query_lens_host=np.full(num_sequences, num_tokens, np.int32),
             seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
             states=States(self._rows.states, take("state_from"), take("state_to")) if self._rows.states else None,
-            adapters=(tiles, tiles) if self._has_adapters else None,
-            taps=None if self._head is None else self._model.new_taps(num_rows),
+            additions=(tiles, tiles) if self._has_adapters else None,
         )
+        return self._follower.add_taps(batch)
 
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
         take, nothing = self._block.tensor, torch.zeros(1, dtype=torch.int32, device=self._rows.device)
@@ -176,20 +176,19 @@ class DecodeGraph:
             for name in ("places", "positions", "slot_mapping"):
                 arrays[name][rows] = getattr(layout, name)
             if self._counts_rows:
-                arrays["turns"][rows] = layout.positions if layout.turns is None else layout.turns
+                arrays["rope_positions"][rows] = layout.rope_positions
             arrays["seq_lens"][:num_sequences] = layout.seq_lens
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
             arrays["params"].view(RAW)[:, 0][outs] = sampling.params.view(RAW)
             if sampling.counts_line is not None:
                 arrays["counts_line"][outs] = sampling.counts_line
             arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
-            if self._head is not None or self._carried is not None:
-                arrays["rows"][:num_sequences] = layout.places[layout.cu_seqlens_q[:-1]] // self._rows.width
+            arrays["rows"][:num_sequences] = layout.places[layout.cu_seqlens_q[:-1]] // self._rows.width
             if step.drafts is not None:
                 arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
-            if layout.adapters is not None:
-                tokens = layout.adapters[0]  # all rows of the shape have logits, so they are those of the outputs too
+            if (adapted := find_tiles(layout)) is not None:
+                tokens = adapted.tokens  # all rows of the shape have logits, so they are those of the outputs too
                 arrays["adapter_rows"][: len(tokens.rows)] = rows[tokens.rows]
                 arrays["adapter_tiles"][: tokens.tiles.size] = tokens.tiles.reshape(-1)
             seq_lens = arrays["seq_lens"].copy()
@@ -199,8 +198,7 @@ class DecodeGraph:
 
     def _plan(self, batch: Batch) -> None:
         self._attention.plan(self._pages, batch)
-        if self._head is not None:
-            self._head.plan(batch)
+        self._follower.plan(batch)
 
     def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor]:
         """Launch the rest of the last `forward`'s step, given the same step, perhaps with masks, and its rows.
@@ -233,7 +231,7 @@ class DecodeGraph:
         lasts = layout.cu_seqlens_q[1:] - 1  # last new token of each sequence
         filled = {"positions": layout.positions, "places": layout.places}
         if self._counts_rows:
-            filled["turns"] = layout.positions if layout.turns is None else layout.turns
+            filled["rope_positions"] = layout.rope_positions
         for name, values in filled.items():
             before = values[lasts, None] + 1 + steps  # [B, num_tokens]
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
@@ -279,13 +277,11 @@ class DecodeGraph:
             self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
             tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(tokens)))
-        lasts = self._batch.cu_seqlens_q[1:].long() - 1
-        if self._head is not None and self.shape.num_tokens > 1:
-            drafts, chosen = self._read_tokens().view(self.shape)[:, 1:], tokens.view(self.shape)[:, :-1]
-            lasts = lasts - (self._num_drafts - count_right(drafts, chosen, self._num_drafts))
+        lasts = self._follower.find_lasts(
+            lambda: self._read_tokens().view(self.shape), tokens.view(self.shape), self._num_drafts
+        )  # fmt: skip
         rows.flat_tokens.index_copy_(0, self._answer_places, tokens.clamp(min=0).to(torch.int32))
-        if self._head is not None:
-            self._head.run(self._batch, lasts, self._row_ids)
+        self._follower.run(self._batch, lasts, self._row_ids)
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
@@ -301,7 +297,7 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
     return {
         "places": repeat(place, np.int64),
         "positions": repeat(0, np.int64),
-        "turns": repeat(0, np.int64),
+        "rope_positions": repeat(0, np.int64),
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
         "rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
@@ -318,6 +314,11 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
     }
 
 
+def find_tiles(layout: Layout) -> StepTiles | None:
+    """Of the step's adapters."""
+    return next((feature for feature in layout.features if isinstance(feature, StepTiles)), None)
+
+
 class DecodeGraphs:
     """Owns a model's graphs, which share their rows."""
 
@@ -331,8 +332,8 @@ class DecodeGraphs:
         padding_page: int,
         capture: Capture,
         on_progress: OnCaptured,
-        head: HeadFollower | None = None,
-        carried: Tensor | None = None,
+        follower: Follower,
+        carried: Tensor | None,
     ) -> None:
         """Captures all, the largest first, so that the others fit into its memory. Parameters: see `DecodeGraph`."""
         rows.reserve_counts()
@@ -340,7 +341,7 @@ class DecodeGraphs:
         kinds = [False, True] if model.additions.num_slots else [False]
         for shape in sorted(shapes, key=prod, reverse=True):
             for kind in kinds:
-                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, kind, head, carried)
+                graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, kind, follower, carried)
                 graph.capture(capture)
                 self._graphs[shape, kind] = graph
             on_progress(len(self._graphs) // len(kinds), len(shapes))
@@ -350,7 +351,7 @@ class DecodeGraphs:
         """The smallest graph for the step. None if none is large enough or can do what the step asks for."""
         layout, num_sequences = step.layout, len(step.layout.query_lens)
         num_tokens = 1 if len(layout.places) == num_sequences else int(layout.query_lens.max())
-        if len(step.chunks) != 1 or layout.images is not None:
+        if len(step.chunks) != 1 or not all(feature.is_capturable for feature in layout.features):
             return None
         chunk = step.chunks[0]
         num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)
@@ -360,5 +361,5 @@ class DecodeGraphs:
         for shape in self.shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
                 is_long_enough = shape.num_tokens == 1 or least >= shape.num_tokens
-                return self._graphs[shape, layout.adapters is not None] if is_long_enough else None
+                return self._graphs[shape, find_tiles(layout) is not None] if is_long_enough else None
         return None

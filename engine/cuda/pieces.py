@@ -19,6 +19,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch
 from engine.cuda.graphs import Capture, Compute
+from engine.models.config import ModelConfig
 from engine.models.decoder import Attend, Decoder, Flow
 
 FEWEST = 65  # tokens: products of fewer rows may be other kernels (gpu_linear.MAX_ROWS)
@@ -94,7 +95,7 @@ class PieceGraph:
         """See `Decoder.run_planned`. The batch has at most `num_tokens` tokens."""
         model, count = self._model, len(batch.token_ids)
         self._token_ids[:count].copy_(batch.token_ids)
-        self._positions[:count].copy_(batch.positions if batch.turns is None else batch.turns)
+        self._positions[:count].copy_(batch.positions if batch.rope_positions is None else batch.rope_positions)
         for index, replay in enumerate(self._replays):
             replay()
             model.write_taps(index, self._sums[:count], batch)
@@ -110,6 +111,12 @@ class PieceGraph:
             self._attended[:count].copy_(attended)
         flow = Flow(self._sums[:count], self._sums[:count], self._rotations, None)
         return model.finish(flow, self._attended[:count], batch)
+
+
+def has_equal_pieces(config: ModelConfig) -> bool:
+    """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
+    is_alike = len(set(config.attention_shapes)) == 1 and len(config.kv_layers) == config.num_layers
+    return is_alike and not config.has_output_gate and config.moe is None and not config.token_input_size
 
 
 class PieceGraphs:

@@ -3,10 +3,19 @@
 import gc
 from itertools import count
 
-from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
+import numpy as np
+
+from engine.batch import ForwardRow
+from engine.cuda.captured import capture_graphs, capture_pieces, choose_shapes_of, has_pieces, is_capturable
+from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
 from engine.engine import Engine
+from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.out_of_memory import explain_failed_warm_up
+from engine.runner import Runner
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
+
+WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
 
 
 def warm_up(
@@ -22,15 +31,16 @@ def warm_up(
     padding_page = engine.padding_page
     assert padding_page is not None
     runners = [runner for runner in (engine.runner, engine.draft_runner) if runner is not None]
-    max_rows = max(1, CHUNK_VALUES // engine.rows.vocab_size)  # logits of more are computed in parts
+    max_rows = max(1, MAX_LOGITS_AT_ONCE // engine.rows.vocab_size)  # logits of more are computed in parts
     max_drafts = 0 if engine.states else max_drafts
     shapes = choose_shapes(graph_rows, max_drafts, max_rows)
     done = count(1)
     try:
         for runner in runners:
-            runner.warm_up(padding_page)
+            if runner.carried is None:  # a draft head follows the model's prompts
+                run_prompts(runner, padding_page)
         wanted = [
-            (one, one.choose_shapes(shapes if one.is_capturable else []), piece_tokens if one.has_pieces else ())
+            (one, choose_shapes_of(one, shapes if is_capturable(one) else []), piece_tokens if has_pieces(one) else ())
             for one in runners
         ]
         total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
@@ -39,10 +49,21 @@ def warm_up(
         for runner, own, sizes in wanted:
             capture = CudaCapture()
             if own:
-                runner.capture_graphs(own, capture, padding_page, lambda *_: on_captured(next(done), total))
+                capture_graphs(runner, own, capture, padding_page, lambda *_: on_captured(next(done), total))
             if sizes:
-                runner.capture_pieces(sizes, capture, lambda: on_captured(next(done), total))
+                capture_pieces(runner, sizes, capture, lambda: on_captured(next(done), total))
     except Exception as error:
         raise explain_failed_warm_up(error) from error
     finally:
         gc.enable()
+
+
+def run_prompts(runner: Runner, padding_page: int) -> None:
+    """Run prompts of a few lengths in the free row 0, all on one page, to compile and load all kernels."""
+    rows = runner.rows
+    for length in WARM_UP_TOKENS:
+        length = min(length, rows.width - MAX_DRAFT_TOKENS)
+        rows.open(0, np.zeros(length, np.int32), SamplingParams(), length)
+        rows.write_pages(0, 0, [padding_page] * -(-length // rows.page_tokens))
+        runner.launch([ForwardRow(0, 0, length, num_logits=1, state_to=0)]).collect()
+        rows.close(0)

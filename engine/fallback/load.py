@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.choose import reference_attention
-from engine.batch import ForwardRow, build_batch, lay_out, take_turns
+from engine.batch import ForwardRow, take_turns
 from engine.device import Device
 from engine.fallback.model import FallbackModel, find_layers
 from engine.fallback.probe import probe_config, read_config, refuse
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
+from engine.prepared import build_batch, lay_out
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
 from wire.files import blamed, named

@@ -8,19 +8,22 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
-from engine.batch import Batch, select
+from engine.batch import Batch
 from engine.fallback.hooks import SERVE, build_cache, find_cache_name, load_states, store_states
 from engine.layers.additions import NO_ADDITIONS
 from engine.layers.embedding import Embedding
 from engine.layers.linear import WidenedLinear
 from engine.models.config import FallbackConfig
 from engine.ops.base import Ops
+from engine.ranges import find_starts, join_ranges
 from engine.ranks import ONE_RANK, Ranks
+from engine.staging import upload
 
 
 class FallbackModel:
@@ -98,7 +101,7 @@ class FallbackModel:
             return self.run_planned(batch, attention)
         logits = torch.empty(len(batch.logits_rows), self.config.vocab_size, device=self.device)
         for which in _divide(batch):
-            part, rows, outputs = select(batch, which)
+            part, rows, outputs = _select(batch, which)
             if batch.taps is not None:
                 part = replace(part, taps=self.new_taps(len(rows)))
             attention.plan(pool, part)
@@ -198,6 +201,29 @@ def _divide(batch: Batch) -> list[list[int]]:
     is_plain = (batch.query_lens_host == 1) & (batch.seq_lens_host > 1)
     stacked, others = np.flatnonzero(is_plain).tolist(), np.flatnonzero(~is_plain).tolist()
     return [*([stacked] if stacked else []), *([one] for one in others)]
+
+
+def _select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
+    """The step of some of the batch's sequences alone; which of the T rows, and of the S rows of logits, are theirs.
+
+    Waits for the device.
+    """
+    chosen, all_counts = np.array(which, np.int64), batch.query_lens_host.astype(np.int64)
+    counts = all_counts[chosen]
+    rows = join_ranges(find_starts(all_counts)[chosen].astype(np.int64), counts)[1]  # [t]
+    logits_rows = batch.logits_rows.cpu().numpy()
+    outputs = np.flatnonzero(np.isin(logits_rows, rows))  # [s]
+    own_outputs = np.searchsorted(rows, logits_rows[outputs])
+    fields: list[NDArray[Any]] = [chosen, rows, outputs, find_starts(counts), own_outputs]
+    sequences, tokens, outputs_here, cu_seqlens_q, own_rows = upload(fields, batch.token_ids.device)
+    states = batch.states
+    part = Batch(
+        batch.token_ids[tokens], batch.places[tokens], batch.positions[tokens], cu_seqlens_q, batch.seq_lens[sequences],
+        batch.page_table[sequences], batch.slot_mapping[tokens], own_rows, batch.query_lens_host[chosen],
+        batch.seq_lens_host[chosen],
+        states=states and states._replace(sources=states.sources[sequences], targets=states.targets[sequences]),
+    )  # fmt: skip
+    return part, tokens, outputs_here
 
 
 def _widen(heads: Tensor, head_dim: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.weights.entry import TensorEntry
+from engine.weights.files import GGUF, read_safetensors
 from wire.files import check_file
 
 VERSIONS = (2, 3)
@@ -45,6 +46,11 @@ def read_gguf(path: Path) -> GgufHeader:
                 return _read(path, _Cursor(mapped, 4))
     except (ValueError, struct.error) as error:
         raise ValueError(f"{path} is no whole GGUF file: {error}") from error
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """A `ReadHeader` for files of all formats."""
+    return read_gguf(path).entries if path.suffix == GGUF else read_safetensors(path)
 
 
 class _Cursor:

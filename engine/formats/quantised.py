@@ -100,7 +100,6 @@ class QuantisedCheckpoint(Checkpoint):
         return Coded(layout, codes, scale.reshape(layout.table), zeros, order)
 
 
-def decode(config: ModelConfig, stored: Checkpoint) -> Checkpoint:
-    """The checkpoint of a model that has a scheme."""
-    assert config.scheme is not None
-    return QuantisedCheckpoint(stored, config.scheme, {tensor.name for tensor in build_table(config).stored()})
+def decode(config: ModelConfig, scheme: Scheme, stored: Checkpoint) -> Checkpoint:
+    """The checkpoint of a model whose matrices are quantised."""
+    return QuantisedCheckpoint(stored, scheme, {tensor.name for tensor in build_table(config).stored()})

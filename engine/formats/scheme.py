@@ -37,11 +37,8 @@ class Scheme:
     needed: tuple[str, ...] = ()  # suffixes of tensors that other checkpoints of the method may lack
 
 
-def read_scheme(config: Json) -> Scheme | None:
-    """None: the weights are plain. ValueError names what is not supported and what is."""
-    given = collection(config, "quantization_config", dict)
-    if not given:
-        return None
+def read_scheme(given: Json) -> Scheme:
+    """given: `ModelConfig.quantization`. ValueError names what is not supported and what is."""
     method = str(given.get("quant_method"))
     _check({"quant_method": method}, {"quant_method": tuple(RULES)})
     _check(given, RULES[method])

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.batch import EmbeddedRows
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.models.config import DraftHead, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, Flow
 from engine.ops.base import Ops
 from engine.ranks import Ranks
-from engine.vision.image_rows import BatchImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,17 @@ class HeadDecoder(Decoder):
         return inputs.fc(taps)
 
     def embed(
-        self, token_ids: Tensor, turns: Tensor, hidden: Tensor | None = None, images: BatchImages | None = None
-    ) -> Flow:
+        self, token_ids: Tensor, rope_positions: Tensor, hidden: Tensor | None = None,
+        embedded: EmbeddedRows | None = None,
+    ) -> Flow:  # fmt: skip
         assert hidden is not None, "a draft head without hidden rows"
         before = self._layers[0].before_attention
         if self.head.kind == "mtp":
             joined = self._join(token_ids, hidden)
-            return Flow(joined.float(), self._norm(joined, before), self._rotations(turns), None)
-        embedded, normed = self._embed_tokens(token_ids), self._norm(hidden, self._inputs.hidden_norm)
+            return Flow(joined.float(), self._norm(joined, before), self._rotations(rope_positions), None)
+        tokens, normed = self._embed_tokens(token_ids), self._norm(hidden, self._inputs.hidden_norm)
         sums = (normed if self.head.norm_before_residual else hidden).float()
-        return Flow(sums, torch.cat((self._norm(embedded, before), normed), 1), self._rotations(turns), None)
+        return Flow(sums, torch.cat((self._norm(tokens, before), normed), 1), self._rotations(rope_positions), None)
 
     def _join(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """[T], [T, H] |-> [T, H] the layer's rows (MTP)."""

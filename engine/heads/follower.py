@@ -1,43 +1,58 @@
 """A draft head behind its model's steps: it takes the hidden rows of each step, and the tokens that follow them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, count_right
+from engine.batch import Batch, Prepared, count_right
 from engine.heads.decoder import HeadDecoder
 from engine.input_batch import InputBatch
-from engine.prepared import Prepared
+from engine.models.decoder import Decoder
+from engine.out_of_memory import is_out_of_memory
 from engine.ranges import Ints
+from engine.runner import Follower
 from engine.staging import upload
 
+log = structlog.get_logger()
 
-class HeadFollower:
+
+class HeadFollower(Follower):
     """Owns nothing but `known`: [rows + 1, H] what the head gives after the last token of each row."""
 
     def __init__(
-        self, model: HeadDecoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch,
+        self, model: HeadDecoder, target: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch,
         known: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """pages: the head's part of a pool. known: of another follower over the same rows."""
+        """target: the model. pages: the head's part of a pool. known: of another follower over the same rows."""
         sizes = rows.num_rows + 1, model.config.hidden_size
         self.known = torch.zeros(sizes, dtype=model.dtype, device=rows.device) if known is None else known
-        self._model, self._attention, self._pages, self._rows = model, attention, pages, rows
+        self._model, self._target, self._attention, self._pages, self._rows = model, target, attention, pages, rows
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "HeadFollower":
-        """For captured steps: see `AttentionBackend.for_graph`."""
         attention = self._attention.for_graph(num_sequences, num_tokens, num_pages)
-        return HeadFollower(self._model, attention, self._pages, self._rows, self.known)
+        return HeadFollower(self._model, self._target, attention, self._pages, self._rows, self.known)
+
+    def add_taps(self, batch: Batch) -> Batch:
+        return replace(batch, taps=self._target.new_taps(len(batch.places)))
 
     def plan(self, batch: Batch) -> None:
-        """The model's step is about to be launched: `run` comes next."""
-        self._attention.plan(self._pages, replace(batch, images=None))
+        self._attention.plan(self._pages, replace(batch, embedded=None))
 
     def follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
-        """The model's step has written its taps and chosen `tokens`, [S]. Only launches."""
+        """Drafts are worse if the head cannot; ranks would differ then."""
+        try:
+            self._follow(batch, step, tokens)
+        except Exception as error:
+            if self._model.ranks.size > 1 or not is_out_of_memory(error):
+                raise
+            log.warning("the draft head could not follow a step", reason=str(error))
+
+    def _follow(self, batch: Batch, step: Prepared, tokens: Tensor) -> None:
         lasts, device = find_lasts(step.outputs.rows), self._rows.device
         of_rows = step.outputs.rows[lasts]
         logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], device)
@@ -48,13 +63,19 @@ class HeadFollower:
             logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
         self.run(batch, logits_rows, row_ids)
 
+    def find_lasts(self, read_tokens: Callable[[], Tensor], chosen: Tensor, num_drafts: Tensor) -> Tensor:
+        num_sequences, num_tokens = chosen.shape
+        ends = torch.arange(1, num_sequences + 1, device=chosen.device) * num_tokens - 1
+        if num_tokens == 1:
+            return ends
+        return ends - (num_drafts - count_right(read_tokens()[:, 1:], chosen[:, :-1], num_drafts))
+
     def run(self, batch: Batch, logits_rows: Tensor, row_ids: Tensor) -> None:
-        """logits_rows: [B] the row of the batch with each sequence's last right token. Only launches."""
         assert batch.taps is not None
         token_ids = self._rows.flat_tokens.index_select(0, batch.places + 1).long()
         own = replace(
             batch, token_ids=token_ids, hidden=self._model.fuse(batch.taps), taps=None, logits_rows=logits_rows,
-            adapters=None, states=None, turns=None, images=None,
+            additions=None, states=None, rope_positions=None, embedded=None,
         )  # fmt: skip
         given = self._model.run_planned(own, self._attention)
         if len(row_ids):

@@ -46,9 +46,9 @@ def load_head(
     ranks, stored = model.ranks, SafetensorsCheckpoint(folder)
     names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
     checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
-    if config.scheme is not None:
+    if config.quantization is not None:
         with named(list_shards(folder)[0]):
-            checkpoint = parts.decode(config, checkpoint)
+            checkpoint = parts.decode(config, parts.read_scheme(config.quantization), checkpoint)
     with named(list_shards(folder)[0]):
         check_sizes(config, checkpoint.entries)
         target_ids = _read_target_ids(stored, config, model.device)
@@ -69,7 +69,7 @@ def load_head(
         format = parts.choose_format(reader, model.ops, quantization, weights)
         return build_head(config, format, model, target_ids, parts.layers)
 
-    name = partial(name_weights, folder, quantization, ranks, "mtp" if is_mtp else "head")
+    name = partial(name_weights, folder, quantization, ranks, parts.read_header, "mtp" if is_mtp else "head")
     return build_packed(build, name, checkpoint, model.dtype, device, quantization, ranks), config.kv_parts
 
 

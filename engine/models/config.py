@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
-from engine.formats.scheme import Scheme
+from engine.json_values import Json
 from engine.layer_config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
 from wire.kv_layout import KvPart, StatePart
 
@@ -138,7 +138,7 @@ class ModelConfig:
     packs_gate_up: bool = False
     rope_is_interleaved: bool = False  # pairs are (2i, 2i + 1) in the checkpoint
     moe: Moe | None = None
-    scheme: Scheme | None = None  # of quantised weights; None: plain ones, or a format of its own
+    quantization: Json | None = None  # what the file says of quantised weights; None: plain, or a format of its own
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
     draft_head: DraftHead | None = None  # of a draft head

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
-from engine.batch import Batch
+from engine.batch import Batch, EmbeddedRows
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
@@ -24,7 +24,6 @@ from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
-from engine.vision.image_rows import BatchImages
 from wire.sampling import MAX_DRAFT_TOKENS
 
 
@@ -155,8 +154,8 @@ class Decoder:
             return self._run_planned(batch, attention)
 
     def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        turns = batch.positions if batch.turns is None else batch.turns
-        flow = self.embed(batch.token_ids, turns, batch.hidden, batch.images)
+        rope_positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+        flow = self.embed(batch.token_ids, rope_positions, batch.hidden, batch.embedded)
         for index, layer in enumerate(self._layers):
             self.write_taps(index, flow.sums, batch)
             if layer.mixer is None:
@@ -167,8 +166,8 @@ class Decoder:
                 return flow.normed[:0]
             if index < len(self._layers) - 1:
                 self.finish_layer(index, flow, mixed, None)
-                if batch.images is not None:
-                    self._add_deep(index, flow, batch.images)
+                if batch.embedded is not None:
+                    self._add_deep(index, flow, batch.embedded)
         return self.finish(flow, mixed, batch)
 
     def finish(self, flow: Flow, attended: Tensor, batch: Batch) -> Tensor:
@@ -195,33 +194,34 @@ class Decoder:
         return mixer(rows, at, [part[:, :, self._places[index]] for part in states])
 
     def embed(
-        self, token_ids: Tensor, turns: Tensor, hidden: Tensor | None = None, images: BatchImages | None = None
-    ) -> Flow:
-        """[T], and [T] or [3, T] as in `Layout.turns` |-> what the first layer gets. hidden: see `Batch`."""
-        embedded = self._embed_tokens(token_ids)
-        if images is not None:
-            embedded.index_copy_(0, images.at, images.rows)
-            token_ids = token_ids.index_fill(0, images.at, self.config.pad_token)
+        self, token_ids: Tensor, rope_positions: Tensor, hidden: Tensor | None = None,
+        embedded: EmbeddedRows | None = None,
+    ) -> Flow:  # fmt: skip
+        """[T], and [T] or [3, T] as in `Layout` |-> what the first layer gets. hidden, embedded: see `Batch`."""
+        rows = self._embed_tokens(token_ids)
+        if embedded is not None:
+            rows.index_copy_(0, embedded.at, embedded.rows)
+            token_ids = token_ids.index_fill(0, embedded.at, self.config.pad_token)
         return Flow(
-            sums=embedded.float(),
-            normed=self._norm(embedded, self._layers[0].before_attention),
-            rotations=self._rotations(turns),
-            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, embedded),
+            sums=rows.float(),
+            normed=self._norm(rows, self._layers[0].before_attention),
+            rotations=self._rotations(rope_positions),
+            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, rows),
         )
 
     def _embed_tokens(self, token_ids: Tensor) -> Tensor:
         """[T] |-> [T, H]"""
-        embedded = self.embedding(token_ids)
-        return embedded if self._embedding_multiplier == 1 else embedded * self._embedding_multiplier
+        rows = self.embedding(token_ids)
+        return rows if self._embedding_multiplier == 1 else rows * self._embedding_multiplier
 
-    def _rotations(self, turns: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         pairs = zip(self._rope_tables, self.config.ropes, strict=True)
-        return [gather_rotation(table, turns, rope.axes) for table, rope in pairs]
+        return [gather_rotation(table, positions, rope.axes) for table, rope in pairs]
 
-    def _add_deep(self, index: int, flow: Flow, images: BatchImages) -> None:
-        """What an image adds after the layer, which is not the last."""
-        if images.deep is not None and index < len(images.deep):
-            flow.sums.index_add_(0, images.at, images.deep[index].float())
+    def _add_deep(self, index: int, flow: Flow, embedded: EmbeddedRows) -> None:
+        """What given rows add after the layer, which is not the last."""
+        if embedded.deep is not None and index < len(embedded.deep):
+            flow.sums.index_add_(0, embedded.at, embedded.deep[index].float())
             flow.normed = self._norm(flow.sums.to(self.dtype), self._layers[index + 1].before_attention)
 
     def is_done(self, index: int, batch: Batch) -> bool:
@@ -297,13 +297,6 @@ class Decoder:
         if config.logits_softcap:
             logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
         return logits
-
-    @property
-    def has_equal_pieces(self) -> bool:
-        """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
-        config = self.config
-        is_alike = len(set(self._shapes)) == 1 and len(config.kv_layers) == config.num_layers
-        return is_alike and not config.has_output_gate and config.moe is None and self._token_inputs is None
 
     def project(self, index: int, flow: Flow) -> Attend:
         """The layer before attention."""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from engine.device import Device
+from engine.json_values import Json
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.linear import Quantization
 from engine.models.assemble import LayerParts, build_decoder, check_tensors
@@ -24,7 +25,7 @@ from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
 from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
-from engine.weights.files import GGUF, is_path, list_shards
+from engine.weights.files import GGUF, ReadHeader, is_path, list_shards
 from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.folders import cache_folder
 from engine.weights.formats import PlainFormat
@@ -50,8 +51,10 @@ class Parts:
     layers: LayerParts
     choose_format: Callable[[ShardReader, Ops, Quantization, Weights | None], PlainFormat]
     open_gguf: Callable[[ModelConfig, Sequence[Path]], tuple[ModelConfig, Checkpoint]]
-    decode: Callable[[ModelConfig, Checkpoint], Checkpoint]  # of a checkpoint in few bits (`ModelConfig.scheme`)
+    read_scheme: Callable[[Json], Any]  # `ModelConfig.quantization` |-> what `decode` is given
+    decode: Callable[[ModelConfig, Any, Checkpoint], Checkpoint]  # of a checkpoint in few bits
     make_gguf_folder: Callable[[Path], Path]  # a model's folder of a GGUF file
+    read_header: ReadHeader
 
 
 def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
@@ -65,10 +68,12 @@ def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
     if config.whole is not None:
         found = [prefix for prefix in HEADS if f"{prefix}embed_tokens.weight" in plain.entries]
         config = replace(config, prefix=found[0], head=HEADS[found[0]]) if found else config
-    if config.scheme is None:
+    if config.quantization is None:
         return config, plain
+    with named(folder / "config.json"):
+        scheme = parts.read_scheme(config.quantization)
     with named(shards[0]):
-        return config, parts.decode(config, plain)
+        return config, parts.decode(config, scheme, plain)
 
 
 def load_model(
@@ -111,7 +116,7 @@ def load_model(
         format = parts.choose_format(reader, device.ops, quantization, weights)
         return build_decoder(config, format, parts.layers, ranks, add(chosen))
 
-    name = partial(name_weights, folder, quantization, ranks)
+    name = partial(name_weights, folder, quantization, ranks, parts.read_header)
     with named(source):
         return build_packed(build, name, checkpoint, chosen, device, quantization, ranks)
 
@@ -136,9 +141,11 @@ def build_packed(
     return decoder
 
 
-def name_weights(folder: Path, quantization: Quantization, ranks: Ranks, part: str = "") -> str:
+def name_weights(
+    folder: Path, quantization: Quantization, ranks: Ranks, read_header: ReadHeader, part: str = ""
+) -> str:
     """The file name of packed weights: a hash of everything they depend on."""
-    parts = [PACKED_VERSION, weight_fingerprint(folder, quantization), ranks.rank, ranks.size]
+    parts = [PACKED_VERSION, weight_fingerprint(folder, quantization, read_header), ranks.rank, ranks.size]
     parts += [part] if part else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.formats.scheme import read_scheme
 from engine.json_values import Json, collection, flag, integer, number
 from engine.layer_config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
@@ -98,7 +97,7 @@ def build_config(config: Json) -> ModelConfig:
         context_tokens=max(trained_context, *yarn, 0),
         recurrent=recurrent,
         moe=moe,
-        scheme=read_scheme(config),
+        quantization=collection(config, "quantization_config", dict) or None,
         prefix=f"{prefix}model.",
         head=f"{prefix}lm_head",
         whole=whole_name if whole is not None else None,

@@ -1,5 +1,5 @@
 """Images in the prompts of rows: which tokens have rows of an encoding, and the positions of models that count rows
-and columns (M-RoPE). On the host; `gather` takes the rows on the device.
+and columns (M-RoPE). On the host; `StepImages.add_to` takes the rows on the device.
 
 An image of 2 rows and 3 columns at position 4, and the text after it, by M-RoPE:
 
@@ -10,13 +10,15 @@ An image of 2 rows and 3 columns at position 4, and the text after it, by M-RoPE
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.batch import Batch, EmbeddedRows, Layout, StepFeature
+from engine.input_batch import RowFeature
 from engine.layer_config import ImageAttention
 from engine.ranges import Ints
 from engine.staging import upload
@@ -72,34 +74,64 @@ class RowImages:
         return found
 
 
-class StepImages(NamedTuple):
-    """The image tokens of a step, n of its T tokens."""
+@dataclass(frozen=True, slots=True)
+class StepImages(StepFeature):
+    """The image tokens of a step, n of its T tokens, and what images do to its positions."""
 
     at: Ints  # [n] which of the T
-    parts: list[tuple[Encoding | None, slice]]  # whose rows they have, in order
-    sees: NDArray[np.int64] | None  # [T] besides what is before it, a token sees positions below this; None: nothing
-    is_everywhere: bool  # also in layers without a window
+    parts: Sequence[tuple[Encoding | None, slice]]  # whose rows they have, in order
+    visible_until: Ints | None  # [T], see `EmbeddedRows`
+    in_all_layers: bool
+    rope_positions: Ints | None = None
+
+    @property
+    def is_capturable(self) -> bool:
+        return not self.parts
+
+    def add_to(self, batch: Batch) -> Batch:
+        """ValueError for an image without an encoding."""
+        device = batch.places.device
+        if self.rope_positions is not None:
+            batch = replace(batch, rope_positions=upload([self.rope_positions], device)[0])
+        return replace(batch, embedded=gather(self, device)) if self.parts else batch
 
 
-class BatchImages(NamedTuple):
-    """`StepImages` on the device."""
+class ImageRows(RowFeature):
+    """The images of each row that has some."""
 
-    at: Tensor  # [n] int64
-    rows: Tensor  # [n, H]
-    deep: Tensor | None  # [L, n, H]
-    sees: Tensor | None  # [T] int64
-    is_everywhere: bool
+    def __init__(self, rules: ImageRules) -> None:
+        self.rules = rules
+        self.images: dict[int, RowImages] = {}
+
+    def check(self, token_ids: NDArray[np.int32], wanted: Sequence[tuple[ImageSpan, Encoding | None]]) -> None:
+        place_images(token_ids, wanted, self.rules)
+
+    def open(
+        self, row: int, token_ids: NDArray[np.int32], wanted: Sequence[tuple[ImageSpan, Encoding | None]]
+    ) -> None:  # fmt: skip
+        self.images[row] = place_images(token_ids, wanted, self.rules)
+
+    def close(self, row: int) -> None:
+        self.images.pop(row, None)
+
+    def lay_out(self, rows: Ints, layout: Layout) -> StepImages | None:
+        """Forgets encodings that no later step needs. ValueError for a step that ends where it may not."""
+        which = rows.tolist()
+        if self.images.keys().isdisjoint(which):
+            return None
+        owners = np.repeat(np.arange(len(which)), layout.query_lens)
+        found = find_images(self.images, self.rules, which, layout.seq_lens - layout.query_lens, layout.query_lens)
+        turns = find_turns(self.images, which, owners, layout.positions)
+        return None if turns is None and not found.parts else replace(found, rope_positions=turns)
 
 
 def place_images(
-    token_ids: NDArray[np.int32], images: Sequence[tuple[ImageSpan, Encoding | None]], rules: ImageRules | None
+    token_ids: NDArray[np.int32], images: Sequence[tuple[ImageSpan, Encoding | None]], rules: ImageRules
 ) -> RowImages:
-    """token_ids: of the row, to the end of the last image at least. rules: None: the model takes no images.
+    """token_ids: of the row, to the end of the last image at least.
 
     ValueError for images that disagree with the tokens or the model.
     """
-    if rules is None:
-        raise ValueError("images for a model that takes none")
     own = [span.begin + np.flatnonzero(token_ids[span.begin : span.end] == rules.token) for span, _ in images]
     for (span, _), tokens in zip(images, own, strict=True):
         count = span.end - span.begin
@@ -130,16 +162,16 @@ def _find_turns(spans: Sequence[ImageSpan]) -> tuple[Ints, int]:
 
 
 def find_images(
-    images: dict[int, RowImages], rules: ImageRules, rows: Sequence[int], begins: Ints, counts: Ints
-) -> StepImages | None:
-    """The image tokens of a step's requests: row, first position and number of tokens of each. None: there are none.
+    images: dict[int, RowImages], rules: ImageRules, rows: Sequence[int], begins: NDArray[Any], counts: NDArray[Any]
+) -> StepImages:
+    """The image tokens of a step's requests: row, first position and number of tokens of each.
 
     Forgets encodings that no later step needs: those of rows that are past their last image. ValueError for a request
     that ends where it may not, or for an image whose encoding has another size.
     """
-    at: list[Ints] = []
+    at: list[Ints] = [np.zeros(0, np.int64)]
     parts: list[tuple[Encoding | None, slice]] = []
-    sees = np.zeros(int(counts.sum()), np.int64)
+    visible_until = np.zeros(int(counts.sum()), np.int64)
     first = 0  # of the request's among the T tokens
     for row, begin, count in zip(rows, begins.tolist(), counts.tolist(), strict=True):
         own = images.get(row)
@@ -148,15 +180,14 @@ def find_images(
             offsets = first + own.places[low:high] - begin
             at.append(offsets)
             parts += _take(own, low, high)
-            sees[offsets] = own.run_ends[low:high]
+            visible_until[offsets] = own.run_ends[low:high]
             if rules.sees_whole and high > low and own.run_ends[high - 1] > begin + count:
                 raise ValueError(f"a step ends at {begin + count}, inside an image that the model sees as a whole")
         elif own is not None and own.encodings:
             images[row] = replace(own, encodings=())
         first += count
-    if not parts:
-        return None
-    return StepImages(np.concatenate(at), parts, sees if rules.sees_whole else None, rules.attention == "all")
+    limits = visible_until if rules.sees_whole else None
+    return StepImages(np.concatenate(at), parts, limits, rules.attention == "all")
 
 
 def _take(own: RowImages, low: int, high: int) -> list[tuple[Encoding | None, slice]]:
@@ -185,7 +216,7 @@ def find_turns(images: Mapping[int, RowImages], rows: Sequence[int], owners: Int
     return turns if (turns[0] != turns[1:]).any() else turns[0]
 
 
-def gather(images: StepImages, device: torch.device) -> BatchImages:
+def gather(images: StepImages, device: torch.device) -> EmbeddedRows:
     """Launches only. ValueError for an image without an encoding."""
     encodings = [(encoding, part) for encoding, part in images.parts if encoding is not None]
     if len(encodings) < len(images.parts):
@@ -195,12 +226,13 @@ def gather(images: StepImages, device: torch.device) -> BatchImages:
             for tensor in encoding:
                 if tensor is not None:
                     tensor.record_stream(torch.cuda.current_stream(device))
-    at, *sees = upload([images.at, *([] if images.sees is None else [images.sees])], device)
+    limits = [] if images.visible_until is None else [images.visible_until]
+    at, *visible_until = upload([images.at, *limits], device)
     deep = [encoding.deep[:, part] for encoding, part in encodings if encoding.deep is not None]
-    return BatchImages(
+    return EmbeddedRows(
         at,
         torch.cat([encoding.rows[part] for encoding, part in encodings]),
         torch.cat(deep, 1) if deep else None,
-        sees[0] if sees else None,
-        images.is_everywhere,
+        visible_until[0] if visible_until else None,
+        images.in_all_layers,
     )

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.weights.entry import TensorEntry
-from engine.weights.files import list_shards, read_header
+from engine.weights.files import list_shards, read_safetensors
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
 
@@ -75,7 +75,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.entries = {}
         self._files: dict[Path, Any] = {}  # shard |-> open safetensors file
         for path in list_shards(folder):
-            self.entries.update(read_header(path))
+            self.entries.update(read_safetensors(path))
 
     def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         path = self.entries[name].path

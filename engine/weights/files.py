@@ -3,10 +3,10 @@
 Imports no torch, so that commands can look at a checkpoint at once.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.formats.gguf_file import read_gguf
 from engine.weights.entry import TensorEntry
 from wire.files import check_file, parse_json, read_json_object
 
@@ -15,6 +15,9 @@ SINGLE_NAME = "model.safetensors"
 GGUF = ".gguf"  # the suffix of such files
 MAX_DIMS, MAX_DTYPE_CHARS = 8, 16
 HEADER_LIMIT_BYTES = 100 * 2**20  # of safetensors, the format's own limit
+
+ReadHeader = Callable[[Path], dict[str, TensorEntry]]
+"""A file |-> tensor name |-> its entry. Raises like `read_safetensors`."""
 
 
 def is_path(name: str) -> bool:
@@ -45,16 +48,12 @@ def list_shards(folder: Path) -> list[Path]:
     return [folder / name for name in shards]
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Tensor name |-> entry of one file. ValueError if it is damaged, OSError if it cannot be read."""
-    return read_gguf(path).entries if path.suffix == GGUF else read_safetensors(path)
-
-
 def read_safetensors(path: Path) -> dict[str, TensorEntry]:
     """Tensor name |-> entry of one file.
 
     Format: 8 bytes little-endian header length N, N bytes of JSON, then the tensors at `data_offsets` from there.
-    Raises ValueError if the header is damaged or the file's size differs from what the header says.
+    Raises ValueError if the header is damaged or the file's size differs from what the header says, OSError if it
+    cannot be read.
     """
     size = check_file(path, None)
     with path.open("rb") as file:

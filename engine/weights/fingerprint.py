@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, locked
 from engine.weights.entry import TensorEntry
-from engine.weights.files import list_shards, read_header
+from engine.weights.files import ReadHeader, list_shards, read_safetensors
 from engine.weights.folders import cache_folder
 from wire.files import read_json_object
 
@@ -24,7 +24,7 @@ READ_BYTES, NUM_READERS = 16 << 20, 8
 Digests = dict[str, str]  # tensor name |-> SHA-256 of its dtype, shape and content
 
 
-def weight_fingerprint(folder: Path, quantization: str = "none") -> str:
+def weight_fingerprint(folder: Path, quantization: str = "none", read_header: ReadHeader = read_safetensors) -> str:
     """64 hex digits, after "fp8:", "int8:" or "int4:" if quantised.
 
     The digits are SHA-256 over KV_VERSION, config.json (without UNHASHED_CONFIG_KEYS), the configurations of image
@@ -36,13 +36,13 @@ def weight_fingerprint(folder: Path, quantization: str = "none") -> str:
     kept = [{key: value for key, value in one.items() if key not in UNHASHED_CONFIG_KEYS} for one in configs]
     digests = Digests()
     for path in list_shards(folder):
-        digests |= _find_digests(path)
+        digests |= _find_digests(path, read_header)
     described = json.dumps([KV_VERSION, kept, digests], sort_keys=True)
     prefix = "" if quantization == "none" else f"{quantization}:"
     return prefix + hashlib.sha256(described.encode()).hexdigest()
 
 
-def _find_digests(path: Path) -> Digests:
+def _find_digests(path: Path, read_header: ReadHeader) -> Digests:
     entries, status = read_header(path), path.stat()
     if status.st_size < SMALLEST_FILE_BYTES:
         return _read_digests(path, entries)

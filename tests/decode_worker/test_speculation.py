@@ -25,7 +25,8 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from engine.batch import ForwardRow
-from engine.cuda.graph_shapes import CHUNK_VALUES, choose_shapes
+from engine.cuda.graph_shapes import choose_shapes
+from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.runner import ModelOutput
 from protos import decode_pb2
 from tests.support.real_workers import PLAIN
@@ -203,7 +204,7 @@ def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
 def test_no_step_is_planned_with_drafts_for_which_no_graph_fits(
     vocab: int, max_sequences: int, max_drafts: int, num_sequences: int
 ) -> None:
-    max_rows = CHUNK_VALUES // vocab
+    max_rows = MAX_LOGITS_AT_ONCE // vocab
     shapes = choose_shapes(max_sequences, max_drafts, max_rows)
     assert all(1 <= shape.num_rows <= max_rows for shape in shapes)
     here = speculator.Speculator({}, CostMeter(), "auto", MAX_DRAFT_TOKENS, graphs=shapes)

@@ -21,6 +21,7 @@ from engine.batch import ForwardRow, take_turns
 from engine.compose import FullEngine, build_engine
 from engine.cpu import cpu_adapters
 from engine.cpu.ops import CpuOps
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import Shape
 from engine.cuda.ops import CudaOps
 from engine.runner import Runner
@@ -277,7 +278,7 @@ def test_steps_as_graphs_are_those_launched_one_by_one(adapter: tuple[FullEngine
     expected = answer(eager, [0, -1, 0])
     engine, replays = build(folder.parent / "base"), list[str]()
     captured = [Shape(1), Shape(4), Shape(4, 2)]
-    engine.runner.capture_graphs(captured, partial(count_replays, replays), padding_page=63)
+    capture_graphs(engine.runner, captured, partial(count_replays, replays), padding_page=63)
     load(engine, 2, folder)
     assert answer(engine, [2, -1, 2]) == expected
     assert answer(engine, [-1, -1, -1]) == answer(eager, [-1, -1, -1])
@@ -293,6 +294,6 @@ def test_a_draft_model_drafts_for_rows_with_adapters_in_graphs_too(adapter: tupl
     expected = answer(engine, [-1, -1, -1], runner=engine.draft_runner)
     assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
 
-    engine.draft_runner.capture_graphs([Shape(4)], partial(count_replays, replays), padding_page=63)
+    capture_graphs(engine.draft_runner, [Shape(4)], partial(count_replays, replays), padding_page=63)
     assert answer(engine, [2, -1, 2], runner=engine.draft_runner) == expected
     assert len(replays) == 2 * (COUNT - 1)

@@ -11,12 +11,13 @@ import transformers
 
 from baton import LLM
 from demo.paths import TARGET_DIR
-from engine.batch import ForwardRow, lay_out
+from engine.batch import ForwardRow
 from engine.compose import FullEngine, build_engine
 from engine.engine import KvDType
 from engine.input_batch import InputBatch
 from engine.layer_config import RopeConfig
 from engine.layers.rope import build_rope_table
+from engine.prepared import lay_out
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
 from runtime.trust import load_trust

@@ -20,6 +20,7 @@ from engine.attention.choose import reference_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow, take_turns
 from engine.compose import build_engine, load_any_config, load_model
+from engine.cuda.captured import is_capturable
 from engine.fallback import probe as fallback_probe
 from engine.fallback.load import check
 from engine.fallback.model import FallbackModel
@@ -134,7 +135,7 @@ def test_a_step_may_begin_earlier_than_planned() -> None:
     rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, model.config.vocab_size, CPU)
     attention.is_capturable = True
     runner = Runner(cast(Decoder, model), attention, torch.zeros(shape.sizes), rows)
-    assert not runner.is_capturable
+    assert not is_capturable(runner)
 
 
 def test_models_of_one_process_do_not_meet() -> None:

@@ -21,6 +21,7 @@ from engine.compose import LAYER_PARTS, choose_format
 from engine.cuda import flashinfer
 from engine.cuda import gpu_sampling as sampling_kernels
 from engine.cuda import sampling as gpu_sampling
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.ops import CudaOps
 from engine.input_batch import InputBatch
@@ -68,7 +69,7 @@ class Built:
         self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
-            self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3, 256), gpu.capture, PADDING_PAGE)
+            capture_graphs(self.runner, choose_shapes(len(SAMPLINGS), 3, 256), gpu.capture, PADDING_PAGE)
             gpu.finish()
 
     def launch(self, *steps: Sequence[ForwardRow]) -> int:
@@ -177,7 +178,7 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 
 
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "CHUNK_VALUES", 5 * CONFIG.vocab_size)
+    monkeypatch.setattr(runner, "MAX_LOGITS_AT_ONCE", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
     assert [len(fields.positions) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
 

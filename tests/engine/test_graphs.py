@@ -20,6 +20,7 @@ from engine.batch import ForwardRow, take_turns
 from engine.compose import load_model
 from engine.cuda import graphs as graphs_module
 from engine.cuda import pieces
+from engine.cuda.captured import CapturedForwards, capture_graphs, capture_pieces
 from engine.cuda.graph_shapes import Shape, choose_shapes, powers_to
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
@@ -135,8 +136,8 @@ class Built:
         self.captures = Captures()
         self.progress: list[tuple[int, int]] = []
         self.runner = runner_type(decoder, attention, self.pages, rows)
-        self.runner.capture_graphs(
-            choose_shapes(len(SAMPLINGS), MOST_DRAFTS, 256), self.captures, len(pages),
+        capture_graphs(
+            self.runner, choose_shapes(len(SAMPLINGS), MOST_DRAFTS, 256), self.captures, len(pages),
             lambda done, total: self.progress.append((done, total)),
         )  # fmt: skip
 
@@ -304,7 +305,7 @@ def test_prompts_run_in_captured_pieces_and_give_the_same_tokens(
     monkeypatch.setattr(pieces, "FEWEST", 20)
     built = build(decoder)
     captures = Captures()
-    built.runner.capture_pieces([32, 64, 256], captures, lambda: None)
+    capture_pieces(built.runner, [32, 64, 256], captures, lambda: None)
     for row in EVERYONE:
         open_row(built.rows, row, row)
     first, *others = EVERYONE
@@ -319,8 +320,9 @@ def test_prompts_run_in_captured_pieces_and_give_the_same_tokens(
     num_steps = 3
     assert captures._num_replays == num_steps * decoder.config.num_layers
     big = built.rows.num_rows * CONTEXT
-    assert built.runner._pieces is not None and built.runner._pieces.find(big) is None
-    for graph in built.runner._pieces._graphs:  # a layer's own heads would stay in memory for each layer and size
+    forwards = built.runner.forwards
+    assert isinstance(forwards, CapturedForwards) and forwards.pieces is not None and forwards.pieces.find(big) is None
+    for graph in forwards.pieces._graphs:  # a layer's own heads would stay in memory for each layer and size
         assert all(wanted.heads.query_key is graph._query_key for wanted in graph._wanted.values())
 
 
@@ -336,7 +338,7 @@ def test_states_go_through_graphs(family: str, tmp_path: Path) -> None:
         shape = PoolShape(3 * ROW_PAGES + 1, decoder.config.kv_parts, PAGE_TOKENS, decoder.dtype)
         runner = Runner(decoder, Unwatched(decoder.config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
         if has_graphs:
-            runner.capture_graphs(choose_shapes(3, 0, 256), lambda compute: compute, 3 * ROW_PAGES)
+            capture_graphs(runner, choose_shapes(3, 0, 256), lambda compute: compute, 3 * ROW_PAGES)
         for row in range(3):
             open_row(rows, row, row)
         told.append([])

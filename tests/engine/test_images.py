@@ -17,15 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.attention.choose import reference_attention
-from engine.batch import ForwardRow, lay_out, take_turns
+from engine.batch import ForwardRow, take_turns
 from engine.compose import FullEngine, build_engine, choose_for_layers, load_model
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
+from engine.prepared import lay_out
 from engine.runner import Runner
 from engine.vision import tower as vision
-from engine.vision.image_rows import Encoding, ImageRules, gather
+from engine.vision.attention import WholeImageAttention
+from engine.vision.image_rows import Encoding, ImageRows, ImageRules, StepImages, gather
 from engine.vision.tower import VisionTower, load_tower
 from tests.support.checkpoints_vision import VISIONS, write_vlm_checkpoint
 from tests.support.families import FAMILIES, IMAGE
@@ -118,12 +121,13 @@ class Ours:
         self.config, self.case = config, case
         self.rows = InputBatch(2, PAGE_TOKENS * NUM_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
         assert config.image_token is not None
-        self.rows.image_rules = rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
-        self.sees_whole = rules.sees_whole
+        self.rows.images = ImageRows(ImageRules(config.image_token, config.image_attention, config.counts_rows))
+        self.sees_whole = self.rows.images.rules.sees_whole
         shape = PoolShape(2 * NUM_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
         shapes = config.attention_shapes
         fast = choose_for_layers(shapes, config.windows, PAGE_TOKENS, CPU, torch.float32).backend
-        attention = reference_attention(shapes, PAGE_TOKENS) if reference else fast
+        slow = reference_attention(shapes, PAGE_TOKENS)
+        attention = slow if reference else WholeImageAttention(fast, slow)
         if config.state_parts:
             slots = PoolShape(5, config.state_parts, PAGE_TOKENS, torch.float32)
             self.rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements))
@@ -208,7 +212,7 @@ def test_positions_of_drafts_after_images(family: str, has_graphs: bool, tmp_pat
         return lambda: (replays.append(1), compute())[1]  # type: ignore[func-returns-value]
 
     if has_graphs:
-        ours.runner.capture_graphs(choose_shapes(2, 2, 6), capture, 2 * NUM_PAGES)
+        capture_graphs(ours.runner, choose_shapes(2, 2, 6), capture, 2 * NUM_PAGES)
     num_prompt, tokens = len(case.token_ids), case.tokens
     assert ours.prefill(cut(case, False))[0] == tokens[0]
     assert not replays
@@ -225,7 +229,8 @@ def test_without_encodings_only_what_needs_none_is_computed(case: Case) -> None:
         pytest.skip("its prompt's last state is not kept")
     ours.prefill(cut(case, ours.sees_whole))
     ours.decode(num_prompt)
-    assert not ours.rows.images[1].encodings  # no step needs them any more
+    assert isinstance(ours.rows.images, ImageRows)
+    assert not ours.rows.images.images[1].encodings  # no step needs them any more
     ours.rows.close(1)
     ours.open(1, np.array(case.token_ids, np.int32), [(span, None) for span, _ in case.images])
     assert ours.decode(num_prompt - 1)[0] == case.tokens[0]  # its KV comes from elsewhere
@@ -264,18 +269,20 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     leader, sizes = Leader(StepSender(fds)), (2, 200, PAGE_TOKENS, 320, CPU)
     leader.is_leading = True
     led, followed = LedInputBatch(leader, *sizes), InputBatch(*sizes)
-    led.image_rules = followed.image_rules = ImageRules(IMAGE, "causal", counts_rows=True)
+    rules = ImageRules(IMAGE, "causal", counts_rows=True)
+    led.images, followed.images = ImageRows(rules), ImageRows(rules)
     led.open(1, np.array(case.token_ids, np.int32), GREEDY, len(case.token_ids), images=images)
     leader.send(0, [ForwardRow(1, 0, 1)])
     with pytest.raises(IndexError):  # there is no runner
         follow(StepReceiver(fds, 0), followed, [])
     assert torch.equal(led.tokens, followed.tokens)
     layouts = [lay_out(rows, [ForwardRow(1, 0, len(case.token_ids))]) for rows in (led, followed)]
-    first, second = (gather(layout.images, CPU) for layout in layouts if layout.images is not None)
+    first, second = (gather(own, CPU) for layout in layouts for own in layout.features if isinstance(own, StepImages))
     assert first.deep is not None and second.deep is not None and second.rows.dtype is dtype
     for one, other in ((first.at, second.at), (first.rows, second.rows), (first.deep, second.deep)):
         assert torch.equal(one, other)
-    assert layouts[0].turns is not None and np.array_equal(layouts[0].turns, layouts[1].turns)  # type: ignore[arg-type]
+    assert layouts[0].rope_positions.ndim == 2
+    assert np.array_equal(layouts[0].rope_positions, layouts[1].rope_positions)
 
 
 def test_older_names_of_weights_and_what_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,14 +137,13 @@ NO_WEIGHTS = {"config_groups": {"group_0": {"weights": None, "input_activations"
 )  # fmt: skip
 def test_what_is_not_supported_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read_scheme({"quantization_config": config})
+        read_scheme(config)
 
 
 def test_what_says_nothing_of_weights_is_ignored() -> None:
     rest = {"kv_cache_scheme": {"num_bits": 8}, "ignore": ["lm_head"], "sparsity_config": {}, "transform_config": {}}
-    scheme = read_scheme({"quantization_config": compressed("int-quantized", num_bits=8) | rest})
-    assert scheme is not None and scheme.method == "compressed-tensors"
-    assert read_scheme({"quantization_config": None}) is read_scheme({}) is None
+    scheme = read_scheme(compressed("int-quantized", num_bits=8) | rest)
+    assert scheme.method == "compressed-tensors"
 
 
 def open_with(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -8,8 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, ForwardRow, build_batch, lay_out
+from engine.batch import Batch, ForwardRow
 from engine.input_batch import InputBatch
+from engine.prepared import build_batch, lay_out
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, to_row
 from wire.sampling import SamplingParams

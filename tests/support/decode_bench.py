@@ -8,6 +8,7 @@ import numpy as np
 
 from decode_worker.speculation.speculator import Speculator
 from engine.compose import FullEngine, build_engine
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.engine import ALONE, Place
 from tests.support.batches import SAMPLINGS
@@ -36,7 +37,7 @@ def capture(engine: FullEngine) -> FullEngine:
     """Its steps run as doubles of graphs, which run the captured code again."""
     for one in (engine.runner, engine.draft_runner):
         assert one is not None
-        one.capture_graphs(choose_shapes(NUM_ROWS, 6, 256), lambda compute: compute, padding_page=NUM_PAGES)
+        capture_graphs(one, choose_shapes(NUM_ROWS, 6, 256), lambda compute: compute, padding_page=NUM_PAGES)
     return engine
 
 

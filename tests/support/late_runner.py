@@ -13,15 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.rows import NO_SLOT
 from engine.attention.base import AttentionBackend
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, Prepared
 from engine.heads.runner import HeadRunner
-from engine.input_batch import InputBatch
+from engine.input_batch import NO_SLOT, InputBatch
 from engine.models.decoder import Decoder
-from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
+from engine.runner import Begun, Finish, Launched, Masks, ModelOutput, Runner
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams
@@ -102,7 +100,7 @@ class LateRunner(Runner):
         for part in requests:
             if part.num_logits > part.num_given:
                 rows.tokens[part.row, part.begin + part.count] = POISON
-        finish: list[Callable[[Prepared], Launched] | Exception] = []
+        finish: list[Finish | Exception] = []
 
         def forward() -> None:
             try:
@@ -122,7 +120,7 @@ class LateRunner(Runner):
         choose = super().choose
         return LateLaunched(self._late_rows.queue, lambda: choose(begun, masks))
 
-    def _begin_late(self, step: Prepared, opened: NDArray[np.int64]) -> Callable[[Prepared], Launched]:
+    def _begin_late(self, step: Prepared, opened: NDArray[np.int64]) -> Finish:
         """If a row has gone to another sequence, poison is meant for that one: the step's own answer is dropped."""
         places = step.layout.places
         places = places[(self._late_rows.num_opened != opened)[places // self._late_rows.width]]

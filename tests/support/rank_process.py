@@ -14,13 +14,14 @@ from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow, take_turns
 from engine.compose import load_model
+from engine.cuda.captured import capture_graphs
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
-from engine.vision.image_rows import Encoding, ImageRules
+from engine.vision.image_rows import Encoding, ImageRows, ImageRules
 from tests.support.batches import SAMPLINGS
 from tests.support.steps import Unwatched
 from wire.images import ImageSpan
@@ -51,9 +52,9 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         return replay
 
     if has_graphs:
-        runner.capture_graphs(choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
+        capture_graphs(runner, choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
     if config.image_token is not None:
-        rows.image_rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
+        rows.images = ImageRows(ImageRules(config.image_token, config.image_attention, config.counts_rows))
     lengths = [3 + 2 * row for row in range(count)]
     for row, length in enumerate(lengths):
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)

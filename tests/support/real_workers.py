@@ -25,12 +25,11 @@ from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
 from engine.compose import FullEngine
 from engine.cuda.gpu import Gpu
-from engine.cuda.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
-from engine.runner import Launched, ModelOutput, Runner
-from engine.vision.image_rows import ImageRules
+from engine.runner import Forwards, Launched, ModelOutput, Runner
+from engine.vision.image_rows import ImageRows, ImageRules
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
@@ -102,7 +101,7 @@ class Done:
 class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
 
-    graph_shapes: Sequence[Shape] = ()
+    forwards = Forwards()
 
     def __init__(self, pool: Pool, rows: InputBatch) -> None:
         self._pool = pool
@@ -183,7 +182,7 @@ def build_kv_engine(
     )  # fmt: skip
     device = torch.device("cpu")
     rows = InputBatch(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
-    rows.image_rules = ImageRules(IMAGE_TOKEN, "causal", counts_rows=True)
+    rows.images = ImageRows(ImageRules(IMAGE_TOKEN, "causal", counts_rows=True))
     runner = KvRunner(pool, rows)
     nothing = AttentionChoice(cast(AttentionBackend, None), "none", is_fallback=False)
     engine = FullEngine(

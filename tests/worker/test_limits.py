@@ -188,7 +188,7 @@ def test_it_is_run_for_both_models_and_an_error_names_what_to_lower(monkeypatch:
     draft_runner, draft_pool = engine.draft_runner, engine.pool.draft_tensor
     assert draft_runner is not None and draft_pool is not None
     pages = engine.pool.shape.with_pages(1)
-    models = [(one._model, engine.attention, pages) for one in (engine.runner, draft_runner)]
+    models = [(one.model, engine.attention, pages) for one in (engine.runner, draft_runner)]
     steps: list[int] = []
     launch = Runner.launch
 

@@ -21,10 +21,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import worker.ranks.leader
+from engine.batch import Prepared
 from engine.compose import FullEngine
+from engine.cuda.captured import has_pieces
 from engine.engine import Place
 from engine.kv.pool import create_file
-from engine.prepared import Prepared
 from engine.ranks import join_group
 from engine.runner import Launched, Runner
 from tests.support.batches import SAMPLINGS
@@ -116,7 +117,7 @@ def led_head(headed: tuple[Path, Path], tmp_path: Path) -> Iterator[FullEngine]:
 @pytest.fixture(scope="module")
 def late_head(headed: tuple[Path, Path]) -> FullEngine:
     engine = capture(build(*headed, LATE))
-    assert engine.draft_runner is not None and not engine.draft_runner.has_pieces
+    assert engine.draft_runner is not None and not has_pieces(engine.draft_runner)
     return engine
 
 
@@ -242,7 +243,7 @@ def test_the_progress_of_graphs_ends_with_the_last_one(
     headed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.cuda.warm_up.CudaCapture", lambda: lambda compute: compute)
-    monkeypatch.setattr(Runner, "is_capturable", True)
+    monkeypatch.setattr("engine.cuda.warm_up.is_capturable", lambda runner: True)
     engine, done = build(*headed, LATE), list[tuple[int, int]]()
     replace(engine, padding_page=NUM_PAGES).warm_up(4, 3, (), lambda *progress: done.append(progress))
     total = len(done)

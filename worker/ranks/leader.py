@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.rows import NO_SLOT
 from engine.batch import ForwardRow
 from engine.heads.runner import HeadRunner
-from engine.input_batch import InputBatch
+from engine.input_batch import NO_SLOT, InputBatch
 from engine.out_of_memory import end_process
 from engine.runner import Begun, Launched, Masks, Runner
 from engine.vision.image_rows import Encoding

@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from engine.cuda.graph_shapes import CHUNK_VALUES, PIECE_TOKENS, choose_shapes
+from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
+from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
 from runtime.config import DecodeConfig, PrefillConfig
@@ -249,7 +250,7 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
     lora_rows = config.max_loras * config.max_lora_rank
     if isinstance(config, PrefillConfig):
         return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured, lora_rows)
-    most = min(MOST_GRAPH_ROWS, 1 << (max(1, CHUNK_VALUES // vocab_size).bit_length() - 1))
+    most = min(MOST_GRAPH_ROWS, 1 << (max(1, MAX_LOGITS_AT_ONCE // vocab_size).bit_length() - 1))
     graph_rows = min(config.max_running, most) if config.cuda_graphs else 0
     max_drafts = config.max_draft_tokens if config.cuda_graphs and config.speculate != "off" else 0
     return Limits(
@@ -267,7 +268,7 @@ def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
     """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
-    num_logits = min(limits.max_running, max(1, CHUNK_VALUES // shape.vocab_size))
+    num_logits = min(limits.max_running, max(1, MAX_LOGITS_AT_ONCE // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
     return int(num_tokens * estimate_token_bytes(shape, tp)) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
 
@@ -290,7 +291,7 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
     logits of the largest, pieces the tokens of the largest.
     """
-    max_rows = max(1, CHUNK_VALUES // shape.vocab_size)
+    max_rows = max(1, MAX_LOGITS_AT_ONCE // shape.vocab_size)
     shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows)
     page_ids_bytes = 2 * 4 * -(-shape.context_tokens // page_tokens)
     own_bytes = sum(

@@ -19,10 +19,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from engine.formats.gguf_file import read_header
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
+from engine.formats.scheme import read_scheme
 from engine.heads.read_head import is_draft_head, read_head
 from engine.models.read_config import has_native_code, load_config
-from engine.weights.files import GGUF, is_path, list_shards, read_header
+from engine.weights.files import GGUF, is_path, list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
@@ -176,7 +178,10 @@ def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str =
     try:
         check_folder(folder)
         if "configuration" in needed and has_native_code(folder):
-            load_config(folder)  # other models are judged by transformers, in the workers
+            config = load_config(folder)  # other models are judged by transformers, in the workers
+            if config.quantization is not None:
+                with named(folder / "config.json"):
+                    read_scheme(config.quantization)
         if "tokenizer" in needed and (tokenizer := folder / "tokenizer.json").is_file():
             _check_tokenizer(tokenizer)
         if "weights" in needed:
