@@ -11,15 +11,9 @@ from typing import TypeVar
 
 import structlog
 
-from decode_worker.grammar.compiler_process import (
-    Answer,
-    Compile,
-    Compiled,
-    CompilerStart,
-    ReadVocabulary,
-)
+from decode_worker.grammar.compiler_process import Answer, Compile, Compiled, CompilerStart
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
-from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
+from decode_worker.grammar.vocabulary import Vocabulary
 from decode_worker.interfaces import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
 
@@ -50,7 +44,6 @@ class GrammarCompiler:
             ),
             START_S,
         )
-        self._vocabulary: Vocabulary | None = None  # once the first grammar needs it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._is_closed = False
 
@@ -75,12 +68,7 @@ class GrammarCompiler:
         async with self._turn:
             if self._is_closed:
                 raise GrammarBusyError("this worker stops")
-            await self._ensure_started()
-            if self._vocabulary is None:
-                packed = await self._ask(ReadVocabulary())
-                assert isinstance(packed, PackedVocabulary)
-                self._vocabulary = await self._on_thread(lambda: unpack_vocabulary(packed))
-            vocabulary = self._vocabulary
+            vocabulary = await self._ensure_started()
             match answer := await self._ask(Compile(kind, text)):
                 case Refused():
                     raise GrammarRefusedError(answer.message, answer.param)
@@ -95,18 +83,20 @@ class GrammarCompiler:
         await self._child.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _ensure_started(self) -> None:
-        """Until the process has read the vocabulary. Raises GrammarBrokenError."""
+    async def _ensure_started(self) -> Vocabulary:
+        """The process's vocabulary, once it has read that. Raises GrammarBrokenError."""
         before = self.pid
         try:
-            await self._child.ready()
+            vocabulary = await self._child.ready()
         except ChildError as error:
             log.warning("grammar compiler fails", error=str(error))
             raise GrammarBrokenError("the grammar compiler does not start; the worker's log says why") from error
         if self.pid != before:
             log.info("grammar compiler started", pid=self.pid)
+        assert isinstance(vocabulary, Vocabulary)
+        return vocabulary
 
-    async def _ask(self, call: ReadVocabulary | Compile) -> Answer:
+    async def _ask(self, call: Compile) -> Answer:
         try:
             return await self._child.ask(call, self._wall_s + _SLACK_S)
         except ChildError as error:

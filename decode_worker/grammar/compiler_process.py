@@ -30,7 +30,7 @@ from decode_worker.grammar.limits import (
     free_lead,
 )
 from decode_worker.grammar.matcher import LoadedGrammar
-from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, read_vocabulary
+from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from decode_worker.interfaces import GrammarRefusedError
 from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
 from runtime.peer_input import MAX_JSON_DEPTH
@@ -43,16 +43,12 @@ _TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to comp
 
 
 class CompilerStart(msgspec.Struct, tag=True):
-    """The first call; answered by CompilerReady."""
+    """The first call; answered by Vocabulary."""
 
     folder: str  # of the tokenizer
     vocab_size: int
     cpu_s: int  # for one grammar
     wall_s: float
-
-
-class ReadVocabulary(msgspec.Struct, tag=True):
-    """Answered by PackedVocabulary."""
 
 
 class Compile(msgspec.Struct, tag=True):
@@ -62,16 +58,12 @@ class Compile(msgspec.Struct, tag=True):
     text: str
 
 
-class CompilerReady(msgspec.Struct, tag=True):
-    """The vocabulary is read."""
-
-
 class Compiled(msgspec.Struct, tag=True):
     grammar: bytes  # serialised
 
 
-Call = CompilerStart | ReadVocabulary | Compile
-Answer = CompilerReady | PackedVocabulary | Compiled | Refused | Busy
+Call = CompilerStart | Compile
+Answer = Vocabulary | Compiled | Refused | Busy
 
 
 class Compiler:
@@ -86,9 +78,8 @@ class Compiler:
             case CompilerStart():
                 self._limits = call
                 self._vocabulary = read_vocabulary(Path(call.folder), call.vocab_size)
-                return CompilerReady()
-            case ReadVocabulary():
-                return self._vocabulary.pack()
+                _ = self._vocabulary.info  # is loaded before the first fork
+                return self._vocabulary
             case Compile():
                 return await self._compile_in_fork(call)
 

@@ -9,7 +9,7 @@ exclude these too.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,20 @@ _NEVER = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Vocabulary:
-    """A tokenizer as xgrammar wants it. Does not change."""
+class Vocabulary(msgspec.Struct, tag=True, frozen=True, eq=False, dict=True):
+    """A tokenizer as xgrammar wants it. Does not change. The compiler's process reads it and sends it to the worker."""
 
-    info: TokenizerInfo
+    serialised: bytes  # xgrammar's part
     size: int  # rows of the embedding: more than the tokenizer has tokens where it is padded
     control: dict[int, str]  # control token |-> its text
     never: dict[str, list[int]]  # kind of grammar |-> tokens that no such answer holds
     not_behind: dict[int, list[int]]  # token that ends within a character |-> tokens with which it would be none
+
+    @cached_property
+    def info(self) -> TokenizerInfo:
+        """Takes 0.1 s for 128k tokens, once."""
+        info: TokenizerInfo = core.TokenizerInfo.deserialize_json(self.serialised.decode())
+        return info
 
     def text_mask(self, kind: str, text: str) -> NDArray[np.int32]:
         """[ceil(size / 32)]: the tokens that an answer may hold, of a grammar that reads `text`; stop tokens aside."""
@@ -53,27 +58,6 @@ class Vocabulary:
         bits[self.never[kind]] = False
         bits[[token for token, name in self.control.items() if not name or name not in text]] = False
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
-
-    def pack(self) -> "PackedVocabulary":
-        """Takes 0.1 s for 128k tokens."""
-        return PackedVocabulary(
-            self.info.serialize_json().encode(), self.size, self.control, self.never, self.not_behind
-        )
-
-
-class PackedVocabulary(msgspec.Struct, tag=True):
-    """A vocabulary on its way between processes."""
-
-    info: bytes
-    size: int
-    control: dict[int, str]
-    never: dict[str, list[int]]
-    not_behind: dict[int, list[int]]
-
-
-def unpack_vocabulary(packed: PackedVocabulary) -> Vocabulary:
-    info = core.TokenizerInfo.deserialize_json(packed.info.decode())
-    return Vocabulary(info, packed.size, packed.control, packed.never, packed.not_behind)
 
 
 class _Added(msgspec.Struct):
@@ -130,7 +114,10 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         lead: [token for token, text in enumerate(texts) if re.match(one, text)] for lead, one in _BAD_PAIRS.items()
     }
     not_behind = {token: behind[text[-1]] for token, text in enumerate(texts) if text and text[-1] in behind}
-    return Vocabulary(info, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()}, not_behind)
+    serialised = info.serialize_json().encode()
+    return Vocabulary(
+        serialised, size, control, {kind: spoiled[pattern] for kind, pattern in _NEVER.items()}, not_behind
+    )
 
 
 def _read_added(given: object) -> Iterator[_Added]:

@@ -19,6 +19,7 @@ EBNF_TOKEN = re.compile(
 )
 JSON_SEPARATORS = (", ", ": ")  # as chat templates write JSON
 _COMMA, _COLON = (f'"{text}"' for text in JSON_SEPARATORS)
+_BRACKETS = ('"{"', '"["')  # of values that are JSON, unless the writing is deep
 
 
 def rewritten(ebnf: str, writing: Writing, expression: Callable[[str], str]) -> str:
@@ -33,7 +34,7 @@ class _Writer:
     """Rules stay as they are, for values that are JSON; those that are not get others of a name with a prefix:
 
     object_: of the arguments themselves, and of all that is in them where the writing is deep.
-    text_: of strings as they are.
+    text_: of values where a string is as it is, and objects and lists are JSON.
     """
 
     def __init__(self, ebnf: str, writing: Writing, expression: Callable[[str], str]) -> None:
@@ -59,8 +60,8 @@ class _Writer:
                 text = f"TagDispatch(loop_after_dispatch=false, excludes=({_literal(self._writing.closer)}))"
                 self._bodies[f"{new}_0"] = text
                 self._bodies[new] = _joined((self._writing.quotes, f"{new}_0", self._writing.quotes))
-            elif kind == "text" and not self._writing.is_deep and self._rules[name][0] != "Regex":
-                self._bodies[new] = " | ".join(self._choices(name))
+            elif kind == "text" and not self._writing.is_deep and self._rules[name][2] in _BRACKETS:
+                self._bodies[new] = _renamed(name)
             else:
                 self._bodies[new] = _joined(self._tokens(kind, self._rules[name]))
         old = re.sub(r"^root ::=", "json_root ::=", self._ebnf, flags=re.MULTILINE).split("\n")
@@ -96,20 +97,8 @@ class _Writer:
                 yield self._new(kind, token)
             else:
                 constant = _constant(token)
-                yield token if constant is None else self._constant(constant)
-
-    def _choices(self, name: str) -> Iterator[str]:
-        """A value that may be a text as it is: those of its alternatives that are none are JSON."""
-        for one in _alternatives(self._rules[name]):
-            match one:
-                case ['"\\""', text, '"\\""']:
-                    yield self._new("text", text)
-                case [token] if token in self._rules:
-                    yield self._new("text", token) if self._has_text(token) else _renamed(token)
-                case [token] if isinstance(constant := _constant(token), str):
-                    yield self._constant(constant)
-                case _:
-                    yield " ".join(map(_renamed, one))
+                is_own = constant is not None and (kind == "object" or isinstance(constant, str))
+                yield self._constant(constant) if is_own else token
 
     def _key(self, token: str) -> str:
         if token == "basic_string":
@@ -128,21 +117,7 @@ class _Writer:
     def _value(self, token: str) -> str:
         if self._writing.is_deep:
             return self._new("object", token)
-        if self._writing.closer and (token == "basic_any" or self._has_text(token)):
-            return self._new("text", token)
-        return _renamed(token)
-
-    def _has_text(self, name: str, seen: set[str] | None = None) -> bool:
-        """Whether a rule's texts may be strings. `seen`: rules that are looked at already."""
-        seen = set() if seen is None else seen
-        if name == "basic_string" or name in seen or name not in self._rules:
-            return name == "basic_string"
-        seen.add(name)
-        return any(
-            one[0] == '"\\""'
-            or (len(one) == 1 and (isinstance(_constant(one[0]), str) or self._has_text(one[0], seen)))
-            for one in _alternatives(self._rules[name])
-        )
+        return self._new("text", token) if self._writing.closer else _renamed(token)
 
     def _constant(self, value: Any) -> str:
         """What xgrammar writes as one text, from `const` or `enum`."""
@@ -170,20 +145,6 @@ class _Writer:
 def _renamed(token: str) -> str:
     """Of a rule that stays as it is."""
     return "json_root" if token == "root" else token
-
-
-def _alternatives(tokens: list[str]) -> Iterator[list[str]]:
-    """Of a rule as xgrammar writes it: `((A) | (B))`. None of one with more around it."""
-    depth, one = 0, list[str]()
-    for index, token in enumerate(tokens):
-        depth += (token == "(") - (token == ")")
-        if depth == 1 and token == ")":
-            yield one
-            one = []
-        elif depth > 2 or (depth == 2 and token != "("):
-            one.append(token)
-        elif depth == 0 and index < len(tokens) - 1:
-            return
 
 
 def _constant(token: str) -> Any:

@@ -65,7 +65,8 @@ def find_dialect(setting: str, rendered: Sequence[str]) -> Dialect:
     for format in FORMATS.values():
         if any(_reads(format, text) for text in with_tools):
             return Dialect(_fit(format, rendered), "the chat template writes calls so")
-    for format in sorted(FORMATS.values(), key=lambda one: -len(one.markers)):
+    writes_none = not any(_NAME in _tail(text) for text in with_tools if _QUESTION in text)
+    for format in sorted(FORMATS.values(), key=lambda one: -len(one.markers)) if writes_none else ():
         words = [word for marker in format.markers for word in marker.split("\n")]
         if any(all(word in text for word in words) for text in with_tools):
             return Dialect(_fit(format, rendered), "the chat template names its markers beside the tools")
@@ -78,9 +79,14 @@ def _fit(format: Format, rendered: Sequence[str]) -> Format:
     return replace(format, takes_text=True) if any(reads) and reads.index(True) == _TEXT_PROBE else format
 
 
+def _tail(text: str) -> str:
+    """How the template goes on behind the question."""
+    return text.rpartition(_QUESTION)[2][:_MOST_TAIL]
+
+
 def _reads(format: Format, text: str) -> bool:
     """Whether this is how the template wrote the probe's call."""
-    tail = text.rpartition(_QUESTION)[2][:_MOST_TAIL]
+    tail = _tail(text)
     if format.has_channels:
         reader = ChannelReader("possible")
         tail = reader.push(tail).content + reader.flush().content
