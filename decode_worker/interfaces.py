@@ -25,6 +25,10 @@ class Drafts:
     def plan(self, scheduler: Scheduler, planned: Seq[ScheduledSequence]) -> None:
         """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
 
+    def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
+        """As in StepExtras."""
+        return False
+
     def draft(self, planned: Seq[ScheduledSequence]) -> None:
         """Give the steps their drafts."""
 

@@ -9,6 +9,7 @@ from decode_worker.metrics import DecodeMetrics
 from kvtransfer.reader import ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig
+from runtime.tasks import run_to_end
 from worker import receiving
 from worker.peers.kv_peers import KnownPeer, KVPeers, Targets
 from worker.receiving import OfferRefusedError
@@ -35,7 +36,7 @@ class KVReceiver:
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
         # not cancelled with the call: the session's pages are leased until the copy ends
-        return await asyncio.shield(self._read(offer, known, targets))
+        return await asyncio.shield(run_to_end(self._read(offer, known, targets)))
 
     def renew(self, ticket: kv_pb2.Ticket) -> None:
         """Extend the lease of the ticket's session. Raises OfferRefusedError."""

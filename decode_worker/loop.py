@@ -24,6 +24,9 @@ class DraftsAndMasks(StepExtras):
         with lock:
             self._drafts.plan(self._scheduler, planned)
 
+    def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
+        return self._drafts.needs_device(planned)
+
     def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
         return any(map(self._masks.concerns, planned))
 

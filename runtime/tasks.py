@@ -1,13 +1,24 @@
-"""Work that lasts as long as its owner: where it fails it is begun again, and the log says so."""
+"""Work that lasts as long as its owner, begun again where it fails, and work that outlives who began it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 PAUSE_S = 0.2  # before work that failed begins again
 log = structlog.get_logger()
+
+T = TypeVar("T")
+_running = set[asyncio.Task[Any]]()
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Its task, which ends by itself: the event loop alone would not keep it from being collected while it waits."""
+    task = asyncio.create_task(work)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
 
 
 async def keep_running(

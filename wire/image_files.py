@@ -1,7 +1,7 @@
 """What is in an image file that a client sends. The same in every process.
 
-A file is one of four formats and nothing else besides. Its header is read before its pixels, by the decoder of its own
-format alone.
+A file is one of four formats, and no document, archive or program besides. Text in it may say what it likes: no file
+is ever shown or run. Its header is read before its pixels, by the decoder of its own format alone.
 """
 
 import re
@@ -20,10 +20,6 @@ _OTHERS = {
     b"7z\xbc\xaf\x27\x1c": "7z",
     b"Rar!\x1a\x07": "RAR",
     b"\x7fELF\x02\x01\x01": "ELF",
-    b"<?php": "PHP",
-    b"<html": "HTML",
-    b"<script": "HTML",
-    b"<svg ": "SVG",
 }
 
 

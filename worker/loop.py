@@ -51,6 +51,10 @@ class StepExtras:
     def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
         """Reserve what the planned steps need beside their tokens."""
 
+    def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
+        """Whether `draft` computes for the step, or on the tokens of all steps before it: these are collected first."""
+        return False
+
     def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
         """Whether the step's choice of tokens needs masks, which follow from the tokens of all steps before it."""
         return False
@@ -128,7 +132,7 @@ class WorkerLoop:
         if self._in_flight and _has_drafts(self._in_flight[-1].planned):
             updates += self._collect()
         planned = self._plan_once()
-        if self._in_flight and (self._scheduler.is_short or any(step.num_drafts for step in planned)):
+        if self._in_flight and (self._scheduler.is_short or self._extras.needs_device(planned)):
             with self.thread.lock:
                 for step in reversed(planned):
                     self._scheduler.drop_step(step)

@@ -64,7 +64,7 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         if not sequence.params.max_tokens or (missing > 1 and not is_again):
             prompts.append(sequence)
         elif scheduler.make_room(sequence, sequence.launched + missing):
-            planned.append(_take(scheduler, sequence, missing, is_answer=True))
+            planned.append(_take(sequence, _cut(scheduler, sequence, missing), is_answer=True))
     if prompts:
         planned += _plan_prompts(scheduler, prompts, budget, len(planned))
     for step in planned:
@@ -85,15 +85,18 @@ def _plan_prompts(
     planned = []
     for sequence, count in zip(active, share_prompt_tokens(counts, num_tokens), strict=True):
         if count > 0:
-            count = budget.fit(sequence.params, sequence.launched, count)
-            planned.append(_take(scheduler, sequence, count))
+            count = budget.fit(sequence.params, sequence.launched, _cut(scheduler, sequence, count))
+            planned.append(_take(sequence, count))
     return planned
 
 
-def _take(scheduler: Scheduler, sequence: Sequence, count: int, *, is_answer: bool = False) -> ScheduledSequence:
+def _cut(scheduler: Scheduler, sequence: Sequence, count: int) -> int:
     """The next `count` positions, or fewer, up to where the state is to be kept."""
+    return min(count, scheduler.kv.states.find_stop(sequence, sequence.launched) - sequence.launched)
+
+
+def _take(sequence: Sequence, count: int, *, is_answer: bool = False) -> ScheduledSequence:
     begin = sequence.launched
-    count = min(count, scheduler.kv.states.find_stop(sequence, begin) - begin)
     wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
     return ScheduledSequence(sequence, begin, count, sequence.num_to_score(count), wants_token, is_answer)
 

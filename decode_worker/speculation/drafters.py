@@ -42,6 +42,8 @@ class Draft:
 class Drafter:
     """Drafts what follows sequences; does not modify them."""
 
+    reads_prompts = False  # it computes in steps without drafts, too: with no step in flight, since it measures itself
+
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         """A draft for each sequence; shorter than asked, or empty, if the drafter has none."""
         raise NotImplementedError
@@ -108,6 +110,8 @@ class ModelDrafter(Drafter):
     prefills, after steps without drafts, in cached pages that have none) it computes before it drafts, at most
     `chunk_tokens` positions of all sequences a step, and no more than fit a step's time.
     """
+
+    reads_prompts = True
 
     def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
         self._runner = runner
@@ -178,6 +182,8 @@ class ModelDrafter(Drafter):
 class HeadDrafter(ModelDrafter):
     """A draft head (EAGLE-3, MTP), which has followed each step of the model: it lacks nothing, and its first draft
     needs no forward."""
+
+    reads_prompts = False
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         drafts = iter(self._run_ahead([one for one in wanted if one.count]))

@@ -106,14 +106,19 @@ class Speculator(Drafts):
         num_behind = None if drafter is None else drafter.num_behind(sequence, step.begin)
         if num_behind is None:
             num_behind, most = 0, 0
+        num_steps = sequence.num_steps + sequence.num_coming - 1  # before this one: the same when they are collected
         num_left = max(sequence.most_tokens - len(sequence.tokens), 1)  # steps to come, which all gain by catching up
         return Candidate(
             self._acceptance.get(sequence, Acceptance()).rate,
             min(most_drafts(sequence), most),
             sequence.params.drafter == "ngram",
             -(-num_behind // num_left),
-            probe_length(sequence.num_steps) if sequence.params.probes else 0,
+            probe_length(num_steps) if sequence.params.probes else 0,
         )
+
+    def needs_device(self, planned: Seq[ScheduledSequence]) -> bool:
+        following = [name for name, drafter in self._drafters.items() if drafter.reads_prompts]
+        return any(one.num_drafts or (one.count > 1 and one.sequence.params.drafter in following) for one in planned)
 
     def draft(self, planned: Seq[ScheduledSequence]) -> None:
         """Give the steps their drafts. If a drafter fails, its sequences go without."""

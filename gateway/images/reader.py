@@ -27,6 +27,7 @@ from gateway.images.processor_process import (
 from gateway.shares import Shared
 from gateway.text.offload import Offload
 from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
+from runtime.tasks import run_to_end
 from wire.image_formats import MAX_FILE_BYTES
 from wire.images import MAX_IMAGES
 
@@ -134,10 +135,8 @@ class Images:
         answer: Answer | None = self._find(digest)
         if answer is None:
             await self._turns.take(owner)
-            asked = asyncio.create_task(self._ask_process(file, digest))
-            asked.add_done_callback(
-                lambda _: self._turns.give_back(owner)
-            )  # the process works on for a cancelled request
+            asked = run_to_end(self._ask_process(file, digest))  # the process works on for a cancelled request
+            asked.add_done_callback(lambda _: self._turns.give_back(owner))
             answer = await asyncio.shield(asked)
         match answer:
             case ReadImage():

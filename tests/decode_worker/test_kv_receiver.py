@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 
 from engine.kv.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
-from kvtransfer.reader import Reader
+from kvtransfer.reader import Reader, ReadError
 from protos import decode_pb2, kv_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool
@@ -112,6 +113,39 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         while decode.peers.transports():  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         assert readers.closed == readers.opened
+        await opened.abort(1)
+
+
+async def test_a_copy_ends_though_its_call_was_cancelled_and_nothing_else_waits_for_it() -> None:
+    signal = Signal()
+    waiting: list[weakref.ref[asyncio.Future[None]]] = []
+
+    async def read(*_: object) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiting.append(weakref.ref(future))
+        await future
+
+    async with (
+        decode_worker(signal, "grpc") as decode,
+        prefill_worker(signal) as prefill,
+        gateway(decode, signal) as opened,
+    ):
+        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
+        ticket = await opened.reserve(1, PROMPT)
+        refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
+        offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=prefill.peer.incarnation, end=ticket.end, pages=refs)
+        decode.peers.read = read  # type: ignore[method-assign, assignment]
+        receiver = decode.receiver
+        call = asyncio.create_task(receiver.take(offer))
+        while not waiting:  # noqa: ASYNC110, no event for it
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        del call
+        gc.collect()
+        future = waiting[0]()
+        assert future is not None, "the copy was collected, and its pages stay held"
+        future.set_exception(ReadError("transport", "over"))
         await opened.abort(1)
 
 

@@ -265,8 +265,8 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
         (span, Encoding(own.rows.to(dtype), None if own.deep is None else own.deep.to(dtype)))
         for span, own in case.images
     ]
-    fds = open_links(1)
-    leader, sizes = Leader(StepSender(fds)), (2, 200, PAGE_TOKENS, 320, CPU)
+    ours, (theirs,) = open_links(1)
+    leader, sizes = Leader(StepSender(ours)), (2, 200, PAGE_TOKENS, 320, CPU)
     leader.is_leading = True
     led, followed = LedInputBatch(leader, *sizes), InputBatch(*sizes)
     rules = ImageRules(IMAGE, "causal", counts_rows=True)
@@ -274,7 +274,7 @@ def test_other_ranks_get_rows_with_their_images(dtype: torch.dtype, tmp_path: Pa
     led.open(1, np.array(case.token_ids, np.int32), GREEDY, len(case.token_ids), images=images)
     leader.send(0, [ForwardRow(1, 0, 1)])
     with pytest.raises(IndexError):  # there is no runner
-        follow(StepReceiver(fds, 0), followed, [])
+        follow(StepReceiver(theirs), followed, [])
     assert torch.equal(led.tokens, followed.tokens)
     layouts = [lay_out(rows, [ForwardRow(1, 0, len(case.token_ids))]) for rows in (led, followed)]
     first, second = (gather(own, CPU) for layout in layouts for own in layout.features if isinstance(own, StepImages))

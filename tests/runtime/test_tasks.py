@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from runtime import tasks
 from runtime.lifecycle import return_freed_memory
-from runtime.tasks import keep_running
+from runtime.tasks import keep_running, run_to_end
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,26 @@ async def test_work_ends_when_it_is_cancelled() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_work_that_nobody_waits_for_is_not_collected() -> None:
+    waiting: list[weakref.ref[asyncio.Future[int]]] = []
+
+    async def work() -> int:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting.append(weakref.ref(future))
+        return await future
+
+    done = list[int]()
+    run_to_end(work()).add_done_callback(lambda task: done.append(task.result()))
+    await asyncio.sleep(0)
+    gc.collect()
+    future = waiting[0]()
+    assert future is not None
+    future.set_result(7)
+    while not done:  # noqa: ASYNC110, no event for it
+        await asyncio.sleep(0)
+    assert done == [7]
 
 
 needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")

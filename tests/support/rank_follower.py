@@ -1,8 +1,9 @@
 """A rank that follows another process: builds its shard of two models and executes commands until its link is gone.
 
-python -m tests.support.rank_follower MODEL DRAFT RENDEZVOUS_FILE RANK SIZE POOL_FD LINK_FD...
+python -m tests.support.rank_follower MODEL DRAFT RENDEZVOUS_FILE RANK SIZE POOL_FD LINK_FD
 """
 
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +21,9 @@ CPU = torch.device("cpu")
 MEET_S = 60
 
 
-def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd: str, *fds: str) -> None:
+def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd: str, link_fd: str) -> None:
     die_with_parent()
-    receiver = StepReceiver(list(map(int, fds)), int(rank) - 1)
+    receiver = StepReceiver(socket.socket(fileno=int(link_fd)))
     ranks = join_group(rendezvous, int(rank), int(size), CPU, MEET_S)
     engine = capture(build(Path(model), Path(draft), Place(ranks, (int(pool_fd), -1))))
     assert engine.draft_runner is not None

@@ -4,10 +4,12 @@ gives the same answers as one process step by step.
 
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,25 +22,32 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import worker.ranks.children
 import worker.ranks.leader
-from engine.batch import Prepared
+from decode_worker.speculation.drafters import Draft, Drafter, Wanted
+from decode_worker.speculation.lengths import PROBE_LENGTHS
+from decode_worker.speculation.speculator import Speculator
+from engine.batch import ForwardRow, Prepared
 from engine.compose import FullEngine
 from engine.cuda.captured import has_pieces
 from engine.engine import Place
 from engine.kv.pool import create_file
 from engine.ranks import join_group
 from engine.runner import Launched, Runner
+from runtime.config import DecodeConfig
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
-from tests.support.decoding import Answers
+from tests.support.decoding import Answers, FixedCosts
 from tests.support.draft_heads import write_oracle
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
+from worker.loop import WorkerLoop
+from worker.ranks.children import RankChildren, Start
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
-from worker.sequences import SequenceParams
+from worker.sequences import ScheduledSequence, SequenceParams, Update
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -80,11 +89,12 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @contextmanager
 def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     """Rank 0 of 2."""
-    fds, pool_fd = open_links(1), create_file()
+    (ours, (theirs,)), pool_fd = open_links(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
-    passed = (pool_fd, *fds)
+    passed = (pool_fd, theirs.fileno())
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
-    leader = Leader(StepSender(fds))
+    theirs.close()
+    leader = Leader(StepSender(ours))
     ranks = join_group(str(rendezvous), 0, 2, CPU, MEET_S)
     place = Place(
         ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader),
@@ -97,8 +107,7 @@ def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     follower.kill()
     follower.wait(END_S)
     dist.destroy_process_group()
-    for fd in passed:
-        os.close(fd)
+    os.close(pool_fd)
 
 
 @pytest.fixture
@@ -178,6 +187,45 @@ def test_answers_are_those_of_one_process_step_by_step(
             assert here == pytest.approx(there, abs=1e-4)
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_request_that_probes_drafts_though_it_seems_worth_nothing(late: FullEngine, steps_ahead: int) -> None:
+    """Also where the step before has to be collected first."""
+
+    class Wrong(Drafter):
+        def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+            return [Draft([0] * one.count) for one in wanted]
+
+    meter = FixedCosts()
+    for rows in (1, 256):
+        meter.note(rows, float(rows))
+    speculator = Speculator({"draft": Wrong()}, meter, "off", 0, bool(steps_ahead))
+    (params, *_) = build_streams("draft", has_json=False)
+    answers = run(late, [replace(params, probes=True)], speculator, steps_ahead)
+    assert answers.num_drafted == sum(PROBE_LENGTHS[:3]), "in the steps 32, 64 and 96 of 120"
+
+
+def test_a_draft_model_reads_prompts_while_no_step_is_in_flight(
+    late: FullEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else both would be measured with the other's time."""
+    num_in_flight, loops = list[int](), list[WorkerLoop]()
+    launch, compute = WorkerLoop._launch, late.draft_runner.launch if late.draft_runner else None
+
+    def launch_noting(loop: WorkerLoop, planned: list[ScheduledSequence], updates: list[Update]) -> None:
+        loops.append(loop)
+        launch(loop, planned, updates)
+
+    def compute_noting(requests: Sequence[ForwardRow]) -> Launched:
+        num_in_flight.append(len(loops[-1]._in_flight))
+        assert compute is not None
+        return compute(requests)
+
+    monkeypatch.setattr(WorkerLoop, "_launch", launch_noting)
+    monkeypatch.setattr(late.draft_runner, "launch", compute_noting)
+    run(late, build_requests("draft"), speculators(late, is_ahead=True)["draft"], steps_ahead=1)
+    assert len(num_in_flight) > 20 and not any(num_in_flight)
+
+
 def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
     """Eight long answers; one matches a grammar if `has_json`."""
     grammar = compile_here("ebnf", 'root ::= "{" [a-z]* "}"', vocabulary())
@@ -205,37 +253,73 @@ def test_the_device_seldom_waits_for_the_host(alone: FullEngine, late: FullEngin
 @example(sizes=[2 * SEND_BYTES, 5], num_followers=2)
 @given(sizes=st.lists(st.integers(0, 400), max_size=30), num_followers=st.integers(1, 3))
 def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], num_followers: int) -> None:
-    fds = open_links(num_followers)
+    ours, theirs = open_links(num_followers)
     messages = [bytes(index % 256 for index in range(size)) for size in sizes]
     told: list[list[bytes]] = [[] for _ in range(num_followers)]
 
     def read(number: int) -> None:
-        follower = StepReceiver(fds, number)
+        follower = StepReceiver(theirs[number])
         told[number] = [follower.read(timeout_s=END_S) for _ in messages]
 
     threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(num_followers)]
     for thread in threads:
         thread.start()
-    leader = StepSender(fds)
+    leader = StepSender(ours)
     for message in messages:
         leader.write(message, timeout_s=END_S)
     for thread in threads:
         thread.join(END_S)
-    for fd in fds:
-        os.close(fd)
+    for end in (*ours, *theirs):
+        end.close()
     assert told == [messages] * num_followers
 
 
 def test_waits_have_an_end() -> None:
-    fds = open_links(2)
-    leader, first = StepSender(fds), StepReceiver(fds, 0)
+    ours, theirs = open_links(2)
+    leader, first = StepSender(ours), StepReceiver(theirs[0])
     with pytest.raises(LinkError, match=r"no step came for 0.01 s"):
         first.read(timeout_s=0.01)
     leader.write(bytes(40), timeout_s=1)
     assert first.read(timeout_s=1) == bytes(40)
     with pytest.raises(LinkError, match=r"a rank does not read its steps for 0.01 s"):
         leader.write(bytes(4 * SEND_BYTES), timeout_s=0.01)
-    for fd in fds:
+    for end in (*ours, *theirs):
+        end.close()
+
+
+def test_a_rank_and_rank_0_see_that_the_other_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process has their ends of the link: what is passed on is copied here, as a child's would be."""
+    leaders: list[socket.socket] = []
+    inherited: list[list[int]] = []
+
+    def open_kept(num_followers: int) -> tuple[list[socket.socket], list[socket.socket]]:
+        ours, theirs = open_links(num_followers)
+        leaders.extend(ours)
+        return ours, theirs
+
+    class Child:
+        ended: Future[int] = Future()
+
+        def __init__(self, _module: str, start: Start, _answers: object, fds: Sequence[int]) -> None:
+            assert start.link_fd in fds
+            inherited.append([os.dup(fd) for fd in fds])
+
+    monkeypatch.setattr(worker.ranks.children, "ChildServer", Child)
+    monkeypatch.setattr(worker.ranks.children, "open_links", open_kept)
+    ranks = RankChildren("decode", DecodeConfig(model="m", tp=3), "w")
+    ranks.lead()
+    first, second = inherited
+    for fd in second:
+        os.close(fd)
+    with pytest.raises(LinkError, match="Broken pipe"):
+        ranks.leader.flush()
+    follower = StepReceiver(socket.socket(fileno=first.pop()))
+    follower.read(timeout_s=END_S)
+    for end in leaders:
+        end.close()
+    with pytest.raises(LinkError, match="rank 0 is gone"):
+        follower.read(timeout_s=END_S)
+    for fd in (*first, *ranks.pool_fds):
         os.close(fd)
 
 
@@ -258,9 +342,9 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: FullEngine, monkeypatch:
 
     monkeypatch.setattr(worker.ranks.leader, "end_process", lambda: pytest.fail("the process ended without a word"))
     monkeypatch.setattr(Runner, "_run", fail)
-    fds = open_links(1)
-    runner = LedRunner(Leader(StepSender(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
+    ours, theirs = open_links(1)
+    runner = LedRunner(Leader(StepSender(ours)), 0, *(None, None, alone.pool.tensor, alone.rows))
     with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
         replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
-    for fd in fds:
-        os.close(fd)
+    for end in (*ours, *theirs):
+        end.close()

@@ -22,7 +22,7 @@ from tests.support.sequence_params import (
 )
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
-from worker.images.spans import fit_images
+from worker.images.spans import fit_chunk, fit_images
 from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
 from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read
@@ -240,6 +240,21 @@ def test_no_step_ends_inside_an_image_that_is_seen_as_a_whole(
         beyond = [image for image in images if image.begin <= begin < image.end]
         assert count <= limit or count == beyond[0].end - begin
         begin += count
+
+
+@pytest.mark.parametrize("begin", [3, 8])
+def test_no_step_ends_inside_such_an_image_where_a_state_is_to_be_kept(begin: int) -> None:
+    scheduler = build_scheduler(40, 4)
+    scheduler.kv.states = StateSlots(PrefixCache(12, [0] * 12), 4, 8)
+    image = ImageSpan(begin, 21, bytes(32))
+    params = replace(answer(1, 30, 3), images=(image,), encodings={image.digest: None})
+    sequence, ends = scheduler.admit(params, 0.0), list[int]()
+    while sequence.num_missing > 1:
+        step = schedule(scheduler, TokenBudget(99, "--chunk", fit=fit_chunk))
+        ends.append(step[0].begin + step[0].count)
+        finish(scheduler, step)
+        scheduler.check()
+    assert ends == [begin, 21, 24, 28, 30]
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=8), st.integers(1, 20))

@@ -10,6 +10,7 @@ from engine.adapters.peft import WEIGHTS, find_digest
 from engine.adapters.slots import HostAdapter
 from engine.compose import FullEngine
 from runtime.hardware import available_memory_bytes
+from runtime.tasks import run_to_end
 from worker.adapters.slots import AdapterSlots
 from worker.features import AdapterRefusedError, AdapterSource
 from worker.metrics import WorkerMetrics
@@ -44,15 +45,11 @@ class AdapterLoader(AdapterSource):
         self._others = others
         self._thread = thread
         self._is_loading = asyncio.Lock()
-        self._loads: set[asyncio.Task[str]] = set()
         metrics.gauge("adapters_loaded", "Adapters that requests may name", lambda: len(slots.names))
         metrics.gauge("adapter_slots_used", "Slots whose adapter a sequence has", lambda: slots.num_held)
 
     async def load(self, name: str, path: str, digest: str) -> str:
-        task = asyncio.create_task(self._load(name, Path(path), digest))
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(run_to_end(self._load(name, Path(path), digest)))
 
     async def _load(self, name: str, folder: Path, expected: str) -> str:
         if not 0 < len(name) <= MOST_NAME_CHARS:

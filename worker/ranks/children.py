@@ -43,7 +43,7 @@ class Start(msgspec.Struct, tag=True):
     rank: int
     size: int
     rendezvous: str  # a file's path
-    link_fds: list[int]  # inherited
+    link_fd: int  # inherited: its end of its link
     pool_fds: tuple[int, int]  # of pages and of slots
 
 
@@ -135,24 +135,25 @@ class RankChildren(OtherRanks):
         try:
             meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
             self.pool_fds = create_file(), create_file()
-            link_fds = open_links(config.tp - 1)
+            ours, theirs = open_links(config.tp - 1)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             raise ValueError(
                 f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
             ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
         self.is_closing = False  # failures after this are expected
-        self.leader = Leader(StepSender(link_fds), lambda: self.is_closing)
+        self.leader = Leader(StepSender(ours), lambda: self.is_closing)
         self._timeout_s = 0.0
         self._reader_numbers = itertools.count()
         self._children: list[ChildServer[Ready | Done]] = []
-        for rank in range(1, config.tp):
-            start = Start(
-                role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
-                list(link_fds), self.pool_fds,
-            )  # fmt: skip
-            fds = (*self.pool_fds, *link_fds)
-            child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
+        for rank, end in enumerate(theirs, start=1):
+            with end:  # the child alone has it then
+                start = Start(
+                    role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
+                    end.fileno(), self.pool_fds,
+                )  # fmt: skip
+                fds = (*self.pool_fds, end.fileno())
+                child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
             child.ended.add_done_callback(partial(self._on_end, rank, child))
             self._children.append(child)
 

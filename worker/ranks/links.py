@@ -1,6 +1,5 @@
 """Messages from one process to several, over a pair of sockets for each; they carry steps to ranks."""
 
-import os
 import socket
 from collections.abc import Sequence
 
@@ -12,19 +11,18 @@ class LinkError(Exception):
     """The other side did not read or write in time, or is gone."""
 
 
-def open_links(num_followers: int) -> tuple[int, ...]:
-    """File descriptors for processes to inherit, owned by the caller: the leader's ends, then the followers'."""
+def open_links(num_followers: int) -> tuple[list[socket.socket], list[socket.socket]]:
+    """The leader's ends, and the followers'. An end shows that the other is gone if no third process has that, too."""
     pairs = [socket.socketpair() for _ in range(num_followers)]
-    return tuple(pair[side].detach() for side in (0, 1) for pair in pairs)
+    return [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
 
 
 class StepSender:
     """The writing end."""
 
-    def __init__(self, fds: Sequence[int]) -> None:
-        """`fds`: see `open_links`."""
-        self._ends = [socket.socket(fileno=os.dup(fd)) for fd in fds[: len(fds) // 2]]
-        for end in self._ends:
+    def __init__(self, ends: Sequence[socket.socket]) -> None:
+        self._ends = ends
+        for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
 
     def write(self, message: bytes, timeout_s: float) -> None:
@@ -41,8 +39,8 @@ class StepSender:
 class StepReceiver:
     """One of the reading ends."""
 
-    def __init__(self, fds: Sequence[int], number: int) -> None:
-        self._end = socket.socket(fileno=os.dup(fds[len(fds) // 2 + number]))
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
 
     def read(self, timeout_s: float | None = None) -> bytes:
         """The next message. LinkError if none comes within `timeout_s`; None: wait forever."""

@@ -6,6 +6,7 @@ It ends when rank 0 hangs up, and with the thread that started it.
 """
 
 import asyncio
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -80,7 +81,7 @@ class Rank:
             end_process()
         self._engine = engine
         spare_what_is_here()
-        receiver = StepReceiver(start.link_fds, start.rank - 1)
+        receiver = StepReceiver(socket.socket(fileno=start.link_fd))
         threading.Thread(target=_follow, args=(receiver, engine), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()

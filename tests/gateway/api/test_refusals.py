@@ -127,7 +127,7 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "max_tokens": [1.5, "9", True, (10**120, "", LONG)], "max_completion_tokens": [-1, (CONTEXT, "", LONG)],
         "temperature": [("hot", "", TYPE)], "top_k": [1.5], "seed": [1.5], "frequency_penalty": [True],
         "stop": ["", "x" * 10_000, (["x", 3], "[1]", TYPE)], "stop_token_ids": [(["x"], "[0]")], "ignore_eos": ["yes"],
-        "stream": ["yes"], "stream_options": [{"include_usage": True}, ({"x": 1}, ".x", UNKNOWN)],
+        "stream": ["yes"], "stream_options": [{"include_usage": True}, ({"x": 1}, ".x", UNKNOWN)], "user": [5, ["me"]],
         "n": [10**120, (True, "", TYPE)], "min_tokens": [10**120], "max_draft_tokens": [10**120],
         "logprobs": [1], "top_logprobs": [10**6], "echo": [(True, "", UNSUPPORTED)],
         "logit_bias": [({"1": "x"}, ".1"), ({"one": 1}, ".one"), ({"01": 1}, ".01"), ({"\u0663": 1}, ".\u0663"),
@@ -160,10 +160,10 @@ OWN: dict[str, dict[str, list[Any]]] = {
                    ([1, "a"], "[1]"),
                    ([1.5], "[0]"), ([True], "[0]"), ([[1], "a"], "[1]"), {"a": 1}, [10**30]],
         "messages": [(HELLO, "", UNKNOWN)], "max_completion_tokens": [(3, "", UNKNOWN)],
-        "echo": [1], "logprobs": [True],
+        "echo": [1], "logprobs": [True], "user": [5],
     },
     "responses": {
-        "model": [(GONE, "", MISSING)],
+        "model": [(GONE, "", MISSING)], "user": [5],
         "input": [(GONE, "", MISSING), 7, [], (["x"], "[0]"), ([{"content": "x"}], "[0].role", MISSING),
                   ([{"role": "tool", "content": "x"}], "[0].role"),
                   *(([{"type": kind, "id": "x", "summary": []}], "[0].type", UNSUPPORTED)
