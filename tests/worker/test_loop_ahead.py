@@ -4,7 +4,6 @@ gives the same answers as one process step by step.
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
 from tests.support.decoding import Answers
 from tests.support.draft_heads import write_oracle
+from tests.support.forks import ForkedPopen
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
@@ -82,7 +82,7 @@ def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     fds, pool_fd = open_links(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
     passed = (pool_fd, *fds)
-    follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
+    follower = ForkedPopen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(StepSender(fds))
     ranks = join_group(str(rendezvous), 0, 2, CPU, MEET_S)
     place = Place(
