@@ -26,6 +26,7 @@ from engine.weights.table import Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
 from tests.support.fake_cuda import FakeGpu
+from tests.support.forks import ForkedPopen
 from tests.support.threads import on_one_thread
 
 RUN_S = 240
@@ -60,7 +61,7 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
     """The tokens chosen by each of `size` processes, without and with graphs, model by model."""
     command = [sys.executable, "-m", "tests.support.rank_process", str(folder / f"meet-{size}")]
     processes = [
-        subprocess.Popen([*command, str(rank), str(size), *map(str, models)], stdout=subprocess.PIPE, text=True)
+        ForkedPopen([*command, str(rank), str(size), *map(str, models)], stdout=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     told = [process.communicate(timeout=RUN_S)[0] for process in processes]

@@ -21,7 +21,7 @@ CHATS: Any = "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
     folder = tmp_path_factory.mktemp("state") / "batches"
-    with run_fleet(1, 1, {"gateway": [f"--batch-dir={folder}", "--drain-s=60"]}, lease_s=60) as running:
+    with run_fleet(1, 1, {"gateway": [f"--batch-dir={folder}", "--drain-s=60"]}, lease_s=60, forks=True) as running:
         yield running
 
 

@@ -64,7 +64,9 @@ def fleet(drafts: tuple[Path, Path], changes: Path, tmp_path_factory: pytest.Tem
     flags |= {name: [f"--tp={size}", *own] for name, (size, _transport, own) in READERS.items()}
     names = [f"prefill-{number}" for number in range(len(RANKS))]
     programs = {name: ("tests.faults.corrupting_worker", str(changes / name)) for name in names}
-    with run_fleet(len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0, programs=programs) as running:
+    with run_fleet(
+        len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0, programs=programs, forks=True
+    ) as running:
         yield running
         assert running.count("decode", "spec_accepted_tokens_total") > 0  # where drafts pay depends on the machine
 

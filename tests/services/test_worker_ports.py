@@ -27,7 +27,7 @@ SECRET = Trust(secret="0123456789abcdef")
 def worker(role: str, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Ready]:
     """A worker process with the demo model, or a gateway; must exit with status 0 on SIGTERM."""
     sizes = () if role == "gateway" else ("--kv-memory-mib=32", "--threads=1")
-    process = Process(role, role, 0, 0, (*sizes, *flags), log, env=env or {})
+    process = Process(role, role, 0, 0, (*sizes, *flags), log, env=env or {}, forks=True)
     process.start()
     try:
         yield process.wait_ready()

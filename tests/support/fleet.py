@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.events import Ready, parse_event
+from tests.support.forks import ForkedPopen
 from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, START_S, Service, build_environment, read_metric
 
 PORT_BLOCK = 500
@@ -38,6 +39,7 @@ class Process:
     program: tuple[str, ...] = PROGRAM
     checkout: Path = CHECKOUT  # whose code it runs
     env: Mapping[str, str] = field(default_factory=dict)  # beside ours
+    forks: bool = False  # from a process that has imported everything
     popen: subprocess.Popen[bytes] | None = None
     num_starts: int = 0
     _events: int = -1  # reading end of its event pipe
@@ -60,7 +62,7 @@ class Process:
         assert not self.is_running
         self._events, reported = os.pipe()
         with self.log.open("ab") as out:
-            self.popen = subprocess.Popen(
+            self.popen = (ForkedPopen if self.forks else subprocess.Popen)(
                 [sys.executable, "-m", *self.program, self.role, *self.flags, f"--ready-fd={reported}"],
                 stdout=out, stderr=out, pass_fds=(reported,), cwd=self.checkout,
                 env=build_environment(self.env, self.checkout),
@@ -226,14 +228,15 @@ def run_fleet(
     kv_memory_mib: Mapping[str, int] | None = None,
     programs: Mapping[str, Sequence[str]] | None = None,
     starts: bool = True,
+    forks: bool = False,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all are killed at the end.
 
     `flags`: additional ones by role or name. `links`: worker name |-> the address at which the gateway reaches it.
     `ports`: two per process, in the order gateway, prefill, decode, and the gateway's for gRPC. `kv_memory_mib`: by
     role, default 64. `programs`: worker name |-> what to run instead of PROGRAM. `starts`: False leaves that to
-    the caller. The environment variable DECODE_TP sets the ranks of decode workers, so that a whole suite can run with
-    several.
+    the caller. `forks`: see Process. The environment variable DECODE_TP sets the ranks of decode workers, so that a
+    whole suite can run with several.
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
     decode_tp = os.environ.get("DECODE_TP", "1")
@@ -253,7 +256,7 @@ def run_fleet(
             if role == "decode" and decode_tp != "1" and not any(flag.startswith("--tp=") for flag in extra):
                 own.append(f"--tp={decode_tp}")
             log, program = Path(folder) / f"{name}.log", tuple(programs.get(name, PROGRAM))
-            fleet.processes[name] = Process(name, role, port, ops_port, (*own, *extra), log, program)
+            fleet.processes[name] = Process(name, role, port, ops_port, (*own, *extra), log, program, forks=forks)
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={ports[-1]}", *HAND_OFF_FLAGS)

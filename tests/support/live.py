@@ -21,6 +21,8 @@ import httpx
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.forks import ForkedPopen
+
 HAND_OFF = "--local-prefill-max-tokens"
 HAND_OFF_FLAGS = (f"{HAND_OFF}=0",)  # force the transfer, although roles on one CPU share its cores
 CALM = ("--heartbeat-s=60", "--lease-s=120", "--stall-s=120", "--patience-s=120")
@@ -153,11 +155,13 @@ def serve(
     env: Mapping[str, str] | None = None,
     hands_over: bool = True,
     installed: Path | None = None,
+    forks: bool = True,
 ) -> Iterator[Live]:
     """`baton serve` on free ports, ready; stopped by SIGTERM at the end.
 
     hands_over: transfer KV unless flags say otherwise; if False, the ports are the only flags besides `flags`.
     installed: the script to run, in a folder of its own and without our PYTHONPATH, so that it finds no checkout.
+    forks: its processes are forks of one that has imported everything.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
@@ -174,7 +178,7 @@ def serve(
         environment = build_environment(env or {})
         if installed:
             environment["PYTHONPATH"] = (env or {}).get("PYTHONPATH", "")
-        process = subprocess.Popen(
+        process = (ForkedPopen if forks and not installed else subprocess.Popen)(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -194,12 +198,14 @@ def serve(
 
 
 @contextmanager
-def serve_calmly(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Live]:
+def serve_calmly(
+    model: Path | str, *flags: str, env: Mapping[str, str] | None = None, forks: bool = True
+) -> Iterator[Live]:
     """`serve`, with counters that depend on requests alone: pauses of a busy machine do not count as deaths.
 
     The gateway knows all workers before the first request.
     """
-    with serve(model, *CALM, *flags, env=env) as live:
+    with serve(model, *CALM, *flags, env=env, forks=forks) as live:
         live.wait_until_whole()
         yield live
 

@@ -33,6 +33,7 @@ from kvtransfer.transports import describe_rank
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, host_identity, open_channel
 from tests.support.fake_cuda import FakeGpu
+from tests.support.forks import ForkedPopen
 from wire.kv_layout import KvPart, PagePart
 
 PARTS = (PagePart(4, 512), PagePart(2, 256))  # of a page over all ranks
@@ -46,7 +47,7 @@ class Exporter:
     """The process, seen from another. Ends with the `with` block."""
 
     def __init__(self, command: Sequence[str], num_pages: int) -> None:
-        self._process = subprocess.Popen(
+        self._process: subprocess.Popen[str] = ForkedPopen(
             [*command, str(num_pages)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.peer = Parse(self._read(), kv_pb2.Peer())

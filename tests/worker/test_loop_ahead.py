@@ -5,7 +5,6 @@ gives the same answers as one process step by step.
 import os
 import random
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -40,6 +39,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
 from tests.support.decoding import Answers, FixedCosts
 from tests.support.draft_heads import write_oracle
+from tests.support.forks import ForkedPopen
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
@@ -92,7 +92,7 @@ def lead(folders: tuple[Path, Path], rendezvous: Path) -> Iterator[FullEngine]:
     (ours, (theirs,)), pool_fd = open_links(1), create_file()
     command = [sys.executable, "-m", "tests.support.rank_follower", *map(str, folders), str(rendezvous), "1", "2"]
     passed = (pool_fd, theirs.fileno())
-    follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
+    follower = ForkedPopen([*command, *map(str, passed)], pass_fds=passed)
     theirs.close()
     leader = Leader(StepSender(ours))
     ranks = join_group(str(rendezvous), 0, 2, CPU, MEET_S)

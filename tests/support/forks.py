@@ -1,0 +1,219 @@
+"""Processes of ours without the seconds of CPU that their imports take: forks of one that has imported everything.
+
+    this process ──socket──► template ──fork──► (helper) ──fork──► `python -m MODULE WORDS`
+
+The helper ends at once, so the kernel makes the new process a child of the one that asked: it is waited for, signalled
+and dies with its parent as if it had been started. Each has a template of its own, forked before it has any thread.
+Only environment variables that libraries read when they are loaded are those of the first template.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+PR_SET_CHILD_SUBREAPER = 36
+IMPORTS = ("cli.supervisor", "gateway.main", "prefill_worker.main", "decode_worker.main", "worker.ranks.main")
+MODULES = (  # that are forked; others are started
+    "cli.main", "baton", "worker.ranks.main", "tests.faults.corrupting_worker", "tests.support.pool_process",
+    "tests.support.rank_follower", "tests.support.rank_process",
+)  # fmt: skip
+MESSAGE_BYTES, MOST_FDS = 1 << 17, 64
+PARKED = 1 << 9  # first number of descriptors on their way to their own
+
+
+class Start(msgspec.Struct):
+    """What a new process gets, beside descriptors."""
+
+    words: list[str]  # of the command line
+    environment: dict[str, str]
+    folder: str
+    fds: list[int]  # their numbers, in the order of the descriptors
+    has_group: bool
+
+
+class Template:
+    """The process that forks for this one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def fork(self, start: Start, descriptors: list[int]) -> int:
+        """The pid of a new child of this process."""
+        with self._lock:
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(self._sock, [msgspec.msgpack.encode(start)], descriptors)
+                return int(self._sock.recv(MESSAGE_BYTES))
+            finally:
+                _adopt_orphans(False)
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks MODULES."""
+
+    template: Template | None = None
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        words = find_words(args)
+        if words is None:
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+        pass_fds, cwd, env = others[3:6]
+        pipes = others[9:15]  # both ends of stdin, stdout and stderr, -1 for what is ours
+        standard = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
+        start = Start(
+            [os.fsdecode(word) for word in args], dict(env or os.environ), os.fspath(cwd or Path.cwd()),
+            [0, 1, 2, *pass_fds], others[-1] == 0,
+        )  # fmt: skip
+        ForkedPopen.template = ForkedPopen.template or _start_template()
+        self.pid = ForkedPopen.template.fork(start, [*standard, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def find_words(args: Any) -> list[str] | None:
+    """The module and its arguments, of a command that is forked."""
+    if isinstance(args, (str, bytes)) or args[0] != sys.executable or "-m" not in args:
+        return None
+    words = list(args[args.index("-m") + 1 :])
+    return words if words[0] in MODULES else None
+
+
+def _start_template() -> Template:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()})"]
+        root = str(Path(__file__).resolve().parents[2])
+        environment = {**os.environ, "PYTHONPATH": root, "GOMP_SPINCOUNT": "2000"}
+        subprocess.Popen([*command, "x" * 4096], pass_fds=[theirs.fileno()], env=environment)
+    return Template(ours)
+
+
+def _adopt_orphans(does: bool) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0)
+
+
+def _serve(sock: socket.socket) -> Start:
+    """Forks what is asked for until the other end closes. Returns only in new processes."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(sock, MESSAGE_BYTES, MOST_FDS)
+        if not message:
+            os._exit(0)
+        reading, writing = os.pipe()
+        helper = os.fork()
+        if not helper:
+            _fork_again(writing)
+            start = msgspec.msgpack.decode(message, type=Start)
+            sock.detach()
+            _become(start, descriptors)
+            return start
+        os.waitpid(helper, 0)
+        sock.send(os.read(reading, MESSAGE_BYTES))
+        os.close(reading)
+        os.close(writing)
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _fork_again(writing: int) -> None:
+    """Returns in the new process, once its parent is the one that asked."""
+    helper = os.getpid()
+    if pid := os.fork():
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    while os.getppid() == helper:
+        time.sleep(0.0005)
+
+
+def _become(start: Start, descriptors: list[int]) -> None:
+    parked = [fcntl.fcntl(fd, fcntl.F_DUPFD, PARKED) for fd in descriptors]
+    os.closerange(3, PARKED)
+    for fd, number in zip(parked, start.fds, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    if start.has_group:
+        os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.chdir(start.folder)
+    _show_words(start.words)
+
+
+def _show_words(words: Iterable[str]) -> None:
+    """As the command line that others see of this process."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    line = "\0".join(words).encode()[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, line, len(line))
+
+
+def _fork_template(fds: Iterable[int]) -> Template:
+    """For a new process, which has no thread yet, and these descriptors."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        for fd in (ours.detach(), *(fd for fd in fds if fd > 2)):
+            os.close(fd)
+        _run(_serve(theirs))
+    theirs.close()
+    return Template(ours)
+
+
+def _run(start: Start) -> NoReturn:
+    """As `python -m`, to the end of the process; but it frees nothing, which would copy the pages that it shares."""
+    ForkedPopen.template = _fork_template(start.fds)
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    words = find_words(start.words)
+    assert words is not None
+    sys.argv = words
+    if words[1:2] == ["gateway"]:
+        _forget_torch()
+    code: Any = 0
+    try:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _forget_torch() -> None:
+    """What transformers found at its import is not so in a gateway."""
+    from transformers.utils import import_utils
+
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    for function in vars(import_utils).values():
+        with suppress(AttributeError):
+            function.cache_clear()
+
+
+def main(fd: int) -> NoReturn:
+    """The template of a process that was not forked itself."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in IMPORTS:
+        import_module(name)
+    start = _serve(socket.socket(fileno=fd))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _run(start)
