@@ -21,7 +21,8 @@ from decode_worker.grammar.compiler_process import (
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import PackedVocabulary, Vocabulary, unpack_vocabulary
 from decode_worker.interfaces import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
-from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
+from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.fork import Busy, Refused
 
 T = TypeVar("T")
 log = structlog.get_logger()
