@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.doctor_rules import Model, Row, judge
+from cli.doctor_facts import Model
+from cli.doctor_rules import Row, judge
 from cli.screen import open_console
 from runtime.config import ServeConfig
 from runtime.hardware import wait_without_spinning

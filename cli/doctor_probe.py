@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench.products import check_products
-from cli.doctor_rules import GpuFacts, Machine, Model
+from cli.doctor_facts import GpuFacts, Machine, Model
 from engine.compose import choose_for_layers, load_any_config
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import choose_device

@@ -30,9 +30,9 @@ from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
 from gateway.router.model_gate import ModelGate
-from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
 from gateway.scaling.sleepers import Sleepers

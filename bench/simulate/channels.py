@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from bench.simulate.virtual_time import MemoryChannel, refusal
 from bench.simulate.worker import MODEL, SimWorker
 from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
-from runtime.virtual_time import MemoryChannel, refusal
 from wire.page_keys import TOKEN_BYTES
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import begin_read, finish_read

@@ -21,17 +21,19 @@ from bench.simulate.costs import Costs
 from bench.simulate.events import Clock
 from bench.simulate.figures import Answer, Outcome
 from bench.simulate.settings import Workload
+from bench.simulate.virtual_time import VirtualLoop
 from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation, build_conversations
 from gateway.errors import ApiError
 from gateway.router import fleet as gateway_fleet
 from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import Placement, Unready, Wait, WorkerView
+from gateway.router.placement import Placement, Wait
 from gateway.router.placer import Held, Placer
+from gateway.router.readiness import Unready
 from gateway.router.request import Request
 from gateway.router.router import Router
-from runtime.virtual_time import VirtualLoop
+from gateway.router.worker_view import WorkerView
 from wire.sampling import SamplingParams
 from worker.sequences import ANY_NUMBER
 

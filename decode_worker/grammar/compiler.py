@@ -15,7 +15,8 @@ from decode_worker.grammar.compiler_process import Answer, Compile, Compiled, Co
 from decode_worker.grammar.matcher import LoadedGrammar, load_grammar
 from decode_worker.grammar.vocabulary import Vocabulary
 from decode_worker.interfaces import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
-from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
+from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.fork import Busy, Refused
 
 T = TypeVar("T")
 log = structlog.get_logger()

@@ -32,7 +32,8 @@ from decode_worker.grammar.limits import (
 from decode_worker.grammar.matcher import LoadedGrammar
 from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
 from decode_worker.interfaces import GrammarRefusedError
-from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
+from runtime.child import serve_parent
+from runtime.fork import Busy, Limits, Refused, as_answer, work_in_fork
 from runtime.peer_input import MAX_JSON_DEPTH
 
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.

@@ -1,18 +1,18 @@
 """From the ring's tokens to the choices of a request, delta by delta."""
 
 import asyncio
-import secrets
-import string
 import time
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Any
 
 import structlog
 
 from gateway.access.keys import Key
-from gateway.answer.choice_text import OutputDelta, OutputReader, Phases, ShownToken
+from gateway.answer.call_reader import CallReader
+from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
+from gateway.answer.merged_streams import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
@@ -22,22 +22,17 @@ from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
-from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import new_reader
-from gateway.tools.request import ToolUse
 from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
 _log = structlog.get_logger()
 
-T = TypeVar("T")
 Hold = Callable[[AsyncGenerator[Tokens, None]], AsyncGenerator[Tokens, None]]
 
 HOLD_CHOICES = "hold_choices"  # in the state of the HTTP request of a batch's line: its Hold
 
-_ID_CHARS = string.ascii_letters + string.digits
-_NUM_ID_CHARS = 24  # as many as OpenAI's
 _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
 
 
@@ -168,67 +163,6 @@ async def stream_choices(
             totals.trace.close(failure)
 
 
-class MergedStreams(Generic[T]):
-    """Items of all streams as they arrive. Leaving the `async with` block closes every stream.
-
-    A single stream is read directly. Several are read by one task each, which waits until its last item is taken.
-    """
-
-    def __init__(self, streams: Sequence[AsyncGenerator[T, None]]) -> None:
-        self._streams = streams
-        self._open = set(range(len(streams)))
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ready: asyncio.Queue[tuple[int, T | None]] = asyncio.Queue()  # None: the task of that stream has ended
-        self._room = [asyncio.Semaphore(1) for _ in streams]
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        for stream in self._streams:
-            await stream.aclose()
-
-    async def next(self) -> tuple[int, T | None]:
-        """Returns (index of a stream, its next item; None after its last). Raises what the stream raises."""
-        if len(self._streams) == 1:
-            return 0, await anext(self._streams[0], None)
-        if not self._tasks:
-            for index in range(len(self._streams)):
-                self._tasks.append(asyncio.create_task(self._pump(index)))
-                await asyncio.sleep(0)  # lets other requests run while many streams start
-        elif not self._ready.empty():
-            await asyncio.sleep(0)  # lets other requests run while many items are ready
-        while True:
-            index, item = await self._ready.get()
-            if index in self._open:
-                break
-        if item is None:
-            self._open.remove(index)
-            self._tasks[index].result()
-        self._room[index].release()
-        return index, item
-
-    async def close(self, index: int) -> None:
-        """Closes one stream: `next` returns none of its items any more."""
-        self._open.discard(index)
-        if self._tasks:
-            self._tasks[index].cancel()
-            await asyncio.wait([self._tasks[index]])
-        await self._streams[index].aclose()
-
-    async def _pump(self, index: int) -> None:
-        try:
-            async for item in self._streams[index]:
-                await self._room[index].acquire()
-                self._ready.put_nowait((index, item))
-        finally:
-            self._ready.put_nowait((index, None))
-
-
 class _Choice:
     """Reads one choice's tokens."""
 
@@ -298,57 +232,3 @@ def _prompt_pieces(
             yield OutputDelta("", prompt_tokens=tokens)
         else:
             yield OutputDelta("" if start else echo.text, shown_tokens=tokens)
-
-
-class CallReader:
-    """Reads one choice. `is_trusted`, `begins`: as in CallParser."""
-
-    def __init__(self, use: ToolUse, *, is_trusted: bool, begins: bool = False) -> None:
-        schemas, num_chars = {tool.name: tool.schema for tool in use.callable_tools}, use.format.num_id_chars
-
-        def new_id() -> str:
-            text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
-            return text if num_chars else f"call_{text}"
-
-        self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas)
-        self._is_named = use.named is not None
-        self._is_required = use.is_required
-
-    def read(self, piece: OutputDelta) -> list[OutputDelta]:
-        """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
-
-        Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
-        """
-        events: list[Event | Phases] = []
-        begin = 0
-        for place, phase in piece.phases:
-            events += [*self._parser.push(piece.text[begin:place]), ((0, phase),)]
-            begin = place
-        events += self._parser.push(piece.text[begin:])
-        if piece.finish_reason is not None:
-            events += self._parser.flush()
-        if self._is_required:  # the grammar allows only calls: content is a call that was cut off
-            events = [event for event in events if not isinstance(event, Content)]
-        # An answer with a named call ends with "stop", as in OpenAI's API.
-        is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
-        is_calling = is_whole and self._parser.num_calls > 0 and self._parser.are_whole and not self._is_named
-        runs: list[tuple[str, Phases, tuple[CallEvent, ...]]] = [("", (), ())]  # a text and the calls after it
-        for event in events:
-            text, phases, calls = runs[-1]
-            if not isinstance(event, (Content, tuple)):
-                runs[-1] = text, phases, (*calls, event)
-                continue
-            if calls:
-                text, phases = "", ()
-                runs.append((text, phases, ()))
-            if isinstance(event, Content):
-                runs[-1] = text + event.text, phases, ()
-            else:
-                runs[-1] = text, (*phases, *((len(text), phase) for _, phase in event)), ()
-        *earlier, (text, phases, calls) = runs
-        parts: list[OutputDelta] = []
-        for before, begun, between in earlier:
-            part = replace(piece, text=before, phases=begun, calls=between, finish_reason=None, timing=None, stop=None)
-            parts.append(part)
-            piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
-        return [*parts, replace(piece, text=text, phases=phases, calls=calls, is_calling=is_calling)]

@@ -19,7 +19,8 @@ import msgspec
 from PIL import Image
 
 from gateway.images.families import PROCESSORS
-from runtime.child import Busy, Limits, Refused, as_answer, serve_parent, work_in_fork
+from runtime.child import serve_parent
+from runtime.fork import Busy, Limits, Refused, as_answer, work_in_fork
 from wire.files import blamed, blamed_tokenizer, check_folder
 from wire.image_files import read_image
 from wire.image_formats import FORMATS

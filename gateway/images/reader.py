@@ -26,7 +26,8 @@ from gateway.images.processor_process import (
 )
 from gateway.shares import Shared
 from gateway.text.offload import Offload
-from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
+from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.fork import Busy, Refused
 from runtime.tasks import run_to_end
 from wire.image_formats import MAX_FILE_BYTES
 from wire.images import MAX_IMAGES

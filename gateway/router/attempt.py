@@ -4,7 +4,6 @@ import asyncio
 from asyncio import sleep
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import grpc
 
@@ -12,27 +11,17 @@ from gateway.errors import bad_request
 from gateway.router.attempt_record import AttemptRecord, WorkerName
 from gateway.router.decode_client import DecodeClient, Prefilled, Session, SessionEvent
 from gateway.router.engine_client import FinishReason, Tokens
-from gateway.router.placement import Role
+from gateway.router.prefill_client import PrefillClient
 from gateway.router.queue import Queue, Waiter
+from gateway.router.refusals import read_refusal
 from gateway.router.request import AttemptFailed, Request
-from gateway.router.worker_client import GONE, PrefillClient
 from protos import decode_pb2, kv_pb2, prefill_pb2
-from runtime import rpc
-from runtime.malformed import MALFORMED
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 from wire.timing import Timing
 
 NO_TIMING = Timing()
 FINISH_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length"}  # of answers
-REFUSALS: dict[str, Literal["no room", "no adapter", "no slot", "compiling", "restoring"]] = {
-    rpc.NO_ROOM: "no room",
-    rpc.OVER_GOAL: "no room",
-    rpc.NO_ADAPTER: "no adapter",
-    rpc.NO_SLOT: "no slot",
-    rpc.GRAMMAR_BUSY: "compiling",
-    rpc.RESTORING: "restoring",
-}
 READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each with the 20 likeliest tokens
 
 
@@ -89,7 +78,7 @@ class Attempt:
         try:
             reserved = await self._decode.reserve(self._build_reserve(), timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
-            failed = _refusal("decode", self._decode.address, error)
+            failed = read_refusal("decode", self._decode.address, error)
             self._note_refusal(self._decode, failed)
             if failed.why == "compiling":
                 request.grammar_s += self._clock() - began
@@ -160,7 +149,7 @@ class Attempt:
             done = await worker.run(run, timeout_s=self._remaining_s(), on_lost=self._session.put)
             prefilled = Prefilled(unpack_prefill_timing(done), await _unpack_logprobs(done.prompt_logprobs))
         except grpc.aio.AioRpcError as error:
-            failed = _refusal("prefill", worker.address, error)
+            failed = read_refusal("prefill", worker.address, error)
             self._note_refusal(worker, failed)
             self._session.put(failed)
         except Exception as bug:  # the request would wait for ever
@@ -281,21 +270,6 @@ class Attempt:
 
     def _remaining_s(self) -> float:
         return max(self._request.due - self._clock(), 0.001)
-
-
-def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> AttemptFailed:
-    detail = f"{address}: {error.details()}"
-    metadata = tuple(error.trailing_metadata() or ())
-    if (refused_for := str(dict(metadata).get(rpc.REFUSED_FOR, ""))) in REFUSALS:
-        return AttemptFailed(REFUSALS[refused_for], detail, role)
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT and error.details() != MALFORMED:  # it was damaged on its way
-        if role == "decode":
-            detail = error.details() or "the decode worker refused the request"
-        is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in metadata
-        param = str(dict(metadata).get(rpc.PARAM_AT_FAULT, ""))
-        return AttemptFailed("invalid", detail, role, is_grammar=is_grammar, param=param)
-    is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    return AttemptFailed("absent" if is_absent else "failed", detail, role)
 
 
 async def _unpack_logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list[TokenLogprobs]:

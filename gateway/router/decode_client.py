@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import grpc
 import structlog
 
-from gateway.router.placement import Role
 from gateway.router.request import AttemptFailed
 from gateway.router.worker_client import RETRY_S, WorkerClient
+from gateway.router.worker_view import Role
 from protos import decode_pb2, decode_pb2_grpc
 from runtime.malformed import BrokenAnswerError
 from runtime.rpc import new_incarnation

@@ -9,8 +9,9 @@ import structlog
 from gateway.router.adapters import AdapterRegistry
 from gateway.router.changes import Changes
 from gateway.router.decode_client import DecodeClient
-from gateway.router.placement import Role, WorkerView
-from gateway.router.worker_client import PrefillClient, WorkerClient
+from gateway.router.prefill_client import PrefillClient
+from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_view import Role, WorkerView
 from kvtransfer.layout import find_mismatch
 from runtime import rpc
 from runtime.rpc import OpenChannel

@@ -10,8 +10,8 @@ Before places were given, answers are taken to end at the speed of the last step
 from collections.abc import Iterable, Sequence
 from math import exp, inf
 
-from gateway.router.placement import WorkerView
 from gateway.router.request import Request
+from gateway.router.worker_view import WorkerView
 
 MEMORY_S = 30.0  # after which a place given counts 1 / e
 SUPPOSED = 2.0  # places: how much the supposed ends weigh beside those seen

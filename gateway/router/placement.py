@@ -14,12 +14,11 @@ requests have spreads over all workers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-from gateway.router.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
+from gateway.router.local_prefill import Rate, prefers_local
+from gateway.router.readiness import Unready, find_no_vision, find_unready
+from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
-
-Role = Literal["prefill", "decode"]
 
 # What a full worker costs more than an idle one, in tokens of prefill. A decode worker takes 64 sequences: 128 tokens
 # each. An answer of 250 tokens waits 250 times for what one more sequence adds to a step (on an H100 with an 8B model
@@ -35,51 +34,6 @@ NO_HAND_OFF = (
 NO_PREFILL = "no prefill worker is alive"
 SPARE_PAGES = 0.25  # of a pool: with fewer free, requests of no hurry could take pages from running ones
 NO_LIMIT = 2**32 - 1  # local prefill of any length
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker at one moment, as the gateway knows it."""
-
-    role: Role
-    address: str
-    incarnation: str
-    layout: bytes  # equal for workers that can exchange pages
-    is_alive: bool  # answers, makes progress, is not draining
-    trouble: str  # why not, when it is not
-    max_running: int
-    num_mine: int  # requests this gateway has there
-    is_full: bool  # refused a request since it last reported free room
-    free_pages: int  # that can be given out
-    num_pages: int
-    page_tokens: int  # tokens in a page
-    weights: str  # fingerprint of its model
-    dtype: str = ""  # of its KV, which shows that of its model
-    host: str = ""  # equal for workers on one host
-    num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
-    num_cores: int = 0  # that it may use
-    num_others: int = 0  # requests that other gateways had there when it last answered
-    tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
-    tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
-    costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
-    adapters: frozenset[str] = frozenset()  # digests of those that requests may name
-    store: str = ""  # where its KV is saved in files; empty: nowhere
-    takes_images: bool = False  # it computes prompts with images
-    has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
-
-    @property
-    def num_running(self) -> int:
-        """Requests of all gateways."""
-        return self.num_mine + self.num_others
-
-    @property
-    def computes(self) -> str:
-        """Equal for workers that give the same tokens."""
-        return f"{self.weights} {self.dtype}".strip()
-
-    def can_serve(self, adapter: str, computes: str) -> bool:
-        """Whether it has the adapter of this digest, and computes so. Empty: any."""
-        return (not adapter or adapter in self.adapters) and (not computes or computes == self.computes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +53,6 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Workers are alive, but have no room now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unready:
-    """No worker can serve."""
-
-    detail: str
-    role: Role = "decode"  # whose workers are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,65 +152,11 @@ def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill:
     return rest + [view for view in workers if view.role == "decode" and view.incarnation in avoid]
 
 
-def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
-    """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
-    if not any(view.is_alive for view in workers if view.role == "decode"):
-        return Unready(_describe_none(workers, "decode"))
-    return None if no_prefill == "fallback" else find_no_prefill(workers)
-
-
-def find_no_vision(workers: Sequence[WorkerView]) -> Unready | None:
-    """Why no prompt with images can be computed; None when one can."""
-    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
-    if any(view.is_alive and view.takes_images and view.layout in layouts for view in workers):
-        return None
-    return Unready("no worker that is alive computes prompts with images; the weaknesses in GET /status say why")
-
-
 def count_places(workers: Sequence[WorkerView]) -> tuple[int, int]:
     """(places on living decode workers; those of them that are free, on workers that have pages to spare)."""
     decodes = [view for view in workers if view.role == "decode" and view.is_alive]
     spare = [view for view in decodes if _has_room(view) and view.free_pages > SPARE_PAGES * view.num_pages]
     return sum(view.max_running for view in decodes), sum(max(view.max_running - view.num_running, 0) for view in spare)
-
-
-def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
-    """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
-    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
-    prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
-    if any(view.layout in layouts for view in prefills):
-        return None
-    mismatch = "no prefill worker matches a decode worker; the gateway's log names the difference"
-    return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
-
-
-def find_unusable(
-    workers: Sequence[WorkerView], adapter: str, digest: str, computes: str, no_prefill: NoPrefill
-) -> Unready | None:
-    """Why a request with this adapter, begun by workers that compute so, cannot be served, though others can; or None.
-
-    `digest`, `computes`: empty: any.
-    """
-    usable = [view for view in workers if view.can_serve(digest, computes)]
-    lacking, all_lack = find_unready(usable, no_prefill), find_unready(workers, no_prefill)
-    if lacking is None or (all_lack is not None and all_lack.role == lacking.role):
-        return None
-    others = [view for view in workers if view.role == lacking.role and view not in usable]
-    foreign = [view for view in others if view.is_alive and not view.can_serve("", computes)]
-    if foreign:
-        have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
-        detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
-    else:
-        why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
-        detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
-    return Unready(detail, lacking.role)
-
-
-def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
-    troubles = [f"{view.address} {view.trouble}" for view in workers if view.role == role]
-    if troubles:
-        return f"no {role} worker is alive: " + "; ".join(troubles)
-    return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"
 
 
 def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens: int | None) -> str:

@@ -7,19 +7,11 @@ to have its KV for another one. That one has its places, so no two requests wait
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gateway.router.placement import (
-    NO_PREFILL,
-    Need,
-    Placement,
-    Unready,
-    Wait,
-    WorkerView,
-    choose_placement,
-    explain_no_hand_off,
-    find_unusable,
-)
+from gateway.router.placement import NO_PREFILL, Need, Placement, Wait, choose_placement, explain_no_hand_off
 from gateway.router.prefix_index import PrefixIndex
+from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
+from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
 

@@ -11,9 +11,11 @@ from typing import Protocol
 from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal
 from gateway.router.forecast import Forecast, predict_prompt_s
 from gateway.router.order import Order
-from gateway.router.placement import Placement, Role, Unready, WorkerView, find_unready
+from gateway.router.placement import Placement
 from gateway.router.placer import Coming, Held, Placer
+from gateway.router.readiness import Unready, find_unready
 from gateway.router.request import Request
+from gateway.router.worker_view import Role, WorkerView
 from wire.page_keys import PageKey
 
 

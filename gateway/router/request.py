@@ -8,7 +8,7 @@ import numpy as np
 
 from gateway.errors import ApiError, bad_request, missed_deadline, not_ready, took_too_long
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import Role, WorkerView
+from gateway.router.worker_view import Role, WorkerView
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
 

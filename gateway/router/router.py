@@ -15,11 +15,13 @@ from gateway.router.attempt_record import AttemptRecord
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.router.fleet import Fleet
 from gateway.router.model_gate import ModelGate
-from gateway.router.placement import Role, count_places, find_no_prefill, find_unready
+from gateway.router.placement import count_places
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
+from gateway.router.readiness import find_no_prefill, find_unready
 from gateway.router.request import AttemptFailed, Request
 from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_view import Role
 from runtime.ops import SECONDS_BUCKETS
 
 log = structlog.get_logger()

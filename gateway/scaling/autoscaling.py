@@ -15,8 +15,8 @@ from math import ceil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.router.placement import Role, WorkerView
 from gateway.router.queue import Queue
+from gateway.router.worker_view import Role, WorkerView
 
 CALM = 0.75  # of the goal: fewer workers only if those left stay below it, so that the number does not oscillate
 MAX_GROWTH = 2  # times those alive: a burst, or a speed measured on small prompts, asks for no more at once

@@ -19,8 +19,8 @@ from dns.rdtypes.IN.SRV import SRV
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.router.fleet import Fleet
-from gateway.router.placement import Role
 from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_view import Role
 from runtime.addresses import DnsName, bare, bracketed
 from runtime.settings import ConfigError
 

@@ -11,7 +11,8 @@ import structlog
 
 from gateway.router.fleet import Fleet
 from gateway.router.model_gate import ModelGate
-from gateway.router.placement import Role, find_unready
+from gateway.router.readiness import find_unready
+from gateway.router.worker_view import Role
 from gateway.scaling.sleep_policy import ModelView, decide
 from runtime.events import ModelState, SetAwake
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.text.template import ChatTemplate, Conversation, TemplateRefusalError
-from runtime.child import Busy, Fork, Limits, Refused, as_answer, serve_parent
+from runtime.child import serve_parent
+from runtime.fork import Busy, Fork, Limits, Refused, as_answer
 
 FORKS = 3  # conversations rendered at once
 CPU_S = 2.0  # for one conversation; a long one takes 0.02 s

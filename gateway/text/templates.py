@@ -16,7 +16,8 @@ from gateway.text.template_process import (
     Rendered,
     TemplateStart,
 )
-from runtime.child import Busy, ChildError, ChildServer, Refused, StandingChild
+from runtime.child import ChildError, ChildServer, StandingChild
+from runtime.fork import Busy, Refused
 
 MAX_WAITING = 4096  # conversations, with those being rendered, which take 1 ms: more are refused with 429
 TIMEOUT_S = 30.0  # for their turn

@@ -13,7 +13,7 @@ import msgspec
 from gateway.text.template_process import CPU_S as RENDER_CPU_S
 from gateway.text.template_process import MEMORY_BYTES as RENDER_BYTES
 from gateway.text.tokenizer import Tokenizer, Tried
-from runtime.child import Fork, Limits, Refused
+from runtime.fork import Fork, Limits, Refused
 from wire.files import TOKENIZER, blamed_tokenizer, check_folder
 
 LIMITS = Limits(cpu_s=60.0, wall_s=600.0, memory_bytes=6 << 30)  # the largest tokenizers take 3 s and 1 GiB

@@ -42,8 +42,8 @@ from gateway.app import add_model
 from gateway.images.processor_process import ImageReader, ReaderReady, ReaderStart
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.text.trial import load_tokenizer
-from runtime.child import Fork, Limits
 from runtime.config_parts import NO_DRAFT
+from runtime.fork import Fork, Limits
 from runtime.hardware import num_cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.checkpoints_vision import leave_out_torchvision, write_vlm_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.child import Limits
+from runtime.fork import Limits
 from tests.attack import folders
 from tests.attack.folders import Base, run, run_case
 from wire.files import check_folder

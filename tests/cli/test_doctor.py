@@ -11,8 +11,9 @@ from rich.console import Console
 from cli import doctor_probe
 from cli.bench import load_shape
 from cli.doctor import show
+from cli.doctor_facts import GpuFacts, Machine, Model
 from cli.doctor_probe import examine_machine
-from cli.doctor_rules import GpuFacts, Machine, Model, Row, judge
+from cli.doctor_rules import Row, judge
 from runtime.config import ServeConfig
 from runtime.settings import field_names
 from tests.support.command_line import call

@@ -16,16 +16,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from runtime.child import (
-    MAX_MESSAGE_BYTES,
-    ChildError,
-    ChildServer,
-    Fork,
-    Limits,
-    StandingChild,
-    pack,
-    serve_parent,
-)
+from runtime.child import MAX_MESSAGE_BYTES, ChildError, ChildServer, StandingChild, pack, serve_parent
+from runtime.fork import Fork, Limits
 
 WAIT_S = 60.0
 MODULE = "tests.runtime.test_child"

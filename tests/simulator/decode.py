@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import grpc
 
+from bench.simulate.virtual_time import refusal
 from decode_worker.interfaces import Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import build_params
@@ -13,7 +14,6 @@ from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from protos import decode_pb2, kv_pb2, worker_pb2
 from runtime import rpc
-from runtime.virtual_time import refusal
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import Memory, Offer
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from bench.simulate.virtual_time import MemoryChannel, VirtualLoop, refusal
 from gateway.errors import ApiError
 from gateway.router.admission import Admission
 from gateway.router.engine_client import TokenizedRequest
@@ -15,7 +16,6 @@ from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
 from protos import decode_pb2, prefill_pb2, worker_pb2
-from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client

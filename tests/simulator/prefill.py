@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
+from bench.simulate.virtual_time import refusal
 from prefill_worker.main import BothRunners, DraftKv
 from protos import kv_pb2, prefill_pb2
 from runtime import rpc
-from runtime.virtual_time import refusal
 from tests.simulator.decode import SimDecode
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, find_seed

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from bench.simulate.virtual_time import MemoryChannel, VirtualLoop, refusal
 from gateway.errors import ApiError
 from gateway.router.admission import Admission
 from gateway.router.attempt_record import AttemptRecord
@@ -18,7 +19,6 @@ from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
 from runtime.config_parts import NoPrefill
-from runtime.virtual_time import MemoryChannel, VirtualLoop, refusal
 from tests.support.fake_workers import FakeDecode, FakePrefill, FakeWorker, Signal
 from wire.sampling import SamplingParams
 

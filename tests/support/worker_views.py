@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gateway.router.placement import WorkerView
+from gateway.router.worker_view import WorkerView
 
 DECODE = WorkerView(
     role="decode",

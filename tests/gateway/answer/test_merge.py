@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from gateway.answer.choices import MergedStreams
+from gateway.answer.merged_streams import MergedStreams
 from tests.support.dispatching import bounded
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.answer.call_reader import CallReader
 from gateway.answer.choice_text import OutputDelta
-from gateway.answer.choices import CallReader
 from gateway.answer.output_items import Item, ItemReader
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS
 from gateway.tools.request import Tool, ToolUse

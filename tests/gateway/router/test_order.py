@@ -13,8 +13,8 @@ from gateway.router import order as order_module
 from gateway.router.forecast import Forecast, predict_prompt_s
 from gateway.router.local_prefill import ChunkCosts
 from gateway.router.order import TURNS, Order
-from gateway.router.placement import WorkerView
 from gateway.router.request import Request
+from gateway.router.worker_view import WorkerView
 from tests.support.virtual_fleet import wanted
 from tests.support.worker_views import DECODE, PREFILL
 

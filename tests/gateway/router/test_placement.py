@@ -16,13 +16,12 @@ from gateway.router.placement import (
     READ_SHARE,
     Need,
     Placement,
-    Unready,
     Wait,
-    WorkerView,
     choose_placement,
     explain_no_hand_off,
-    find_unready,
 )
+from gateway.router.readiness import Unready, find_unready
+from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import Placement, WorkerView
+from gateway.router.placement import Placement
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
+from gateway.router.worker_view import WorkerView
 from tests.support.fake_workers import PAGE_TOKENS
 from tests.support.virtual_fleet import wanted
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2

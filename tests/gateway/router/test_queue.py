@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.router.placement import Role
+from gateway.router.worker_view import Role
 from runtime.config_parts import NoPrefill
 from tests.gateway.router.test_requests import (
     COMPILING,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.router.placement import WorkerView
+from gateway.router.worker_view import WorkerView
 from gateway.scaling.autoscaling import Goals, advise
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
 

@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 
 from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
-from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.worker_view import Role
 from gateway.scaling import discovery
 from gateway.scaling.discovery import MISSES, Discovery, is_leaving, reconcile
 from runtime import rpc

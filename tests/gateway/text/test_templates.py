@@ -17,7 +17,7 @@ from gateway.text.template_process import CPU_S, FORKS, pack_conversation
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
-from runtime.child import Limits
+from runtime.fork import Limits
 from tests.support.api_server import PLAIN, SERVED, run_api
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_byte_level
 

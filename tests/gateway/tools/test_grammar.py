@@ -25,7 +25,7 @@ from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
 from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader, ReasoningStart
 from gateway.tools.request import Tool, ToolUse
-from runtime.child import Refused
+from runtime.fork import Refused
 from runtime.peer_input import MAX_JSON_WHITESPACE
 from tests.support.grammars import allowed_in, compile_here
 from tests.support.texts import joined, summary

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from gateway.bounds import build_bounds, build_table
+from tests.documents.bounds import build_bounds, build_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs/LIMITS.md"
 
 
 def test_the_document_has_the_table() -> None:
-    assert build_table() in DOCUMENT.read_text(), "run python -m gateway.bounds docs/LIMITS.md"
+    assert build_table() in DOCUMENT.read_text(), "run python -m tests.documents.bounds docs/LIMITS.md"
 
 
 def test_each_bound_says_what_is_answered_beyond_it() -> None:

@@ -1,6 +1,6 @@
 """What clients can make the gateway hold and do: the table of docs/LIMITS.md, made from the constants that bound it.
 
-`python -m gateway.bounds docs/LIMITS.md` writes it; a test compares. Bounds on single fields are in docs/API.md.
+`python -m tests.documents.bounds docs/LIMITS.md` writes it; a test compares. Bounds on fields are in docs/API.md.
 """
 
 import re

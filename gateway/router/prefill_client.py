@@ -1,0 +1,41 @@
+"""Calls of one prefill worker. Lives on the asyncio thread."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gateway.router.request import AttemptFailed
+from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_view import Role
+from protos import prefill_pb2, prefill_pb2_grpc
+
+
+class PrefillClient(WorkerClient):
+    """A prefill worker."""
+
+    role: Role = "prefill"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._runs: set[Callable[[AttemptFailed], None]] = set()  # `on_lost` of those under way
+
+    def _judge(self) -> None:
+        if (stall := self.find_stall()) is not None:
+            lost = AttemptFailed("lost", f"{self.address} {stall}", "prefill", is_stuck=self.find_silence() is None)
+            for on_lost in self._runs:
+                on_lost(lost)
+
+    async def run(
+        self, request: prefill_pb2.RunRequest, timeout_s: float, on_lost: Callable[[AttemptFailed], None]
+    ) -> prefill_pb2.RunResponse:
+        """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError.
+
+        `on_lost`: called at each poll that finds the worker silent or stuck meanwhile.
+        """
+        self._runs.add(on_lost)
+        try:
+            with self._doubting():
+                response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
+        finally:
+            self._runs.discard(on_lost)
+        return response

@@ -1,0 +1,53 @@
+"""What the gateway knows of one worker at one moment: what policies see. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.router.local_prefill import UNMEASURED, ChunkCosts
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at one moment, as the gateway knows it."""
+
+    role: Role
+    address: str
+    incarnation: str
+    layout: bytes  # equal for workers that can exchange pages
+    is_alive: bool  # answers, makes progress, is not draining
+    trouble: str  # why not, when it is not
+    max_running: int
+    num_mine: int  # requests this gateway has there
+    is_full: bool  # refused a request since it last reported free room
+    free_pages: int  # that can be given out
+    num_pages: int
+    page_tokens: int  # tokens in a page
+    weights: str  # fingerprint of its model
+    dtype: str = ""  # of its KV, which shows that of its model
+    host: str = ""  # equal for workers on one host
+    num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
+    num_cores: int = 0  # that it may use
+    num_others: int = 0  # requests that other gateways had there when it last answered
+    tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
+    tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
+    costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
+    adapters: frozenset[str] = frozenset()  # digests of those that requests may name
+    store: str = ""  # where its KV is saved in files; empty: nowhere
+    takes_images: bool = False  # it computes prompts with images
+    has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
+
+    @property
+    def num_running(self) -> int:
+        """Requests of all gateways."""
+        return self.num_mine + self.num_others
+
+    @property
+    def computes(self) -> str:
+        """Equal for workers that give the same tokens."""
+        return f"{self.weights} {self.dtype}".strip()
+
+    def can_serve(self, adapter: str, computes: str) -> bool:
+        """Whether it has the adapter of this digest, and computes so. Empty: any."""
+        return (not adapter or adapter in self.adapters) and (not computes or computes == self.computes)
