@@ -22,6 +22,10 @@ class Drafts:
             raise ValueError(f"speculation is {drafter!r}; this worker has off")
         return "off", 0
 
+    def measured_s(self) -> float | None:
+        """What a step of one answer takes; None: it was not measured."""
+        return None
+
     def plan(self, scheduler: Scheduler, planned: Seq[ScheduledSequence]) -> None:
         """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
 

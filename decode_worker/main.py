@@ -1,20 +1,14 @@
-"""The decode role: answers first, with a small budget for prompts. Wires its parts and decides nothing.
-
-Only this file names what implements interfaces.py.
-"""
+"""The decode role: answers first, with a small budget for prompts. Wires its parts and decides nothing."""
 
 import asyncio
 
 import grpc
 
-from decode_worker.grammar.compiler import GrammarCompiler
-from decode_worker.grammar.constraints import Constraints
-from decode_worker.grammar.grammars import Grammars
+from decode_worker.compose import build_drafts, build_grammars, build_masks
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
-from decode_worker.speculation.speculator import build_speculator
 from decode_worker.streams import GatewayStreams
 from protos import decode_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig
@@ -42,24 +36,23 @@ class DecodeRole(Role):
         def publish(step: int, updates: list[Update]) -> None:
             asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
 
-        speculator = build_speculator(engine, config)
+        drafts = build_drafts(engine, config)
         budget = compose_budget(
             engine, config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", config.itl_goal_ms / 1e3
         )
-        extras = DraftsAndMasks(speculator, Constraints(), scheduler)
+        extras = DraftsAndMasks(drafts, build_masks(), scheduler)
         self.loop = WorkerLoop(
             extras, scheduler, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
             worker.steps_ahead,
         )  # fmt: skip
         scheduler.most_answers = self.loop.chunks.most_answers
-        if (costs := speculator.costs()) is not None:
-            self.loop.chunks.note_step(1, 0, costs.step.seconds(1))
+        if (seconds := drafts.measured_s()) is not None:
+            self.loop.chunks.note_step(1, 0, seconds)
         self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)
-        compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
-        self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, self.metrics)
+        self._grammars = build_grammars(engine, config, self.metrics)
         features = build_features(config, worker, self.loop.thread, self.metrics)
         self._service = DecodeService(
-            worker, self.loop.thread, features, self._receiver, streams, self.metrics, speculator, self._grammars,
+            worker, self.loop.thread, features, self._receiver, streams, self.metrics, drafts, self._grammars,
             self.loop.chunks,
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""Names what hangs on a worker's core: ranks, tiers, adapters, images and states. No other file does."""
+"""Names what hangs on a worker's core: how it starts, ranks, tiers, adapters, images and states. No other file does."""
 
+from collections.abc import Callable
 from functools import partial
 
 from engine.compose import FullEngine, open_device
@@ -20,12 +21,25 @@ from worker.prefix_cache import PrefixCache
 from worker.ranks.children import RANKS_S, RankChildren
 from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner
 from worker.role import Worker
-from worker.startup.build import choose_rank_device
+from worker.startup.build import build_rank_engine, choose_rank_device
+from worker.startup.device_limits import complete_here
+from worker.startup.limits import ConfigT
 from worker.states.metrics import add_gauges
 from worker.states.slots import StateSlots, choose_spacing
 from worker.thread import EngineThread
 from worker.tiers.files import KVTiers
 from worker.tiers.loans import SharedTiers
+
+
+def start_engine(
+    role: str, config: ConfigT, incarnation: str, on_progress: Callable[..., None]
+) -> tuple[ConfigT, FullEngine, OtherRanks]:
+    """Settings without 0 for a limit, this process's engine, and the other ranks of the worker."""
+    config = complete_here(config, choose_rank_device(config, 0))
+    others, place = join_ranks(role, config, incarnation)
+    engine = build_rank_engine(config, place, on_progress)
+    others.lead()
+    return config, engine, others
 
 
 def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> tuple[OtherRanks, Place]:

@@ -19,16 +19,13 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.compose import build_adapters, build_states, join_ranks
+from worker.compose import build_adapters, build_states, start_engine
 from worker.kv_cache import KVCacheManager
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.peers.pools import build_pools
 from worker.prefix_cache import PrefixCache
 from worker.role import Role, Worker
 from worker.scheduler import Scheduler
-from worker.startup.build import build_rank_engine, choose_rank_device
-from worker.startup.device_limits import complete_here
-from worker.startup.limits import resolve_context
 
 log = structlog.get_logger()
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
@@ -40,8 +37,8 @@ class Built(Generic[ConfigT]):
 
     config: ConfigT  # complete: no limit is 0
     engine: FullEngine
-    incarnation: str
     others: OtherRanks
+    incarnation: str
 
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
@@ -65,11 +62,7 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
     incarnation = rpc.new_incarnation()
-    config = complete_here(config, choose_rank_device(config, 0))
-    others, place = join_ranks(role, config, incarnation)
-    engine = build_rank_engine(config, place, reporter.loading)
-    others.lead()
-    return Built(config, engine, incarnation, others)
+    return Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)
 
 
 async def _serve(
@@ -152,7 +145,7 @@ def build_worker(
     scheduler = Scheduler(kv, config.max_running, config.lease_s, build_adapters(engine))
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
     scheduler.on_empty = shutdown.look_soon
-    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
+    context_tokens = min(config.max_context_tokens or engine.config.context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
     threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
     return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, pools, others)

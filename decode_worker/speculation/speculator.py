@@ -82,6 +82,10 @@ class Speculator(Drafts):
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
         return None if step is None else Costs(step, draft, self._drain_s)
 
+    def measured_s(self) -> float | None:
+        costs = self.costs()
+        return None if costs is None else costs.step.seconds(1)
+
     def most_drafts(self, num_sequences: int, has_prompts: bool) -> int:
         """Drafts that each of so many sequences may have in a step."""
         if self._graphs is None:

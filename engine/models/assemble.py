@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -70,12 +71,17 @@ def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Pro
     return embedding if is_copy else head
 
 
+def refuse(*_parts: object) -> NoReturn:
+    """What a part does that is not here."""
+    raise ValueError("this model needs a part of Baton that is not installed: engine/compose.py names none")
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """How layers are built that are not attention and a dense MLP; engine/compose.py names both."""
 
-    build_mixer: Callable[["LayerBuilder"], Mixer]  # of `ModelConfig.recurrent`, in the place of attention
-    build_experts: Callable[["LayerBuilder"], Linear]  # of `ModelConfig.moe`: H -> H, summed over ranks
+    build_mixer: Callable[["LayerBuilder"], Mixer] = refuse  # of `ModelConfig.recurrent`, in the place of attention
+    build_experts: Callable[["LayerBuilder"], Linear] = refuse  # of `ModelConfig.moe`: H -> H, summed over ranks
 
 
 class LayerBuilder:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from engine.device import Device
 from engine.json_values import Json
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.linear import Quantization
-from engine.models.assemble import LayerParts, build_decoder, check_tensors
+from engine.models.assemble import LayerParts, build_decoder, check_tensors, refuse
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.read_config import load_config
@@ -25,7 +25,7 @@ from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
 from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
-from engine.weights.files import GGUF, ReadHeader, is_path, list_shards
+from engine.weights.files import GGUF, ReadHeader, is_path, list_shards, read_safetensors
 from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.folders import cache_folder
 from engine.weights.formats import PlainFormat
@@ -46,15 +46,17 @@ PACKED_VERSION = 4  # of the layout of packed weights, and of how they are chose
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What completes loading; engine/compose.py names all of it."""
+    """What completes loading; engine/compose.py names all of it. Without them, plain dense models load."""
 
-    layers: LayerParts
-    choose_format: Callable[[ShardReader, Ops, Quantization, Weights | None], PlainFormat]
-    open_gguf: Callable[[ModelConfig, Sequence[Path]], tuple[ModelConfig, Checkpoint]]
-    read_scheme: Callable[[Json], Any]  # `ModelConfig.quantization` |-> what `decode` is given
-    decode: Callable[[ModelConfig, Any, Checkpoint], Checkpoint]  # of a checkpoint in few bits
-    make_gguf_folder: Callable[[Path], Path]  # a model's folder of a GGUF file
-    read_header: ReadHeader
+    layers: LayerParts = field(default_factory=LayerParts)
+    choose_format: Callable[[ShardReader, Ops, Quantization, Weights | None], PlainFormat] = (
+        lambda reader, ops, quantization, weights: PlainFormat(reader, ops)
+    )
+    open_gguf: Callable[[ModelConfig, Sequence[Path]], tuple[ModelConfig, Checkpoint]] = refuse
+    read_scheme: Callable[[Json], Any] = refuse  # `ModelConfig.quantization` |-> what `decode` is given
+    decode: Callable[[ModelConfig, Any, Checkpoint], Checkpoint] = refuse  # of a checkpoint in few bits
+    make_gguf_folder: Callable[[Path], Path] = refuse  # a model's folder of a GGUF file
+    read_header: ReadHeader = read_safetensors
 
 
 def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
