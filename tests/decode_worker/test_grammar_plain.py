@@ -67,6 +67,8 @@ INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
         # formats
         (string(format="json-pointer"), ['/a"b', "/~0/é"], ["/~", "a"]),
         (string(format="email"), ["a.b+c@example.com"], ["a@", "a b@c.d"]),
+        (string(format="date"), ["2024-02-29"], ["2024-02-30", "2023-02-29"]),
+        (string(format="ipv4"), ["25.0.1.255"], ["25.01.1.1", "25.1.1.256"]),
         # what schemas say
         ({**DEFS, "type": "array", "items": {"$ref": "#/$defs/a~1b~0c"}}, [[1]], [[None]]),
         ({**DEFS, "$ref": "#/$defs/Page%5Bint%5D"}, [None], [1]),
@@ -86,6 +88,8 @@ def test_a_schema_takes_what_it_says(schema: dict[str, Any], right: list[Any], w
         assert takes(grammar, json.dumps(value, ensure_ascii=False)), value
     for value in wrong:
         assert not takes(grammar, json.dumps(value, ensure_ascii=False)), value
+    for text in (value for value in right if isinstance(value, str) and '"' in value):
+        assert not takes(grammar, f'"{text}"'), "that is no JSON"
 
 
 def test_no_name_beside_the_named_ones_spells_one_of_them() -> None:

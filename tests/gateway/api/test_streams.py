@@ -1,14 +1,17 @@
 """When a stream's status and first events are sent: before the first token, but after a refusal that comes at once."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.types import Message
 
+from gateway.answer.choice_text import OutputDelta
 from gateway.api.http import answer as http_answer
 from gateway.errors import not_ready
 from tests.support.adapters import APIS
@@ -98,3 +101,32 @@ def test_a_refusal_that_may_come_late_has_a_status(
     assert "no worker is left" in text and ("retry-after" in answer.headers) == bool(reason)
     if reason and name != "messages":
         assert json.loads(text)["error"]["code"] == "not_ready"
+
+
+async def test_an_answer_begins_and_ends_though_its_client_is_gone_before() -> None:
+    """So what it holds is given back, and its trace is written."""
+    steps = list[str]()
+
+    async def pieces() -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        steps.append("begun")
+        try:
+            await asyncio.Event().wait()
+            yield 0, OutputDelta("")
+        finally:
+            steps.append("ended")
+
+    class Silent:
+        id, ping, done = "id", b"", b""
+
+        def begin(self) -> list[bytes]:
+            return []
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    stream = http_answer.EventStream(pieces(), cast(http_answer.Writer, Silent()), 10.0, lambda: True, tuple)
+    await stream({"type": "http", "path": "/", "state": {"request_id": "r"}}, receive, send)
+    assert steps == ["begun", "ended"]
