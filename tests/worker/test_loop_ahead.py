@@ -26,7 +26,7 @@ from engine.compose import FullEngine
 from engine.cuda.captured import has_pieces
 from engine.engine import Place
 from engine.kv.pool import create_file
-from engine.ranks import join_group
+from engine.rank_group import join_group
 from engine.runner import Launched, Runner
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
