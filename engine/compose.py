@@ -49,6 +49,7 @@ from engine.models.load import Parts
 from engine.models.read_config import has_native_code, load_config
 from engine.ops.base import Ops
 from engine.out_of_memory import explain_failed_step, explain_full_gpu
+from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from engine.vision.attention import WholeImageAttention
@@ -69,6 +70,12 @@ DEVICES: Mapping[str, type[Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}  # 
 
 def open_device(device: torch.device) -> Device:
     return DEVICES.get(device.type, Device)(device)
+
+
+def open_ranks(device: torch.device) -> OpenRanks:
+    """How a group of ranks exchanges what is on such a device."""
+    opened = open_device(device)
+    return opened.open_ranks if isinstance(opened, CudaDevice) else GroupRanks
 
 
 def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:

@@ -3,14 +3,12 @@
 from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kv.pool import DeviceMemory
 from engine.ops.base import Ops
-from engine.ranks import GroupRanks
 
 
 class Device:
@@ -41,7 +39,3 @@ class Device:
     def open_memory(self) -> DeviceMemory | None:
         """Where pages are; None: in main memory."""
         return None
-
-    def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
-        """The exchanges of a group of ranks."""
-        return GroupRanks(group)

@@ -6,14 +6,10 @@ Every rank runs the same steps in the same order, so each call here meets the sa
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host and trust each other
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # Ops.add_norm_
 
@@ -61,79 +57,8 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-class GroupRanks(Ranks):
-    """`Ranks` as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, -1)
-
-    def own_rows(self, count: int) -> slice:
-        most = -(-count // self.size)
-        return slice(min(self.rank * most, count), min((self.rank + 1) * most, count))
-
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        count, width = tensor.shape
-        most = -(-count // self.size)
-        given = tensor.new_zeros(self.size * most, width)
-        given[:count] = tensor
-        taken = torch.empty_like(given)  # [size, most, n]: the columns of each rank
-        dist.all_to_all_single(taken, given, group=self._group)
-        rows = taken.view(self.size, most, width).transpose(0, 1).reshape(most, self.size * width)
-        own = self.own_rows(count)
-        return rows[: own.stop - own.start]
-
-    def gather_rows(self, tensor: Tensor, count: int) -> Tensor:
-        most = -(-count // self.size)
-        given = tensor.new_zeros(most)
-        given[: len(tensor)] = tensor
-        parts = [torch.empty_like(given) for _ in range(self.size)]
-        dist.all_gather(parts, given, group=self._group)
-        return torch.cat(parts)[:count]
-
-    def barrier(self, device: torch.device) -> None:
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-
-    def all_reduce_min(self, number: int, device: torch.device) -> int:
-        found = torch.tensor([number], device=device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
-        return int(found)
-
-
-OpenRanks = Callable[[dist.ProcessGroup], GroupRanks]
-
-
 def end_group_member(code: int) -> NoReturn:
     """End this process, which was in a group: torch sometimes aborts while its libraries are taken down at the exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def join_group(
-    rendezvous: str, rank: int, size: int, device: torch.device, timeout_s: float, open_ranks: OpenRanks = GroupRanks
-) -> GroupRanks:
-    """Meet the other ranks through a file that all name, on this host only. One group per process.
-
-    `timeout_s`: for the meeting, and for each exchange. open_ranks: see `Device`. Raises RuntimeError if some
-    do not come.
-    """
-    for name, interface in INTERFACES.items():
-        os.environ.setdefault(name, interface)
-    is_cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if is_cuda else "gloo", f"file://{rendezvous}", timedelta(seconds=timeout_s), world_size=size, rank=rank,
-        device_id=device if is_cuda else None,
-    )  # fmt: skip
-    group = dist.group.WORLD
-    assert group is not None
-    return open_ranks(group)

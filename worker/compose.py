@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-from engine.compose import FullEngine, open_device
+from engine.compose import FullEngine, open_ranks
 from engine.engine import Engine, Place
-from engine.ranks import join_group
+from engine.rank_group import join_group
 from runtime.config import DecodeConfig, PrefillConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
@@ -49,7 +49,7 @@ def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str
     children = RankChildren(role, config, incarnation)
     leader = children.leader
     device = choose_rank_device(config, 0)
-    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_device(device).open_ranks)
+    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_ranks(device))
     place = Place(
         ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
         partial(LedHeadRunner, leader, 1),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from bench.gpu_checks.card import MissedError, require, synchronize, time_calls
 from bench.gpu_checks.ipc import MISSED_STATUS, PART_S
-from engine.compose import open_device
+from engine.compose import open_ranks
 from engine.cuda.graphs import CudaCapture
-from engine.ranks import GroupRanks, join_group
+from engine.rank_group import GroupRanks, join_group
 
 SIZE, WIDTH, NUM_ROWS = 2, 4096, (1, 8, 64)
 NUM_SUMS = {"cuda": 64, "cpu": 4}  # in a graph: two for each of 32 layers
@@ -103,7 +103,7 @@ def main(kind: str, rendezvous: str, rank: int) -> int:
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    ranks = join_group(rendezvous, rank, SIZE, device, PART_S, open_device(device).open_ranks)
+    ranks = join_group(rendezvous, rank, SIZE, device, PART_S, open_ranks(device))
     try:
         print(compare(device, ranks))
         return 0

@@ -13,7 +13,7 @@ from engine.cuda.gpu import Gpu
 from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
 from engine.device import Device
 from engine.ops.base import Ops
-from engine.ranks import GroupRanks
+from engine.rank_group import GroupRanks
 
 
 class CudaDevice(Device):
@@ -48,4 +48,5 @@ class CudaDevice(Device):
         return Gpu(self.torch)
 
     def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
+        """The exchanges of a group of ranks."""
         return one_shot.open_ranks(group, self.torch, Gpu(self.torch)) or GroupRanks(group)

@@ -19,13 +19,14 @@ from engine.adapters.slots import StepTiles
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, Prepared, States
 from engine.cuda.graph_shapes import Shape
+from engine.cuda.static_block import StaticBlock
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.ranges import Ints
 from engine.runner import Follower
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import PARAMS, SamplingTensors, to_bytes, to_row
-from engine.staging import StaticBlock, upload
+from engine.staging import upload
 from wire.sampling import SamplingParams
 
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take

@@ -15,7 +15,8 @@ from engine.cuda import gpu_ranks
 from engine.cuda.cuda_memory import CudaError, DeviceBytes
 from engine.cuda.gpu import Gpu
 from engine.cuda.gpu_ranks import MAX_ROW_BYTES, MAX_ROWS, SharedRows
-from engine.ranks import AddNorm, GroupRanks
+from engine.rank_group import GroupRanks
+from engine.ranks import AddNorm
 
 SIZES = (2, 4, 8)
 # Estimates for an H100 by NVLink, to be measured: what a sum by NCCL takes longer to begin and end, 2 (N - 1) messages

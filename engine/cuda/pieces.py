@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import Attend, AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch
 from engine.cuda.graphs import Capture, Compute
 from engine.models.config import ModelConfig
-from engine.models.decoder import Attend, Decoder, Flow
+from engine.models.decoder import Decoder, Flow
 
 FEWEST = 65  # tokens: products of fewer rows may be other kernels (gpu_linear.MAX_ROWS)
 

@@ -108,3 +108,19 @@ def gather_rotation(table: Tensor, positions: Tensor, axes: Sequence[int] = ()) 
         found = torch.cat((turned, found[0, ..., len(axes) :]), -1)
     cos, sin = found.unbind(1)  # [T, D / 2] each
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+
+
+class Rotations:
+    """The tables of a model's ropes."""
+
+    def __init__(
+        self, ropes: Sequence[RopeConfig], head_dims: Sequence[int], num_positions: int, device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        tables = (build_rope_table(rope, dim, num_positions) for rope, dim in zip(ropes, head_dims, strict=True))
+        self._tables = [table.to(device, dtype) for table in tables]  # [num_positions, 2, D / 2] each
+        self._axes = [rope.axes for rope in ropes]
+
+    def __call__(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """[T] or [3, T] |-> of each rope, see `gather_rotation`."""
+        return [gather_rotation(table, positions, axes) for table, axes in zip(self._tables, self._axes, strict=True)]

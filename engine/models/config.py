@@ -176,6 +176,15 @@ class ModelConfig:
         num_kv_heads, head_dim = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
         return AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
 
+    def find_places(self) -> list[int]:
+        """Each layer's index in the pool: of its keys and values or, without attention, of its state."""
+        places: list[int] = []
+        for index, layer in enumerate(self.layers):
+            before = self.layers[:index]
+            alike = [one for one in before if one.kv_layer is None and one.has_attention == layer.has_attention]
+            places.append(len(alike) if layer.kv_layer is None else places[layer.kv_layer])
+        return places
+
     @property
     def kv_parts(self) -> tuple[KvPart, ...]:
         return group_layers(self.attention_shapes)

@@ -6,22 +6,22 @@ of weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import Attend, AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch, EmbeddedRows
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
 from engine.layers.mixer import Mixer, StateRows
-from engine.layers.rope import build_rope_table, gather_rotation
+from engine.layers.rope import Rotations
 from engine.layers.token_inputs import InputBlock, TokenInputs
-from engine.models.config import LayerConfig, ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.width_norm import norm_width_
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -61,15 +61,6 @@ class Flow:
     gates: Tensor | None = None  # [T, Hq, D] of the layer whose attention runs
 
 
-class Attend(NamedTuple):
-    """The arguments of `AttentionBackend.attend`."""
-
-    layer: int  # whose KV, among those with KV of their own
-    heads: QKV
-    window: int | None
-    sinks: Tensor | None
-
-
 class Decoder:
     """A loaded model. Holds weights only: the caller's pool holds all state of sequences."""
 
@@ -92,30 +83,25 @@ class Decoder:
         lm_head: H -> this rank's part of the vocabulary, in float32.
         """
         self.config = config
-        self.dtype = embedding.dtype
-        self.device = embedding.device
+        self.dtype, self.device = embedding.dtype, embedding.device
         self.embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self.lm_head = lm_head
         self._token_inputs = token_inputs
         self._last_writer = max(index for index, layer in enumerate(config.layers) if layer.kv_layer is None)
-        self._places = _find_places(config.layers)
+        self._places = config.find_places()
         self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks
         self.additions = additions
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
         dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
+        head_dims = [dims.get(index, config.head_dim) for index in range(len(config.ropes))]
         num_positions = config.context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
-        tables = [
-            build_rope_table(rope, dims.get(index, config.head_dim), num_positions)
-            for index, rope in enumerate(config.ropes)
-        ]
-        self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [num_positions, 2, D / 2] each
-        self._embedding_multiplier = config.embedding_multiplier
-        if config.rounds_multiplier:
-            self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=self.dtype))
+        self._rotations = Rotations(config.ropes, head_dims, num_positions, self.device, self.dtype)
+        multiplier_dtype = self.dtype if config.rounds_multiplier else torch.float64
+        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=multiplier_dtype))
         self.ops = ops
         self.taps: tuple[int, ...] = ()
 
@@ -123,8 +109,7 @@ class Decoder:
         """From now on steps write the input rows of these layers, ascending, into `Batch.taps` where that is there; of
         the number of layers the last rows, normed."""
         self.taps = tuple(layers)
-        last = len(self._layers)
-        self._last_writer = max(self._last_writer, *layers) if last not in layers else last
+        self._last_writer = max(self._last_writer, *layers)
 
     def new_taps(self, num_tokens: int) -> Tensor:
         """[T, N H] for `Batch.taps`."""
@@ -151,24 +136,21 @@ class Decoder:
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
         with self.additions.during(batch):
-            return self._run_planned(batch, attention)
-
-    def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        rope_positions = batch.positions if batch.rope_positions is None else batch.rope_positions
-        flow = self.embed(batch.token_ids, rope_positions, batch.hidden, batch.embedded)
-        for index, layer in enumerate(self._layers):
-            self.write_taps(index, flow.sums, batch)
-            if layer.mixer is None:
-                mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
-            else:
-                mixed = self._mix(index, layer.mixer, layer.qkv_proj(flow.normed), batch)
-            if self.is_done(index, batch):
-                return flow.normed[:0]
-            if index < len(self._layers) - 1:
-                self.finish_layer(index, flow, mixed, None)
-                if batch.embedded is not None:
-                    self._add_deep(index, flow, batch.embedded)
-        return self.finish(flow, mixed, batch)
+            rope_positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+            flow = self.embed(batch.token_ids, rope_positions, batch.hidden, batch.embedded)
+            for index, layer in enumerate(self._layers):
+                self.write_taps(index, flow.sums, batch)
+                if layer.mixer is None:
+                    mixed = attention.attend(*self.project(index, flow))  # [T, Hq, D]
+                else:
+                    mixed = self._mix(index, layer.mixer, layer.qkv_proj(flow.normed), batch)
+                if self.is_done(index, batch):
+                    return flow.normed[:0]
+                if index < len(self._layers) - 1:
+                    self.finish_layer(index, flow, mixed, None)
+                    if batch.embedded is not None:
+                        self._add_deep(index, flow, batch.embedded)
+            return self.finish(flow, mixed, batch)
 
     def finish(self, flow: Flow, attended: Tensor, batch: Batch) -> Tensor:
         """The last layer after attention |-> [S, H], what `logits` takes."""
@@ -213,10 +195,6 @@ class Decoder:
         """[T] |-> [T, H]"""
         rows = self.embedding(token_ids)
         return rows if self._embedding_multiplier == 1 else rows * self._embedding_multiplier
-
-    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        pairs = zip(self._rope_tables, self.config.ropes, strict=True)
-        return [gather_rotation(table, positions, rope.axes) for table, rope in pairs]
 
     def _add_deep(self, index: int, flow: Flow, embedded: EmbeddedRows) -> None:
         """What given rows add after the layer, which is not the last."""
@@ -291,11 +269,10 @@ class Decoder:
         return self._scale_logits(self.ranks.all_to_all(self.lm_head(hidden)))
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
-        config = self.config
-        if config.logits_divisor != 1:
-            logits = logits.div_(config.logits_divisor)
-        if config.logits_softcap:
-            logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
+        if self.config.logits_divisor != 1:
+            logits = logits.div_(self.config.logits_divisor)
+        if softcap := self.config.logits_softcap:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
         return logits
 
     def project(self, index: int, flow: Flow) -> Attend:
@@ -305,7 +282,7 @@ class Decoder:
         qkv = layer.qkv_proj(flow.normed)  # [T, (Hq + 2 Hkv) D]
         qk_norm = layer.qk_norm
         if config.qk_norm == "width" and qk_norm is not None:
-            self._norm_width_(qkv, qk_norm)
+            norm_width_(qkv, qk_norm, config, self.ranks)
             qk_norm = None
         heads = qkv.view(len(qkv), qkv.shape[1] // shape.head_dim, shape.head_dim)
         if config.has_output_gate:
@@ -316,27 +293,6 @@ class Decoder:
         rope = None if own.rope is None else RopeArgs(*flow.rotations[own.rope], qk_norm, config.rms_eps)
         new = QKV(heads[:, : shape.num_heads + num_new], value, rope)
         return Attend(self._places[index], new, own.window, layer.sinks)
-
-    def _norm_width_(self, qkv: Tensor, weight: Tensor) -> None:
-        """RMSNorm of all queries together and of all keys together, over all ranks. weight: [1, (Hq + Hkv) D]"""
-        config, ranks = self.config, self.ranks
-        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
-        parts = torch.split(qkv[:, : sum(sizes)], sizes, 1)  # [T, Hq D], [T, Hkv D]
-        squares = torch.stack([part.float().square().mean(1) for part in parts], 1)  # [T, 2]
-        if ranks.size > 1:  # ranks have equally many; shared KV heads count equally often
-            squares = ranks.all_reduce_(squares) / ranks.size
-        scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
-        for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
-            part.copy_(part.float() * own_scale[:, None] * own_weight.float())
-
-
-def _find_places(layers: Sequence[LayerConfig]) -> list[int]:
-    """Each layer's index in the pool: of its keys and values or, without attention, of its state."""
-    places: list[int] = []
-    for index, layer in enumerate(layers):
-        alike = [one for one in layers[:index] if one.kv_layer is None and one.has_attention == layer.has_attention]
-        places.append(len(alike) if layer.kv_layer is None else places[layer.kv_layer])
-    return places
 
 
 def _keep_rows(rows: Tensor, wanted: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
     adjust_logits_(logits, batch)
     maxima, tokens = logits.max(-1)
     drawn = torch.from_numpy(batch.params["temperature"] >= LEAST_TEMPERATURE).nonzero()[:, 0]
-    for rows in torch.split(drawn, max(1, CHUNK_VALUES // logits.shape[1])):
+    for rows in torch.split(drawn, max(1, CHUNK_VALUES // logits.shape[1])) if len(drawn) else ():
         tokens[rows] = _draw(logits, maxima, batch, rows)
     return torch.where(is_nan, NOT_A_NUMBER, torch.where(maxima > -torch.inf, tokens, NO_TOKEN))
 

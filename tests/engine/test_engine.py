@@ -70,7 +70,7 @@ def test_rope_tables_are_as_long_as_the_context_in_use(folders: dict[int, Path],
         built.append(num_positions)
         return build_rope_table(rope, head_dim, num_positions)
 
-    monkeypatch.setattr("engine.models.decoder.build_rope_table", build_table)
+    monkeypatch.setattr("engine.layers.rope.build_rope_table", build_table)
     build(folders[256], folders[256], 40)
     assert built == [40 + MAX_DRAFT_TOKENS] * 2  # drafts may follow a sequence at its limit
 

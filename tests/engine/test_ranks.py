@@ -19,7 +19,8 @@ from engine.cuda.one_shot import choose_limit
 from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
 from engine.models.table import build_table, shard_config
-from engine.ranks import Ranks, join_group
+from engine.rank_group import join_group
+from engine.ranks import Ranks
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product, Shard

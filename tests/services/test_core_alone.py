@@ -22,7 +22,7 @@ from worker.sequences import SequenceParams
 PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "protos", "runtime", "wire", "worker")
 SATELLITES = {
     "engine": (
-        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hybrids", "vision",
+        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hybrids", "rank_group.py", "vision",
     ),
     "worker": ("adapters", "images", "ranks", "startup", "states", "tiers"),
     "decode_worker": ("grammar", "speculation"),
@@ -43,14 +43,21 @@ def copy_core(into: Path) -> None:
         shutil.copytree(CHECKOUT / package, into / package, ignore=shutil.ignore_patterns("__pycache__"))
     for package, names in SATELLITES.items():
         for name in names:
-            shutil.rmtree(into / package / name)
+            delete(into / package / name)
     for path in (into / "gateway").iterdir():
         if path.name not in ROUTER:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            delete(path)
     own = Path(core_alone.__file__).parent
     shutil.copytree(own, into / "tests" / "support" / own.name)
     for package, name in COMPOSED.items():
         shutil.copy(own / f"{name}.py", into / package / "compose.py")
+
+
+def delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from decode_worker.grammar.constraints import Constraints
+from decode_worker.interfaces import Drafts, Masks
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wanted, build_drafter
@@ -162,8 +163,9 @@ def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
 def decode(
     engine: Engine,
     requests: Seq[SequenceParams],
-    speculator: Speculator = NO_SPECULATION,
+    drafts: Drafts = NO_SPECULATION,
     *,
+    masks: Masks | None = None,
     steps_ahead: int | None = None,
     num_pages: int = 0,
     at_once: int = 0,
@@ -174,14 +176,14 @@ def decode(
 ) -> Answers:
     """Run all requests, prefill included, until they end; then no page is held.
 
-    steps_ahead: None for the device's default. num_pages: of the engine's; 0: all. at_once: requests admitted together;
-    0: all. aborted: handle |-> number of its tokens after which it is aborted. is_checked: the scheduler, every step.
-    receive: brings the KV of a sequence that another worker computes.
+    masks: None: those of grammars. steps_ahead: None for the device's default. num_pages: of the engine's; 0: all.
+    at_once: requests admitted together; 0: all. aborted: handle |-> number of its tokens after which it is aborted.
+    is_checked: the scheduler, every step. receive: brings the KV of a sequence that another worker computes.
     """
     scheduler, updates = build_scheduler(engine, num_pages), list[Update]()
     metrics, started = DecodeMetrics(scheduler), time.perf_counter()
     loop = WatchedLoop(
-        DraftsAndMasks(speculator, Constraints(), scheduler), scheduler, engine.runner, engine.rows, engine.pool,
+        DraftsAndMasks(drafts, masks or Constraints(), scheduler), scheduler, engine.runner, engine.rows, engine.pool,
         build_budget(chunk_tokens, "--chunk-tokens", engine.device.type), lambda _step, some: updates.extend(some),
         metrics, engine.steps_ahead if steps_ahead is None else steps_ahead,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.engine import Place
-from engine.ranks import join_group
+from engine.rank_group import join_group
 from runtime.child import die_with_parent
 from tests.support.decode_bench import build, capture
 from worker.ranks.leader import follow

@@ -19,7 +19,8 @@ from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
-from engine.ranks import Ranks, end_group_member, join_group
+from engine.rank_group import join_group
+from engine.ranks import Ranks, end_group_member
 from engine.runner import Runner
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules
 from tests.support.batches import SAMPLINGS

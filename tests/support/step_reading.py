@@ -1,4 +1,5 @@
-"""What somebody reads who follows one decode step: a worker's greedy step of the demo model, by torch alone.
+"""What somebody reads who follows one decode step: a worker's greedy step of the demo model, by torch alone, with the
+core's own objects in the place of drafts and grammars.
 
     python -m tests.support.step_reading
 
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from decode_worker.interfaces import Drafts, Masks
 from engine.llm import LLM
 from tests.support.decoding import decode
 from wire.sampling import SamplingParams
@@ -70,7 +72,7 @@ def main() -> None:
         return step(loop)
 
     with patch.object(WorkerLoop, "step", read):
-        decode(engine, [params])
+        decode(engine, [params], Drafts(), masks=Masks())
     ((files, types),) = found
     for path, count in sorted(files.items()):
         print(f"{count:5} {path}")

@@ -20,7 +20,7 @@ from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from engine.cuda import gpu_ranks, one_shot  # noqa: E402
 from engine.ops.base import Ops  # noqa: E402
-from engine.ranks import GroupRanks, join_group  # noqa: E402
+from engine.rank_group import GroupRanks, join_group  # noqa: E402
 from tests.support.fake_cuda import FakeGpu, fake_cudart  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from engine.compose import FullEngine
 from engine.cuda.captured import has_pieces
 from engine.engine import Place
 from engine.kv.pool import create_file
-from engine.ranks import join_group
+from engine.rank_group import join_group
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig
 from tests.support.batches import SAMPLINGS

@@ -15,10 +15,10 @@ import msgspec
 import structlog
 import torch
 
-from engine.compose import FullEngine, open_device
+from engine.compose import FullEngine, open_ranks
 from engine.engine import Place
 from engine.out_of_memory import end_process
-from engine.ranks import join_group
+from engine.rank_group import join_group
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.reader import PageRef, Reader, ReadError
@@ -72,9 +72,7 @@ class Rank:
         setup_logging(f"{start.role} rank {start.rank}", config.log_level, config.log_format)
         try:
             device = choose_rank_device(config, start.rank)
-            ranks = join_group(
-                start.rendezvous, start.rank, start.size, device, calls.RANKS_S, open_device(device).open_ranks
-            )
+            ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S, open_ranks(device))
             engine = build_rank_engine(config, Place(ranks, start.pool_fds))
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
