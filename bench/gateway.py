@@ -31,6 +31,7 @@ from tests.support.fleet import HOST, Process, free_ports
 QUIET_STEP_S = 0.02
 BUSY_STEP_S = 0.004  # 16,000 tokens/s at 64 streams
 SECONDS = 4.0  # per measurement
+SETTLE_S, IDLE = 0.5, 0.1  # CPU time in this time, of a core, that an idle gateway stays below
 LARGE = 1 << 20  # tokens of a context, pages
 WORDS = "The quick brown fox jumps over the lazy dog. " * 3
 
@@ -95,9 +96,18 @@ async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[tupl
         gateway.start()
         try:
             await asyncio.to_thread(gateway.wait_ready)
+            await settle(gateway.pid)
             yield gateway, f"{HOST}:{grpc_port}"
         finally:
             gateway.kill()
+
+
+async def settle(pid: int) -> None:
+    """Wait until its processes are idle: some are started ahead, and load libraries for a second."""
+    before = -1.0
+    while (now := read_cpu_s(pid)) > before + IDLE * SETTLE_S:
+        before = now
+        await asyncio.sleep(SETTLE_S)
 
 
 async def stream_rest(address: str, name: str, num_tokens: int) -> list[float]:

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import CodeType, FrameType
@@ -50,7 +49,7 @@ class LoopWatch:
         text = f"Steps of the event loop that took more than {MAX_STEP_S:g} s of CPU time."
         self._metric = prometheus_client.Counter("baton:event_loop_long_steps", text, registry=registry)
         self.num_long = 0
-        self._closed = threading.Event()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="loop-watch", daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._ident = self._clock = 0  # of the loop's thread
@@ -67,14 +66,15 @@ class LoopWatch:
         self._thread.start()
 
     def close(self) -> None:
-        self._closed.set()
+        self._is_closed = True
         self._thread.join()
 
     def _run(self) -> None:
         before, before_wall, num_turns = self._cpu_s(), time.monotonic(), 0
         step = _Step(None, before, before_wall)
         is_asked = False
-        while not self._closed.wait(PERIOD_S):
+        while not self._is_closed:
+            time.sleep(PERIOD_S)  # an Event's wait takes twice the CPU time
             now, now_wall = self._cpu_s(), time.monotonic()
             key, place = self._look()
             if key != step.key or num_turns != self._num_turns:
@@ -101,21 +101,18 @@ class LoopWatch:
 
     def _look(self) -> tuple[int | None, str]:
         """Which step runs now, and its innermost frames."""
+        innermost = sys._current_frames().get(self._ident)
+        if innermost is None or not self._is_of_step(innermost):
+            return None, ""
         gc.disable()  # while it collected in f_back the frame's thread could run on, and end the frame: 3.11 crashes
         try:
-            frames = list(takewhile(self._is_of_step, self._walk()))
+            frames = list(takewhile(self._is_of_step, (frame for frame, _ in traceback.walk_stack(innermost))))
         finally:
             gc.enable()
-        if not frames:
-            return None, ""
         shown = [
             f"{one.f_globals.get('__name__')}.{one.f_code.co_name}:{one.f_lineno}" for one in frames[:_SHOWN_FRAMES]
         ]
         return id(frames[-1]), " < ".join(shown)
-
-    def _walk(self) -> Iterator[FrameType]:
-        """The frames of the loop's thread, the innermost first."""
-        return (frame for frame, _ in traceback.walk_stack(sys._current_frames().get(self._ident)))
 
     def _is_of_step(self, frame: FrameType) -> bool:
         return frame.f_code not in self._below

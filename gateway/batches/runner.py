@@ -129,6 +129,9 @@ class Service(Protocol):
     def can_serve(self) -> bool:
         """Whether a request for one of the models would be served now."""
 
+    def readiness(self) -> str | None:
+        """Why no model is ready; None when one is, or the next request wakes it."""
+
     def load(self) -> Load:
         """Of all models together."""
 
@@ -261,9 +264,13 @@ class BatchRunner:
 
     def _fill(self, now: float) -> None:
         """Lets answers of lines run, or drops some for live answers. More of lines that run come before new lines."""
-        if not self._served.can_serve():  # draining, or no worker is there
-            return
         running = [(job, number, turns) for job in self._jobs for number, (_, turns) in job.running.items()]
+        if (
+            not self._served.can_serve()
+        ):  # draining, no worker is there, or all models sleep: then one line wakes its own
+            if not running and self._served.readiness() is None:
+                self._start_next()
+            return
         load, num_answers = self._served.load(), self._pace.num_answers
         gaps = self._served.live_gaps
         most = self._pace.look(now, max(load.num_inside - len(running), 0), gaps.total_s, gaps.count)

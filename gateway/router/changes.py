@@ -30,7 +30,10 @@ class Changes:
             asyncio.get_running_loop().call_soon(self._look)
 
     async def until(self, is_over: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until it is, which a change brings about; returns False where the time is over first."""
+        """Wait until it is, which a change brings about; returns False where the time is over first.
+
+        Raises what `is_over` raises.
+        """
         if is_over():
             return True
         woken = asyncio.get_running_loop().create_future()
@@ -53,5 +56,8 @@ class Changes:
             except Exception:  # the others are to see the change all the same
                 log.exception("a change was not followed")
         for woken, is_over in self._waiting.items():
-            if not woken.done() and is_over():
-                woken.set_result(None)
+            try:
+                if not woken.done() and is_over():
+                    woken.set_result(None)
+            except Exception as error:  # the others are to go on all the same
+                woken.set_exception(error)

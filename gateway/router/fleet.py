@@ -87,6 +87,7 @@ class Fleet:
         if worker.model is not None:
             self.parts[worker.model]._drop(worker)
         log.info("worker left", role=role, address=address, source=worker.source)
+        self.changes.mark()  # some may wait for what it alone lacked
         return worker
 
     def _look(self) -> None:

@@ -270,16 +270,17 @@ class Queue:
             self._refuse(waiter, not_ready(lacking.detail))
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
+        """All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
+        decode = self._workers["decode"][choice.decode.address]
+        prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
+        places = Places(choice, decode, prefill, self.placer.begin(request, choice), num_tokens, len(request.emitted))
         self._waiting.place(waiter, num_tokens)
         self._placed.add(waiter)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
-        coming = self.placer.begin(waiter.request, choice)
-        decode = self._workers["decode"][choice.decode.address]
-        prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
-        waiter.places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
-        for worker in waiter.places.held:
+        waiter.places = places
+        for worker in places.held:
             worker.num_mine += 1
 
     def check(self) -> None:

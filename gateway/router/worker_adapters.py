@@ -54,14 +54,18 @@ class WorkerAdapters:
         self._ours: set[str] = set()  # digests that the registry has wanted of this incarnation
         self._reports: dict[Adapter, str | LoadFailure] = {}  # |-> its digest here, or why it is not loaded
         self._woken = asyncio.Event()
+        self.version = 0  # grows with each change of `loaded` that no status has shown yet
 
-    def learn(self, status: worker_pb2.WorkerStatus) -> None:
-        """The worker's latest status."""
-        if status.peer.incarnation != self._incarnation:
+    def learn(self, status: worker_pb2.WorkerStatus, version: int) -> None:
+        """The worker's latest status. `version`: when it was asked for; what has changed since is known better here."""
+        is_new = status.peer.incarnation != self._incarnation
+        if is_new:
             self._incarnation = status.peer.incarnation
             self._ours.clear()
             self._reports.clear()
-        self.loaded, self.max_loras = frozenset(status.adapters), status.max_loras
+        if is_new or version == self.version:
+            self.loaded = frozenset(status.adapters)
+        self.max_loras = status.max_loras
         self.has_slots = True
         self._woken.set()
 
@@ -76,7 +80,11 @@ class WorkerAdapters:
 
     def forget(self, digest: str) -> None:
         """It refused a request because it lacks the adapter."""
-        self.loaded -= {digest}
+        self._change(self.loaded - {digest})
+
+    def _change(self, loaded: frozenset[str]) -> None:
+        self.loaded = loaded
+        self.version += 1
 
     def find(self, adapter: Adapter) -> str | LoadFailure | None:
         """The adapter's digest once it is loaded here, or why it is not; None: it has not been tried."""
@@ -118,24 +126,30 @@ class WorkerAdapters:
 
     async def _load(self, adapter: Adapter) -> None:
         request = worker_pb2.LoadAdapterRequest(name=adapter.name, path=adapter.path, digest=adapter.digest)
+        incarnation, found = self._incarnation, None
         try:
             digest = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         except grpc.aio.AioRpcError as error:
-            before, reason = self._reports.get(adapter), error.details() or error.code().name
-            if not (isinstance(before, LoadFailure) and before.reason == reason):
-                log.error("adapter not loaded", adapter=adapter.name, address=self._address, reason=reason)
-            self._reports[adapter] = LoadFailure(error.code(), reason, self._clock() + RETRY_S)
-        else:
+            found = LoadFailure(error.code(), error.details() or error.code().name, self._clock() + RETRY_S)
+        if incarnation != self._incarnation:  # its successor is asked next
+            return
+        if found is None:
             self._reports[adapter] = digest
             self._ours.add(digest)
-            self.loaded |= {digest}
+            self._change(self.loaded | {digest})
+        else:
+            before, self._reports[adapter] = self._reports.get(adapter), found
+            if not (isinstance(before, LoadFailure) and before.reason == found.reason):
+                log.error("adapter not loaded", adapter=adapter.name, address=self._address, reason=found.reason)
         self._mark()
 
     async def _unload(self, digest: str) -> None:
+        incarnation = self._incarnation
         try:
             await self._stub.UnloadAdapter(worker_pb2.UnloadAdapterRequest(digest=digest), timeout=UNLOAD_S)
         except grpc.aio.AioRpcError as error:  # again after the next status
             log.warning("adapter not unloaded", digest=digest, address=self._address, reason=error.details())
         else:
-            self._ours.discard(digest)
-            self.loaded -= {digest}
+            if incarnation == self._incarnation:
+                self._ours.discard(digest)
+                self._change(self.loaded - {digest})

@@ -105,12 +105,13 @@ class WorkerClient:
 
     async def _poll(self) -> None:
         while True:
+            version = self.adapters.version
             try:
                 status = await self._worker.Status(worker_pb2.StatusRequest(), timeout=self._heartbeat_s)
             except grpc.aio.AioRpcError as error:
                 self._miss(error)
             else:
-                self._learn(status)
+                self._learn(status, version)
             while (pause_s := self._next_poll - self._clock()) > 0:
                 self._hurry.clear()
                 try:
@@ -124,14 +125,14 @@ class WorkerClient:
         if self._silence is None:
             log.warning("worker does not answer", address=self.address, reason=f"nothing came for {QUIET_S:g} s")
 
-    def _learn(self, status: worker_pb2.WorkerStatus) -> None:
+    def _learn(self, status: worker_pb2.WorkerStatus, version: int) -> None:
         if self.status.peer.incarnation not in ("", status.peer.incarnation):
             log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
         elif self._silence:
             log.info("worker answers again", address=self.address)
         self._silence = ""
         self.status = status
-        self.adapters.learn(status)
+        self.adapters.learn(status, version)
         self._num_others = max(status.num_running - self.num_mine, 0)
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None

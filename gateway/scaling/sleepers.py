@@ -91,15 +91,17 @@ class Sleepers:
             if gate.is_closed != (gate.name in decision.closed):
                 gate.is_closed = not gate.is_closed
         for name in decision.sleep:
+            self._send(
+                SetAwake(name, False)
+            )  # where this fails, nothing has changed: it is asked again at the next look
             log.info("model goes to sleep", model=name)
             gates[name].is_closed = False
             gates[name].change("falling asleep")
             self._leave(gates[name])
-            self._send(SetAwake(name, False))
         for name in decision.wake:
+            self._send(SetAwake(name, True))
             log.info("model wakes", model=name)
             gates[name].change("waking")
-            self._send(SetAwake(name, True))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

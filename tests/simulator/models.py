@@ -173,7 +173,7 @@ class ModelsGateway(SimGateway):
             for name, gate in self.gates.items()
         }  # fmt: skip
         for worker in list(serve.workers.values())[self._bounds[0] :]:
-            self.fleet.leave("decode", worker.name)
+            self.fleet.decode.pop(worker.name)
 
         def send(event: SetAwake) -> None:
             world.at(SOCKET_S, serve, -1, lambda: serve.set_awake(event))

@@ -48,6 +48,7 @@ class FakeEngineClient:
         """Clear all records. `first`: scripts for one generation each; later ones follow `script`."""
         self.script, self.scripts = script, list(first)
         self.unready: str | None = None
+        self.is_asleep = False  # until the next generation
         self.refusal: ApiError | None = None  # of further requests
         self.generations.clear()
         self.num_given = 0  # tokens
@@ -68,7 +69,7 @@ class FakeEngineClient:
         return self.unready
 
     def can_serve(self, adapter: str = "") -> bool:
-        return self.unready is None
+        return self.unready is None and not self.is_asleep
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:
@@ -88,6 +89,7 @@ class FakeEngineClient:
     async def generate(
         self, generation: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncGenerator[Tokens, None]:
+        self.is_asleep = False
         admitted.num_unplaced -= 1
         self.num_waiting -= 1
         self.num_running += 1

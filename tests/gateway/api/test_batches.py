@@ -308,6 +308,18 @@ def test_no_key_uses_up_batches_and_files_and_output_counts(
         assert wait(one, batch).request_counts.completed == 1
 
 
+def test_one_line_wakes_models_that_sleep_and_the_others_follow(client: openai.OpenAI, served: Served) -> None:
+    served.engine.is_asleep = True
+    batch = wait(client, begin(client, *(line(f"line {number}") for number in range(3))))
+    assert batch.request_counts.completed == 3
+    served.engine.is_asleep, served.engine.unready = True, "the gateway is draining"
+    begun = begin(client, line("a"))
+    wait(client, begun, lambda one: one.status == "in_progress")
+    assert len(served.engine.generations) == 3, "what is not ready is not asked"
+    served.engine.unready = None
+    assert wait(client, begun).request_counts.completed == 1
+
+
 def test_a_line_of_many_answers_leaves_places_free(client: openai.OpenAI, served: Served) -> None:
     """Whatever n and the number of prompts are: the reserve of places is never given to batches."""
     served.engine.reset(served.script(ANSWER, delay_s=0.01))

@@ -1,8 +1,10 @@
 """Adapters (LoRA): which workers get requests that name one, and what workers are asked to load: in virtual time."""
 
+import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -180,6 +182,58 @@ def test_a_worker_without_a_free_slot_takes_requests_of_the_base(role: str) -> N
         fleet.run(POLL_S)
         finish(fleet, client)
         finish(fleet, later)
+
+
+def test_a_status_that_was_asked_for_before_a_change_does_not_take_it_back() -> None:
+    with virtual_fleet() as fleet:
+        loads, worker = Loads(fleet), fleet.decodes[0]
+        status, answer = worker.Status, asyncio.Event()
+
+        async def answer_late(*call: Any) -> Any:
+            before = await status(*call)
+            await answer.wait()
+            return before
+
+        with mock.patch.object(worker, "Status", answer_late):
+            fleet.run(POLL_S)
+            assert loads.load("one", "/a") is None
+        fleet.loop.run(answer.set)
+        fleet.run()
+        assert fleet.fleet.decode["D1"].adapters.loaded == {"A"}
+        assert len(worker.calls) == 1, "it is not asked again"
+        worker.adapters.clear()
+        fleet.run(2 * POLL_S)
+        assert worker.calls == ["Load one"] * 2, "a later status counts"
+
+
+def test_an_answer_of_the_worker_that_was_there_before_says_nothing_of_the_one_that_is() -> None:
+    with virtual_fleet() as fleet:
+        loads, worker = Loads(fleet), fleet.decodes[0]
+        answer = asyncio.Event()
+
+        def late(load: Any) -> Any:
+            async def answer_late(*call: Any) -> Any:
+                response = await load(*call)
+                await answer.wait()
+                return response
+
+            return answer_late
+
+        with mock.patch.object(worker, "LoadAdapter", late(worker.LoadAdapter)):
+            fleet.loop.run(lambda: loads.loader.expect({"one": "/a"}))
+            fleet.run()
+        fleet.kill(worker)
+        after = fleet.replace(worker, "D1b")
+        loads.prepare(after)
+        fleet.run(POLL_S)
+        with mock.patch.object(after, "LoadAdapter", late(after.LoadAdapter)):
+            fleet.loop.run(answer.set)
+            answer.clear()
+            fleet.run()
+            assert not fleet.fleet.decode["D1"].adapters.loaded and fleet.fleet.adapters.pending
+            fleet.loop.run(answer.set)
+            fleet.run()
+        assert after.calls == ["Load one"] and not fleet.fleet.adapters.pending
 
 
 def test_a_restarted_worker_is_not_asked_to_unload_what_its_last_run_was_to() -> None:

@@ -46,6 +46,25 @@ def test_a_change_that_a_follower_makes_is_looked_at_after_all_have_seen_the_fir
     assert seen == ["first", "second"] * 2
 
 
+def test_a_condition_that_fails_is_its_waiters_error_and_holds_up_no_other() -> None:
+    async def scenario() -> None:
+        changes, seen = Changes(), list[str]()
+
+        def fail_later() -> bool:
+            return bool(seen) and seen[1] == "never"
+
+        failing = asyncio.create_task(changes.until(fail_later))
+        other = asyncio.create_task(changes.until(lambda: bool(seen)))
+        await asyncio.sleep(0)
+        seen.append("changed")
+        changes.mark()
+        assert await asyncio.wait_for(other, 10.0)
+        await asyncio.gather(failing, return_exceptions=True)
+        assert isinstance(failing.exception(), IndexError) and not changes._waiting
+
+    asyncio.run(scenario())
+
+
 def test_a_wait_ends_at_its_time_and_is_then_forgotten() -> None:
     async def scenario() -> None:
         changes = Changes()

@@ -37,6 +37,17 @@ def test_workers_that_do_not_fit_are_named_once(context_tokens: int, weights: st
     assert sorted(errors) == sorted(expected)
 
 
+def test_a_worker_that_leaves_is_a_change_at_once() -> None:
+    with virtual_fleet(decode=2) as fleet:
+        gone = fleet.loop.create_task(fleet.fleet.changes.until(lambda: "D2" not in fleet.fleet.decode))
+        fleet.run()
+        worker = fleet.fleet.decode["D2"]
+        fleet.loop.run(lambda: fleet.fleet.leave("decode", "D2"))
+        fleet.run()
+        assert gone.done()
+        fleet.loop.create_task(worker.close())
+
+
 def test_three_gateways_share_two_workers_evenly() -> None:
     """Five requests of each: alone, each gateway gives its first worker three of them."""
     options = {"decode": 2, "max_running": 64, "uses_cache": False, "is_started": False}

@@ -1,7 +1,11 @@
 """Which requests wait, go next and are refused, and when workers get some: the real router in virtual time."""
 
-import pytest
+from unittest import mock
 
+import pytest
+from structlog.testing import capture_logs
+
+from gateway.router.worker_client import POLL_S
 from gateway.router.worker_view import Role
 from runtime.config_parts import NoPrefill
 from tests.gateway.router.test_requests import (
@@ -58,6 +62,18 @@ def test_an_empty_queue_admits_any_number_of_choices() -> None:
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_place_fails_still_waits_and_holds_nothing() -> None:
+    with virtual_fleet() as fleet, capture_logs() as logs:
+        with mock.patch.object(fleet.placer, "begin", side_effect=KeyError("a bug")):
+            client = fleet.ask()
+            fleet.router.queue.check()
+        assert fleet.router.queue.num_placed == 0 and fleet.router.queue.num_tokens_waiting
+        fleet.run(POLL_S)
+        finish_all(fleet)
+        assert client.finish_reason == "length"
+        assert {one["event"] for one in logs} == {"a change was not followed"}
 
 
 def test_retries_keep_their_order_before_new_requests() -> None:

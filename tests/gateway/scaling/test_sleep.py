@@ -5,12 +5,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from gateway.router.admission import Admission
 from gateway.router.model_gate import UNREADY_S, ModelGate
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.worker_client import POLL_S
 from gateway.scaling.sleepers import Sleepers
 from runtime.events import ModelState, SetAwake
 from tests.support.fake_workers import FakeDecode
@@ -208,6 +211,30 @@ def test_a_model_sleeps_when_nobody_asks_for_a_while_also_alone() -> None:
         assert one.sent[1:] == [SetAwake("a", True)], "it came while the workers were ending"
         one.start_workers("a")
         one.answer("a")
+        assert client.tokens == [7]
+
+
+@pytest.mark.parametrize("is_awake", [False, True])
+def test_what_could_not_be_asked_for_is_asked_for_at_the_next_look(is_awake: bool) -> None:
+    with models("ab") as both, capture_logs():
+        send = both.sleepers._send
+
+        def fail_once(event: SetAwake) -> None:
+            if event.is_awake is not is_awake:
+                send(event)
+                return
+            both.sleepers._send = send
+            raise OSError("broken pipe")
+
+        both.sleepers._send = fail_once
+        client = both.ask("b")
+        both.fleet.run(POLL_S)
+        both.end_workers("a")
+        both.fleet.loop.run(both.fleet.fleet.changes.mark)
+        both.fleet.run()
+        assert both.sent == [SetAwake("a", False), SetAwake("b", True)]
+        both.start_workers("b")
+        both.answer("b")
         assert client.tokens == [7]
 
 
