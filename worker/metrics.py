@@ -80,10 +80,11 @@ class WorkerMetrics:
     def count_step(
         self, planned: Seq[ScheduledSequence], updates: Iterable[Update], failed: Collection[int], seconds: float
     ) -> None:
-        """Count a finished step. Of a sequence that gets a token, all positions but one are prompt."""
+        """Count a finished step. Of a prompt that gets its first token, all positions but one are prompt."""
         self.step_seconds.observe(seconds)
         num_tokens = sum([len(update.token_ids) for update in updates])
-        num_prompt = sum([step.count - step.wants_token for i, step in enumerate(planned) if i not in failed])
+        prompts = [step for i, step in enumerate(planned) if i not in failed and not step.is_answer]
+        num_prompt = sum([step.count - step.wants_token for step in prompts])
         if num_tokens:
             self.generation_tokens.inc(num_tokens)
         if num_prompt:
