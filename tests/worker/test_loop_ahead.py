@@ -25,7 +25,7 @@ from engine.batch import Prepared
 from engine.compose import FullEngine
 from engine.cuda.captured import has_pieces
 from engine.engine import Place
-from engine.kv.pool import create_file
+from engine.kv.memory import create_file
 from engine.rank_group import join_group
 from engine.runner import Launched, Runner
 from tests.support.batches import SAMPLINGS
