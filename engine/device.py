@@ -7,7 +7,7 @@ import torch
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kv.pool import DeviceMemory
+from engine.kv.memory import DeviceMemory
 from engine.ops.base import Ops
 
 

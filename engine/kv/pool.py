@@ -5,10 +5,8 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -16,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kv.memory import DeviceMemory, Landing, PeerPages, T, create_file, prefer_huge_pages
 from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
 from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes
@@ -23,57 +22,6 @@ from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_by
 OS_PAGE_BYTES = 4096
 Part = KvPart | StatePart
 log = structlog.get_logger()
-T = TypeVar("T")
-
-
-class Landing(Protocol):
-    """Pages beside a pool, in its own kind of memory: kvtransfer's Landing."""
-
-    @property
-    def address(self) -> int: ...
-
-    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PeerPages(Landing, Protocol):
-    """Another process's pool: kvtransfer's PeerPages."""
-
-    def copy(
-        self, pages: Sequence[int], into: Sequence[int], source: int = 0, target: int = 0, num_bytes: int | None = None
-    ) -> None: ...
-
-    def probe(self, num_pages: int, source: int, num_bytes: int) -> None: ...
-
-    def load(self, begin: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]: ...
-
-
-class DeviceMemory(Protocol):
-    """The memory of a device that is not the host's. Raises RuntimeError with the driver's message."""
-
-    uuid: str
-    readable: tuple[str, ...]  # UUIDs of the devices whose memory it can read, itself first
-
-    def reserve(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, zeroed, outside torch's allocator."""
-        ...
-
-    def export(self, address: int) -> bytes:
-        """The handle by which other processes open an allocation."""
-        ...
-
-    def open_peer(self, handle: bytes, num_bytes: int, ours: Tensor, page_bytes: int) -> PeerPages:
-        """Another process's allocation of `num_bytes`, as pages to be copied into `ours`, [P, W] int32."""
-        ...
-
-    def open_landing(self, num_pages: int, ours: Tensor, page_bytes: int) -> Landing:
-        """Memory for pages that something else writes, to be copied into `ours`."""
-        ...
-
-    def run(self, launch: Callable[[], T]) -> T:
-        """Launch work beside the steps and wait for it. From any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +147,7 @@ class Pool:
             memory = mmap.mmap(-1, self.num_pages * self.page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise self._no_memory("") from error
-        _prefer_huge_pages(memory)
+        prefer_huge_pages(memory)
         return self._place(memory, 0)
 
     def _place(self, memory: mmap.mmap, begin: int) -> Tensor:
@@ -262,7 +210,7 @@ class Pool:
             if fd is not None:
                 os.close(fd)
             return None
-        _prefer_huge_pages(memory)
+        prefer_huge_pages(memory)
         self.fd, self.generations = fd, np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
 
@@ -341,14 +289,3 @@ class HostPages:
 
     def close(self) -> None:
         """The memory is freed with the last reference."""
-
-
-def _prefer_huge_pages(memory: mmap.mmap) -> None:
-    """Fewer page faults and TLB misses, if the system allows it."""
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-
-
-def create_file() -> int:
-    """The file descriptor of an empty memory file. Raises OSError."""
-    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

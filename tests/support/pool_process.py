@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from engine.compose import open_device
 from engine.cuda.gpu import Gpu
-from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
+from engine.kv.memory import create_file
+from engine.kv.pool import Pool, PoolShape, PoolShare
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.layout import build_layout

@@ -102,6 +102,7 @@ class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
 
     forwards = Forwards()
+    is_head = False
 
     def __init__(self, pool: Pool, rows: InputBatch) -> None:
         self._pool = pool

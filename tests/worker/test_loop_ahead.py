@@ -30,7 +30,7 @@ from engine.batch import ForwardRow, Prepared
 from engine.compose import FullEngine
 from engine.cuda.captured import has_pieces
 from engine.engine import Place
-from engine.kv.pool import create_file
+from engine.kv.memory import create_file
 from engine.rank_group import join_group
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from engine.kv.pool import create_file
+from engine.kv.memory import create_file
 from engine.out_of_memory import end_process
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
