@@ -28,9 +28,12 @@ class Models(NamedTuple):
     base: Path
     folders: list[Path]
     merged: dict[str, Any]  # name |-> transformers' model
+    answers: dict[tuple[str, tuple[int, ...]], list[int]]  # its name and a prompt |-> tokens
 
     def expected(self, name: str, prompt: list[int]) -> list[int]:
-        return greedy(self.merged[name], prompt, COUNT)
+        if (key := (name, tuple(prompt))) not in self.answers:
+            self.answers[key] = greedy(self.merged[name], prompt, COUNT)
+        return self.answers[key]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folders = [folder / name for name in ("one", "two", "three")]
     merged = {one.name: write_adapter(one, base, "llama", seed=seed) for seed, one in enumerate(folders)}
     merged[""] = write_adapter(folder / "nothing", base, "llama", seed=0, lora_alpha=0)  # the base
-    return Models(base, folders, merged)
+    return Models(base, folders, merged, {})
 
 
 class Served(NamedTuple):
