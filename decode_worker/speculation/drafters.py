@@ -116,7 +116,6 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
         self._runner = runner
         self._meter = meter
-        self._chunk_tokens = chunk_tokens
         self._chunks = ChunkSizer(chunk_tokens)
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:

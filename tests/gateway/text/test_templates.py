@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,16 @@ def run(sources: list[str], test: Callable[[Templates], Awaitable[None]]) -> Non
     asyncio.run(main())
 
 
+async def stop_busy(pid: int | None, count: int) -> list[int]:
+    """Stops the forks that compute, once so many do: their CPU time stands still, however slow the machine."""
+    async with asyncio.timeout(WAIT_S):
+        while len(busy := [fork for fork in forks_of(pid) if cpu_s(fork) > CPU_S / 20]) < count:  # noqa: ASYNC110  no event for it
+            await asyncio.sleep(0.005)
+    for fork in busy:
+        os.kill(fork, signal.SIGSTOP)
+    return busy
+
+
 async def ask(rendering: Templates, number: int, text: str, owner: str = "") -> str:
     packed = pack_conversation(number, Conversation([{"role": "user", "content": text}]))
     return await rendering.render(packed, owner)
@@ -64,9 +75,11 @@ def test_a_template_that_breaks_a_limit_ends_its_own_request_only() -> None:
             hostile = [
                 asyncio.create_task(ask(rendering, number, "go", "stranger")) for _ in range(1 + (name == "loops"))
             ]
-            await asyncio.sleep(0.1)
+            busy = await stop_busy(rendering.pid, len(hostile)) if "takes longer" in why else []
             assert await ask(rendering, number, "hi", "other") == "<hi>"
-            assert "takes longer" not in why or not any(task.done() for task in hostile), name
+            assert not busy or not any(task.done() for task in hostile), name
+            for fork in busy:
+                os.kill(fork, signal.SIGCONT)
             for task in hostile:
                 with pytest.raises(TemplateRefusalError, match=why):
                     await task
@@ -93,7 +106,7 @@ def test_rendering_ends_with_its_request_and_a_process_that_is_killed_is_replace
         async with asyncio.timeout(WAIT_S):
             while forks_of(pid) & before:  # noqa: ASYNC110  no event for it
                 await asyncio.sleep(0.01)
-        assert ended_cpu_s(pid) < FORKS * CPU_S / 2
+        assert cpu_s(pid, of_ended=True) < FORKS * CPU_S / 2
         assert rendering.pid == pid and len(forks_of(pid)) == FORKS
         assert rendering.child is not None
         rendering.child.kill()
@@ -110,9 +123,9 @@ def forks_of(pid: int | None) -> set[int]:
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-def ended_cpu_s(pid: int | None) -> float:
-    """CPU time of its forks that have ended."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[13:15]
+def cpu_s(pid: int | None, *, of_ended: bool = False) -> float:
+    """CPU time of a process, or of its forks that have ended."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[13 if of_ended else 11 :][:2]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
