@@ -17,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("BATON_CHECK_STEPS", "1")  # before anything imports the engine; services get it, too
 
 from runtime.hardware import wait_without_spinning
+from tests.support.forks import fork_test_processes
 from tests.support.interpreter import interpret_kernels
 
 sys.dont_write_bytecode = False  # a run has hundreds of processes: each module is compiled once, not in each of them
@@ -53,6 +54,10 @@ class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
         return DEMO if path.startswith(DEMO) else path
+
+
+def pytest_xdist_setupnodes() -> None:
+    fork_test_processes()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

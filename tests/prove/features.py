@@ -101,7 +101,8 @@ def prove_features(report: Report, features: Mapping[str, list[Case]]) -> None:
         write_adapter(folder / ADAPTER, model, "llama", seed=1)
         twins = []
         for flag in (*HAND_OFF_FLAGS, "--prefill-workers=0"):
-            live = stack.enter_context(serve_calmly(model, *FLAGS, f"--lora={ADAPTER}={folder / ADAPTER}", flag))
+            flags = (*FLAGS, f"--lora={ADAPTER}={folder / ADAPTER}", flag)
+            live = stack.enter_context(serve_calmly(model, *flags, forks=False))
             twins.append(Twin(live, stack.enter_context(grpc.insecure_channel(live.grpc_address))))
         clients = stack.enter_context(ThreadPoolExecutor(CLIENTS))
         for feature, cases in features.items():

@@ -68,7 +68,7 @@ def served(models: Models, decode_tp: int) -> Iterator[Served]:
     flags = ("--dtype=float32", "--draft-model=none", "--threads=1", f"--decode-tp={decode_tp}")
     env = {"BATON_ADMIN_KEY": ADMIN_KEY}
     with (
-        serve(models.base, *flags, *CALM, f"--lora=one={models.folders[0]}", env=env) as live,
+        serve(models.base, *flags, *CALM, f"--lora=one={models.folders[0]}", env=env, forks=True) as live,
         grpc.insecure_channel(live.grpc_address) as channel,
     ):
         live.wait_until_whole()

@@ -27,7 +27,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with serve(
         "a=demo", "--model=b=demo", f"--model=c={DRAFT}", "--max-awake=2", "--prefill-workers=0", "--dtype=float32",
         "--threads=1", "--draft-model=none", "--max-context-tokens=512", f"--kv-disk={kv}", f"--lora=tale={tale}@c",
-        hands_over=False,
+        hands_over=False, forks=True,
     ) as service:  # fmt: skip
         yield service
 

@@ -40,7 +40,7 @@ def live() -> Iterator[Live]:
     """Two decode workers and one prefill worker; the drain is too short for long answers."""
     with serve(
         "demo", "--dtype=float32", "--decode-workers=2", "--threads=1", "--heartbeat-s=2", "--drain-s=1",
-        env={"BATON_FLEET_SECRET": SECRET},
+        env={"BATON_FLEET_SECRET": SECRET}, forks=True,
     ) as service:  # fmt: skip
         yield service
 

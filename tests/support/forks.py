@@ -33,6 +33,8 @@ MODULES = (  # that are forked; others are started
     "cli.main", "baton", "worker.ranks.main", "tests.faults.corrupting_worker", "tests.support.pool_process",
     "tests.support.rank_follower", "tests.support.rank_process",
 )  # fmt: skip
+TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
+TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one
 MESSAGE_BYTES, MOST_FDS = 1 << 17, 64
 PARKED = 1 << 9  # first number of descriptors on their way to their own
 
@@ -82,24 +84,34 @@ class ForkedPopen(subprocess.Popen[Any]):
             [os.fsdecode(word) for word in args], dict(env or os.environ), os.fspath(cwd or Path.cwd()),
             [0, 1, 2, *pass_fds], others[-1] == 0,
         )  # fmt: skip
-        ForkedPopen.template = ForkedPopen.template or _start_template()
+        ForkedPopen.template = ForkedPopen.template or _start_template(IMPORTS)
         self.pid = ForkedPopen.template.fork(start, [*standard, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def find_words(args: Any) -> list[str] | None:
-    """The module and its arguments, of a command that is forked."""
-    if isinstance(args, (str, bytes)) or args[0] != sys.executable or "-m" not in args:
+    """The module and its arguments, of a command that is forked, or the code of a test process."""
+    if isinstance(args, (str, bytes)) or args[0] != sys.executable or sys.platform != "linux":
         return None
+    if "-m" not in args:
+        return list(args[-1:]) if args[-1] == TEST_PROCESS else None
     words = list(args[args.index("-m") + 1 :])
     return words if words[0] in MODULES else None
 
 
-def _start_template() -> Template:
+def fork_test_processes() -> None:
+    """From now on, those of this process are; elsewhere than on Linux none is."""
+    if sys.platform != "linux":
+        return
+    ForkedPopen.template = _start_template((*TEST_IMPORTS, *IMPORTS))
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def _start_template(imports: Iterable[str]) -> Template:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()})"]
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {imports})"]
         root = str(Path(__file__).resolve().parents[2])
         environment = {**os.environ, "PYTHONPATH": root, "GOMP_SPINCOUNT": "2000"}
         subprocess.Popen([*command, "x" * 4096], pass_fds=[theirs.fileno()], env=environment)
@@ -178,25 +190,31 @@ def _fork_template(fds: Iterable[int]) -> Template:
 def _run(start: Start) -> NoReturn:
     """As `python -m`, to the end of the process; but it frees nothing, which would copy the pages that it shares."""
     ForkedPopen.template = _fork_template(start.fds)
-    subprocess.Popen = ForkedPopen  # type: ignore[misc]
     words = find_words(start.words)
     assert words is not None
+    if words[0] == TEST_PROCESS:
+        exec(TEST_PROCESS, {"__name__": "__main__"})  # noqa: S102  as Python would
+        _end(0)
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
     sys.argv = words
     if words[1:2] == ["gateway"]:
         _forget_torch()
-    code: Any = 0
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        code = end.code
+        _end(end.code if isinstance(end.code, int) else int(end.code is not None))
     except BaseException:
         traceback.print_exc()
-        code = 1
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    os._exit(code)
 
 
 def _forget_torch() -> None:
@@ -209,10 +227,10 @@ def _forget_torch() -> None:
             function.cache_clear()
 
 
-def main(fd: int) -> NoReturn:
+def main(fd: int, imports: Iterable[str]) -> NoReturn:
     """The template of a process that was not forked itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in IMPORTS:
+    for name in imports:
         import_module(name)
     start = _serve(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.default_int_handler)

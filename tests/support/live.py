@@ -155,13 +155,13 @@ def serve(
     env: Mapping[str, str] | None = None,
     hands_over: bool = True,
     installed: Path | None = None,
-    forks: bool = True,
+    forks: bool = False,
 ) -> Iterator[Live]:
     """`baton serve` on free ports, ready; stopped by SIGTERM at the end.
 
     hands_over: transfer KV unless flags say otherwise; if False, the ports are the only flags besides `flags`.
     installed: the script to run, in a folder of its own and without our PYTHONPATH, so that it finds no checkout.
-    forks: its processes are forks of one that has imported everything.
+    forks: its processes are forks of one that has imported everything; not where time or memory is measured.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
@@ -178,7 +178,7 @@ def serve(
         environment = build_environment(env or {})
         if installed:
             environment["PYTHONPATH"] = (env or {}).get("PYTHONPATH", "")
-        process = (ForkedPopen if forks and not installed else subprocess.Popen)(
+        process = (ForkedPopen if forks else subprocess.Popen)(
             command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

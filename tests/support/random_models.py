@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from demo.shapes import llama_config, new_model
 from engine.models.config import ModelConfig
@@ -28,12 +28,6 @@ LLAMA_1B: Mapping[str, Any] = {  # the shape of Llama-3.2-1B
     "rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "attention_bias": False, "mlp_bias": False,
     "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-}  # fmt: skip
-HYBRID_1B: Mapping[str, Any] = {
-    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "intermediate_size": 6144, "vocab_size": 128_256, "tie_word_embeddings": True, "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
 }  # fmt: skip
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TRAINED_TOKENS, TRAINING_BYTES = 8000, 4_000_000  # of the tokenizer; the rest of the vocabulary is made up
@@ -85,15 +79,6 @@ def write_llama_1b(folder: Path) -> Path:
     (fresh / "generation_config.json").write_text(json.dumps(ids))
     save_file(dict(draw_weights(LLAMA_1B)), fresh / "model.safetensors", metadata={"format": "pt"})
     fresh.rename(folder)
-    return folder
-
-
-def write_hybrid_1b(folder: Path) -> Path:
-    """A hybrid of about Llama-3.2-1B's size: three layers of Gated DeltaNet to one of attention, as in Qwen3.5."""
-    torch.manual_seed(0)
-    library: Any = AutoModelForCausalLM
-    library.from_config(CONFIG_MAPPING["qwen3_5_text"](**HYBRID_1B), dtype=torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder, HYBRID_1B["vocab_size"])
     return folder
 
 

@@ -201,14 +201,6 @@ def say(finish_reason: str, error: str, tokens: int = 0) -> Trouble:
     return lambda fleet: fleet.decodes[0].sessions[0].say([9] * tokens, finish_reason, error)
 
 
-def refuse_as_prefill(*refusal: Any) -> Trouble:
-    def act(fleet: VirtualFleet) -> None:
-        fleet.prefills[0].refusals.append(refusal)
-        fleet.prefills[0].may_finish.set()
-
-    return act
-
-
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize(
     ("trouble", "is_ended", "avoids"),
