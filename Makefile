@@ -103,12 +103,12 @@ clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed 
 screenshots: $(DEV_STAMP) ## Take the pictures of docs/images from a running service; needs Chromium and tmux
 	$(BIN)/python -m tests.screenshots
 
-lock: $(DEV_STAMP) ## Write the lock file of the gateway's image: needs PyPI
+lock: $(DEV_STAMP) ## Write the lock files of the images: needs PyPI
 	$(BIN)/python deploy/lock.py
 
 audit: $(DEV_STAMP) ## Look for known vulnerabilities, and write build/sbom.json (CycloneDX): needs a network
 	$(PYTHON) -m venv build/audit && build/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'
-	build/audit/bin/pip-audit --disable-pip --requirement deploy/gateway-requirements.lock
+	for lock in deploy/*-requirements.lock; do build/audit/bin/pip-audit --disable-pip --requirement $$lock || exit; done
 	build/audit/bin/pip-audit --local --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	    --skip-editable --format cyclonedx-json --output build/sbom.json
 

@@ -126,7 +126,8 @@ class WorkerAdapters:
 
     async def _load(self, adapter: Adapter) -> None:
         request = worker_pb2.LoadAdapterRequest(name=adapter.name, path=adapter.path, digest=adapter.digest)
-        incarnation, found = self._incarnation, None
+        incarnation = self._incarnation
+        found: LoadFailure | None = None
         try:
             digest = str((await ask_twice(lambda: self._stub.LoadAdapter(request, timeout=LOAD_S))).digest)
         except grpc.aio.AioRpcError as error:

@@ -23,12 +23,12 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.compose import choose_attention
 from engine.cpu import build
-from engine.cpu.build import NATIVE, BuildError, load_kernel
+from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_math import Math, choose_math
 from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.weights.folders import cache_folder
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
-from tests.support.instruction_sets import BUILDS, Build, built_for
+from tests.support.instruction_sets import AMX, BUILDS, HAS_AMX, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
 from wire.private_folders import UnsafeFolderError
 
@@ -41,8 +41,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def kernels(shape: AttentionShape, *of: Math) -> list[CpuPagedAttention]:
     found: list[CpuPagedAttention] = []
-    own = [Build(NATIVE, Math.TILES)] if choose_math() is Math.TILES else []  # the CPU's, beside emulated ones
-    for variant in [*BUILDS, *own] if HAS_COMPILER else ():
+    for variant in [*BUILDS, *([AMX] if HAS_AMX else [])] if HAS_COMPILER else ():
         if variant.math in of:
             with built_for(variant):
                 found.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), variant.math))

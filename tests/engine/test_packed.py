@@ -27,7 +27,7 @@ from engine.formats.linear import Int8Linear, round_rows
 from engine.ops.base import multiply_widened
 from engine.weights.cache import Weights
 from tests.support.attention import needs_compiler
-from tests.support.instruction_sets import BUILDS, Build, built_for, no_compiler
+from tests.support.instruction_sets import BUILDS, ON_AMX, Build, built_for, no_compiler
 
 __all__ = ["no_compiler"]  # a fixture
 
@@ -38,7 +38,7 @@ TILES = [build for build in BUILDS if build.flags]
 BUILT = [build for build in BUILDS if not build.isa.endswith(("bf16", "native"))]  # groups: others compile to the same
 
 
-@pytest.fixture(params=BUILDS, ids=str)
+@pytest.fixture(params=[*BUILDS, ON_AMX], ids=str)
 def instructions(request: pytest.FixtureRequest) -> Iterator[Build]:
     with built_for(request.param):
         yield request.param
@@ -187,11 +187,11 @@ def test_codes_do_not_depend_on_what_the_compiler_contracts() -> None:
 
 
 @needs_compiler
-@pytest.mark.skipif(not TILES, reason="x86 only")
+@pytest.mark.parametrize("build", [*TILES, ON_AMX], ids=str)
 @pytest.mark.parametrize(("bits", "tables", "row_bits"), FORMS)
-def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables, row_bits: int) -> None:
+def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables, row_bits: int, build: Build) -> None:
     groups, rows = draw_groups(bits, tables, 300, 640), draw_rows(530, 640)
-    with built_for(TILES[0]):
+    with built_for(build):
         plain = PackedLinear(pack(groups.dense().bfloat16()), epilogue=Epilogue.FLOATS)
         linear = PackedLinear(pack_groups(groups, row_bits=row_bits), epilogue=Epilogue.FLOATS)
         for num_rows in (64, 75, 530):

@@ -34,6 +34,9 @@ BUILDS = [Build(isa, Math.WIDENED) for isa in SETS if not isa.endswith("bf16")]
 BUILDS += [Build(isa, Math.PAIRS) for isa in SETS if isa.endswith("bf16")]
 if platform.machine() == "x86_64":
     BUILDS.append(Build(NATIVE, Math.TILES, "-DBATON_EMULATE_AMX"))
+AMX = Build("amx", Math.TILES)  # the CPU's own tiles
+HAS_AMX = AMX.isa in SETS
+ON_AMX = pytest.param(AMX, marks=pytest.mark.skipif(not HAS_AMX, reason="no AMX"))
 WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon")]  # one for each width of vectors
 
 
@@ -45,6 +48,8 @@ def built_for(build_: Build) -> Iterator[None]:
         for user in (packed, packed_groups):
             stack.enter_context(mock.patch.object(user, "choose_math", lambda *_: build_.math))
         forget_kernels()
+        if build_ == AMX:
+            assert cpu_math._load().baton_request_tiles(), "the system does not let this process use tiles"
         try:
             yield
         finally:
