@@ -33,7 +33,7 @@ class FallbackHead(HeadDecoder):
         name = model.config.attention_modules[-1].rpartition(".")[-1]
         self._layer.get_submodule(name).baton_attend = self._attend  # type: ignore[assignment]
 
-    def _run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         assert batch.hidden is not None, "a draft head without hidden rows"
         joined, positions = self._join(batch.token_ids, batch.hidden)[None], batch.positions[None]
         self._attention = attention
