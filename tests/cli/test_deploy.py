@@ -126,7 +126,9 @@ def test_the_cuda_image_is_of_one_cuda_throughout(tmp_path: Path) -> None:
     assert re.search(r"^FROM nvidia/cuda:\$\{CUDA\}-devel-ubuntu22.04 AS toolkit$", DOCKERFILE, re.MULTILINE)
     echo = {"pip": 'echo "$@"'}
     assert CUDA.startswith("13.0.")
-    assert run_stage("build-worker-cuda", tmp_path, echo) == "install .[cuda,nixl] torch==2.11.0\n"
+    locked = "install --require-hashes -r deploy/worker-cuda-requirements.lock\ninstall --no-deps .\n"
+    assert run_stage("build-worker-cuda", tmp_path, echo) == locked
+    assert "\ntorch==2.11.0 " in (ROOT / "deploy/worker-cuda-requirements.lock").read_text()
     found = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1", TORCH_INDEX="INDEX")
     assert found == "install --extra-index-url INDEX .[cuda,nixl-cu12] torch==2.11.0+cu128\n"
     refusal = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1")

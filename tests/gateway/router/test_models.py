@@ -41,7 +41,7 @@ def test_a_worker_is_where_it_says_and_moves_when_it_says_otherwise() -> None:
         fleet.run(2.0)
         assert find_members(root) == {"a": [], "b": ["D2", "D1"]} and root.decode["D1"].find_trouble() is None
 
-        root.leave("decode", "D2")
+        fleet.loop.run(lambda: root.leave("decode", "D2"))
         assert find_members(root) == {"a": [], "b": ["D1"]}
 
 
