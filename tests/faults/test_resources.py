@@ -111,7 +111,7 @@ def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> Non
     Several ranks need a shared pool, and report that there is none.
     """
     limit = ["prlimit", f"--fsize={1 << 20}"]
-    refusal = r"2 ranks need shared memory files: .*File too large; allow memfd_create, or set --tp 1"
+    refusal = r"ranks cannot share their pages: .*File too large; allow memfd_create of that size, or set --tp 1"
     with (
         pytest.raises(AssertionError, match=refusal),
         _run_wrapped(tmp_path, "", limit, {"prefill": ["--tp=2"]}),
