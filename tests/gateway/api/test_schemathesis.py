@@ -24,7 +24,9 @@ CHECKS: Any = [
     checks.negative_data_rejection,
 ]
 NUM_TRIED = 6 if settings().derandomize else 100  # few of random ones may all be refused
-SETTINGS = settings(max_examples=NUM_TRIED, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+SETTINGS = settings(
+    max_examples=NUM_TRIED, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
 
 
 @pytest.fixture(scope="module")
