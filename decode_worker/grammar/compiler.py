@@ -50,7 +50,7 @@ class GrammarCompiler:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process's, while it runs."""
         return self._child.child.pid if self._child.child else None
 
     async def start(self) -> None:

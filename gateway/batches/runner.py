@@ -265,9 +265,7 @@ class BatchRunner:
     def _fill(self, now: float) -> None:
         """Lets answers of lines run, or drops some for live answers. More of lines that run come before new lines."""
         running = [(job, number, turns) for job in self._jobs for number, (_, turns) in job.running.items()]
-        if (
-            not self._served.can_serve()
-        ):  # draining, no worker is there, or all models sleep: then one line wakes its own
+        if not self._served.can_serve():  # draining, no worker is there, or all models sleep: one line wakes its own
             if not running and self._served.readiness() is None:
                 self._start_next()
             return
