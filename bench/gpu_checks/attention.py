@@ -184,7 +184,8 @@ def time_fa3(device: torch.device) -> str:
             return f"skipped: {reason}"
         times, outs = [], []
         for has_fa3 in (False, True):
-            backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, has_fa3)
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, processors, has_fa3)
             outs.append(problem.run(backend, problem.pool.clone(), LAYER).float())
             times.append(time_calls(partial(backend.attend, LAYER, problem.heads, None), device))
         off = (outs[0] - outs[1]).abs().max().item()

@@ -41,7 +41,10 @@ class CudaDevice(Device):
         kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
-        backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, self.torch, "fa3" in kernels)
+        processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
+        backend = flashinfer.FlashInferAttention(
+            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels
+        )  # fmt: skip
         return AttentionChoice(backend, reason, is_fallback=False)
 
     def open_memory(self) -> Gpu:

@@ -59,7 +59,7 @@ class Built:
         )
         attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shapes[0])
         if way != "torch_sdpa":
-            attention = flashinfer.FlashInferAttention(CONFIG.attention_shapes[0], {*CONFIG.windows}, BF16, CUDA)
+            attention = flashinfer.FlashInferAttention(CONFIG.attention_shapes[0], {*CONFIG.windows}, BF16, CUDA, 132)
         sizes = pool_sizes(
             num_pages=PADDING_PAGE + 1, num_kv_heads=CONFIG.num_kv_heads, num_layers=CONFIG.num_layers,
             page_tokens=PAGE_TOKENS, head_dim=CONFIG.head_dim,
