@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
+from transformers import AutoConfig
 
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -22,6 +23,8 @@ from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
 from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
+from engine.models.families import FAMILIES
+from engine.models.read_config import build_config
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
@@ -130,6 +133,18 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
         )
 
 
+WITHOUT = {"gpt_oss": "sinks", "phi3": "heads of 96", "lfm2": "heads of 80"}  # of transformers' own sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_attended_by_flashinfer_or_is_a_known_exception(family: str) -> None:
+    sizes = {"head_dim": 128} if family == "glm4_moe" else {}
+    config = build_config(AutoConfig.for_model(family, **sizes).to_dict())
+    found = {find_obstacle(shape, torch.bfloat16, config.has_sinks) for shape in config.attention_shapes}
+    assert found == {None} or WITHOUT[family] in str(found)
+    assert (found == {None}) == (family not in WITHOUT)
+
+
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "engine.cuda.flashinfer", None)
     monkeypatch.delattr("engine.cuda.flashinfer", raising=False)
@@ -164,6 +179,13 @@ def test_the_first_prompt_loads_all_modules() -> None:
     problem = Problem([(5, 5)], head_dim=16)
     check(problem, FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, H100, has_fa3=True), None)
     assert {plan["backend"] for plan in Wrapper.plans} == {"fa2", "fa3"}  # no later one compiles or reads a module
+
+
+def test_heads_of_512_are_attended_by_fa2_alone() -> None:
+    shape = AttentionShape(8, 2, 512, 0.1)
+    for size, kernels in ((shape, ("fa2",)), (AttentionShape(8, 2, 256, 0.1), ("fa2", "fa3"))):
+        built = BuiltAhead(frozenset(), ())
+        assert choose_kernels(size, [None], "bfloat16", "bfloat16", built, (9, 0), "")[0] == kernels
 
 
 @pytest.mark.parametrize(
