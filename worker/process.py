@@ -84,6 +84,8 @@ async def _serve(
     parts.metrics.registry.register(trust.refusals.metric)
     parts.add_to(server)
     parts.loop.thread.start()
+    if config.exit_when_stuck:
+        parts.loop.thread.end_when_stuck(config.stall_s, config.exit_when_stuck)
     await parts.start()
     probes = build_probes(parts, shutdown, config.stall_s)
     health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
