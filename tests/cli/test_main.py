@@ -1,9 +1,14 @@
 """The command line: sources of settings, their precedence, and errors for unknown names."""
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +20,15 @@ from cyclopts.exceptions import CycloptsError
 from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
 from cli.screen import list_things_to_try, reachable, render_log_line
 from demo.paths import TARGET_DIR
+from engine.adapters.peft import find_digest
+from engine.compose import PARTS
+from engine.models.load import resolve_model_folder
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
+from wire.files import DeniedError
 from worker.startup.models import (
     check_model,
     choose_served_name,
@@ -303,6 +312,69 @@ def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
             check_model(str(tmp_path), option="draft_model")
         (tmp_path / name).write_bytes(content)
     assert check_model(str(tmp_path)) == tmp_path
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A copy of the demo model that every user may read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "models" / "one"
+        shutil.copytree(TARGET_DIR, folder)
+        paths = (Path(name), folder.parent, folder, *folder.iterdir())
+        for path in paths:
+            path.chmod(0o755)
+        yield folder
+        for path in paths:
+            path.chmod(0o755)
+
+
+@contextmanager
+def not_root() -> Iterator[int]:
+    """Its user, in which this process acts meanwhile."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield os.geteuid()
+    finally:
+        os.seteuid(before)
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "files": check_model,
+    "files of a draft": lambda model: check_model(model, option="draft_model"),
+    "folder": fetch_tokenizer,
+    "gguf": lambda model: locate_model(f"{model}/x.gguf"),
+    "worker": lambda model: resolve_model_folder(model, PARTS),
+    "adapter": lambda model: find_digest(Path(model)),
+}
+
+
+@pytest.mark.parametrize(
+    ("denied", "mode", "verb", "readers"),
+    [
+        (".", 0o600, "enter", [*READERS]),
+        (".", 0o311, "enter", set(READERS) - {"gguf"}),  # it may not be listed
+        ("..", 0o600, "enter", [*READERS]),
+        ("config.json", 0o000, "read", ["files"]),
+        ("tokenizer.json", 0o000, "read", ["files"]),
+        ("model.safetensors", 0o000, "read", ["files", "files of a draft"]),
+    ],
+)
+def test_what_this_user_may_not_read_is_refused_with_owner_and_mode(
+    shared: Path, denied: str, mode: int, verb: str, readers: Collection[str]
+) -> None:
+    path = (shared / denied).resolve()
+    path.chmod(mode)
+    with not_root() as user:
+        said = (
+            f"user {user} may not {verb} {path}, which belongs to user {path.parent.stat().st_uid} with mode {mode:04o}"
+        )
+        for reader in readers:
+            with pytest.raises((ConfigError, DeniedError), match=re.escape(said)):
+                READERS[reader](str(shared))
+        done = call("serve", "--device=cpu", "--port=0", "--model", str(shared))
+        assert done.returncode == 2 and done.stderr.startswith(f"baton: {said}: allow it")
+        assert done.stderr.endswith(", or set --model to another\n")
 
 
 def test_a_hub_id_passes_until_its_files_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
