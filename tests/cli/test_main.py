@@ -19,6 +19,7 @@ from cyclopts.exceptions import CycloptsError
 
 from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
 from cli.screen import list_things_to_try, reachable, render_log_line
+from cli.sources import VARIABLES
 from demo.paths import TARGET_DIR
 from engine.adapters.peft import find_digest
 from engine.compose import PARTS
@@ -75,6 +76,45 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parse("gateway", "--prefill=q:1", "--prefill=r:1", file=file).prefill == ("q:1", "r:1")
     monkeypatch.setenv("BATON_API_KEY", "")
     assert parse("gateway", "--decode=a:1").api_key == ()
+
+
+@pytest.mark.parametrize("keys", ["one,two", "one two", " one"])
+def test_clients_send_the_first_of_several_keys(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (
+        ["status"],
+        ["chat"],
+        ["drain", "h:2"],
+        ["launch", "codex"],
+        ["bench", "serve"],
+        ["bench", "contexts"],
+        ["bench", "overload"],
+    ):
+        monkeypatch.setenv("BATON_API_KEY", keys)
+        found = bind(*words)
+        assert found.get("api_key") == "one" or found["options"].api_key == "one"
+
+
+def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Compose passes one that is not set."""
+    file = write(tmp_path, "port = 1\n")
+    for words in (
+        ["serve"],
+        ["doctor"],
+        ["prefill"],
+        ["decode"],
+        ["gateway", "--decode=a:1"],
+        ["status"],
+        ["bench", "serve"],
+    ):
+        unset = bind(*words)
+        for name in VARIABLES:
+            monkeypatch.setenv(name, "")
+        assert bind(*words) == unset
+    monkeypatch.setenv("BATON_PORT", "")
+    assert parse("serve", file=file).port == 1
+    monkeypatch.setenv("BATON_PROT", "")
+    with pytest.raises(ConfigError, match="did you mean BATON_PORT"):
+        parse("serve")
 
 
 def test_a_file_has_the_options_of_any_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
