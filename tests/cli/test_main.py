@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -29,6 +29,7 @@ from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
+from tests.support.live import START_S
 from wire.files import DeniedError
 from worker.startup.models import (
     check_model,
@@ -166,8 +167,38 @@ def test_variables_and_files_that_do_not_exist(tmp_path: Path, monkeypatch: pyte
 
 def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
     code = "import sys, cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=START_S).returncode == 0
     assert call("--version").stdout.strip() == version("baton")
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("doctor", "--device=cpu"), "torch"),
+        (("serve", "--port=0"), "torch"),
+        (("prefill",), "torch"),
+        (("decode",), "torch"),
+        (("bench", "kernels"), "torch"),
+        (("bench", "steps", "/dev/null"), "torch"),
+        (("decode",), "xgrammar"),
+    ],
+)
+def test_a_command_says_which_package_it_lacks(words: tuple[str, ...], missing: str) -> None:
+    done = without((missing,), *words)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"baton {words[0]} needs {missing}, which is not installed here: ")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--model=8B", "--gpu=h100"), ("bench", "serve", "--help")])
+def test_what_needs_no_tensors_runs_where_gateways_do(words: tuple[str, ...]) -> None:
+    done = without(("torch", "safetensors", "xgrammar"), *words)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def without(packages: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """The program where these cannot be imported."""
+    hidden = f"import sys; sys.modules |= dict.fromkeys({packages!r}); from cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", hidden, *words], capture_output=True, text=True, timeout=START_S)
 
 
 def test_the_program_alone_says_what_to_do_first() -> None:
