@@ -57,6 +57,9 @@ def judge_machine(config: ServeConfig, machine: Machine) -> Iterator[Row]:
     yield Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used")
     memory = f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
     yield Row("memory", "ok", memory)
+    for part, why in machine.unknown_limits.items():
+        found, _, advice = why.partition(": ")
+        yield Row(part, "warning", found, advice)
     instructions = " ".join(machine.instruction_sets) or "none that the kernels are written for"
     yield Row("cpu instructions", "ok", instructions)
     yield judge_kernels(machine, is_on_gpu)

@@ -151,6 +151,8 @@ class EngineConfig(Settings):
     """Largest rank of an adapter; it costs memory for each of --max-loras."""
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
+    exit_when_stuck: Annotated[int, count(0)] = 0
+    """End a worker that is stuck for so many times --stall-s, so that what started it starts it again; 0: never."""
     transport: Transport = "auto"
     """How pages are read: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
     require_transport: bool = False

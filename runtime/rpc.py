@@ -84,7 +84,7 @@ def open_channel(
 def find_distrust(error: grpc.aio.AioRpcError) -> str | None:
     """Whether a call failed for mismatched certificates or secrets: the cause and remedy; None for other causes."""
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return "it refuses our fleet secret: give all processes the same BATON_FLEET_SECRET"
+        return f"it refuses our calls, {error.details()}: give all processes the same BATON_FLEET_SECRET"
     details = error.details() or ""
     if error.code() is not grpc.StatusCode.UNAVAILABLE or not any(sign in details for sign in _TLS_SIGNS):
         return None
