@@ -24,7 +24,7 @@ def _load() -> tuple[Any, Any]:
     """Its classes and its settings. Importable as usual afterwards, as torch is."""
     spec = find_spec("xgrammar")
     if spec is None:
-        raise ModuleNotFoundError("xgrammar is not installed")
+        raise ModuleNotFoundError("xgrammar is not installed", name="xgrammar")
     # An empty package in place of xgrammar's; tvm_ffi, below it, does without torch where it cannot be imported.
     stand_ins: dict[str, Any] = {"xgrammar": module_from_spec(spec)}
     if "torch" not in sys.modules:
