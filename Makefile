@@ -69,7 +69,7 @@ bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and 
 
 families: $(DEV_STAMP) ## Compare families and formats with transformers through the whole service, native ones with 1 rank and with 2
 	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py \
-	    tests/services/test_adapters_service.py tests/services/test_draft_heads.py $(ARGS)
+	    tests/services/test_adapters_service.py tests/services/test_draft_heads.py tests/deploy/test_gateway_packages.py $(ARGS)
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)

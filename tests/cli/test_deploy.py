@@ -46,9 +46,37 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*variable.split("="))
 
 
+def read_by_compose(profile: str, **values: str) -> subprocess.CompletedProcess[str]:
+    """What Compose itself makes of the file; needs no Docker."""
+    words = (
+        "-f",
+        DEPLOY / "docker-compose.yaml",
+        "--env-file=/dev/null",
+        "--profile",
+        profile,
+        "config",
+        "--format=json",
+    )
+    program = Path(sys.executable).with_name("docker-compose")
+    return subprocess.run([program, *words], capture_output=True, text=True, env=values, timeout=60, check=False)
+
+
 def find_services(role: str, profile: str) -> list[dict[str, Any]]:
     """The services of a profile that run a role."""
     return [one for one in SERVICES.values() if one.get("command", [""])[0] == role and profile in one["profiles"]]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_itself_reads_the_file_as_these_tests_do(profile: str) -> None:
+    given = {"BATON_FLEET_SECRET": "x" * 32, "MODEL": "a/b:Q4_K_M"}
+    found = json.loads(read_by_compose(profile, **given).stdout)["services"]
+    ours = {name: one for name, one in SERVICES.items() if profile in one["profiles"]}
+    assert found.keys() == ours.keys()
+    for name, service in ours.items():
+        words = [fill_in(word, given) for word in service.get("command", ())]
+        assert (found[name]["command"] or []) == words, name
+    refusal = read_by_compose(profile)
+    assert refusal.returncode == 1 and "BATON_FLEET_SECRET is missing a value: run  echo" in refusal.stderr
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])
