@@ -43,6 +43,7 @@ NoPrefill = Literal["fallback", "wait", "fail"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
 SMOLLM2 = "smollm2"
+OWN_ADDRESS = "auto"  # as --advertise-host
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all
@@ -349,7 +350,7 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     port: Port = 0
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
-    """Name by which other processes reach this worker; empty is --host."""
+    """Name by which other processes reach this worker; empty is --host, auto this host's own address."""
     kv_memory_share: Share = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None

@@ -5,13 +5,14 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from runtime.addresses import bare, bracketed, is_any
+from runtime.addresses import bare, bracketed, is_any, is_loopback
 from runtime.malformed import MalformedInterceptor, check_answers
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
@@ -52,6 +53,19 @@ def host_identity() -> str:
     if not boot.exists():  # not Linux: no /proc to share either
         return f"{socket.gethostname()}:{os.getpid()}"
     return f"{boot.read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+def own_address() -> str:
+    """The address from which this host reaches others, by its routes, else by its own name. Raises OSError."""
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # which nothing has
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as link:
+            link.connect((elsewhere, 9))  # sends nothing
+            return str(link.getsockname()[0])
+    with suppress(OSError):
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+        if reachable := sorted(address for address in found if not is_loopback(address)):
+            return reachable[0]
+    raise OSError("this host has no address that others reach: set --advertise-host to one, or to a name")
 
 
 def open_channel(
