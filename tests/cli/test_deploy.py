@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
+from runtime.config_parts import OWN_ADDRESS
 from runtime.ops import PATHS, OpsServer
 from tests.support import command_line
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+PROFILES = ("cpu", "gpu", "rdma")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
 TEXTS = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
@@ -51,19 +53,18 @@ def find_services(role: str, profile: str) -> list[dict[str, Any]]:
     return [one for one in SERVICES.values() if one.get("command", [""])[0] == role and profile in one["profiles"]]
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_a_ring(profile: str) -> None:
     [gateway], [prefill], [decode] = (find_services(role, profile) for role in ("gateway", "prefill", "decode"))
     settings, first, second = (parse(service["command"]) for service in (gateway, prefill, decode))
     assert isinstance(settings, GatewayConfig)
     assert isinstance(first, PrefillConfig)
     assert isinstance(second, DecodeConfig)
-    assert settings.prefill == (f"{first.reachable_host}:{first.port}",)
-    assert settings.decode == (f"{second.reachable_host}:{second.port}",)
-    assert prefill["networks"]["default"]["aliases"] == [first.reachable_host]
-    assert decode["networks"]["default"]["aliases"] == [second.reachable_host]
+    for worker, found, (named,) in ((prefill, first, settings.prefill), (decode, second, settings.decode)):
+        (alias,) = worker["networks"]["default"]["aliases"]
+        assert named == f"dns:{alias}:{found.port}" and found.advertise_host == OWN_ADDRESS, "so that it can be scaled"
     assert settings.model == (first.model,) == (second.model,)
-    assert first.device == second.device == {"cpu": "cpu", "gpu": "cuda"}[profile]
+    assert first.device == second.device == ("cpu" if profile == "cpu" else "cuda")
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
         str(settings.port),
         str(settings.grpc_listen_port),
@@ -78,13 +79,18 @@ def test_every_process_gets_the_fleets_secret_and_none_starts_without() -> None:
             assert not any("secret" in word for word in service["command"])
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_workers_share_namespaces_that_outlive_them(profile: str) -> None:
     workers = find_services("prefill", profile) + find_services("decode", profile)
     [holder] = {worker["pid"] for worker in workers}
     assert {worker["ipc"] for worker in workers} == {holder}
     service = SERVICES[holder.removeprefix("service:")]
-    assert service["profiles"] == [profile]
+    assert profile in service["profiles"]
+    assert service["build"]["target"] in STAGES
+    assert service["healthcheck"]["test"] == ["CMD", "true"], "Compose 2.26 waits for one"
+    assert {worker["image"] for worker in workers} == {service["image"]}
+    assert not any("build" in worker for worker in workers), "one service builds the image"
+    assert {worker["pull_policy"] for worker in workers} == {"never"}
     assert service["ipc"] == "shareable"
     assert service["entrypoint"] == ["sleep", "infinity"]
 
@@ -101,11 +107,19 @@ def test_gpu_workers_see_the_same_gpus_and_use_different_ones() -> None:
 
 def test_ranks_and_transport_of_gpu_workers_are_variables() -> None:
     [prefill], [decode] = find_services("prefill", "gpu"), find_services("decode", "gpu")
-    for worker, values in ((prefill, {"PREFILL_TP": "4", "TRANSPORT": "nixl"}), (decode, {"DECODE_TP": "4"})):
-        settings = parse(worker["command"], values)
-        assert (settings.tp, settings.transport) == (4, values.get("TRANSPORT", "auto"))
+    for worker, values in ((prefill, {"PREFILL_TP": "4"}), (decode, {"DECODE_TP": "4"})):
+        assert parse(worker["command"], values).tp == 4
         default = parse(worker["command"])
         assert (default.tp, default.gpu_memory_share) == (1, 0), "a worker takes its GPU by the program's own share"
+        assert worker["environment"]["BATON_TRANSPORT"] == "${TRANSPORT:-auto}"
+
+
+def test_the_rdma_profile_is_that_of_gpus_with_what_nixl_needs() -> None:
+    added = {"profiles": ["rdma"], "devices": ["/dev/infiniband"], "ulimits": {"memlock": -1}}
+    for role in ("prefill", "decode"):
+        [worker], [plain] = find_services(role, "rdma"), find_services(role, "gpu")
+        environment = plain["environment"] | {"BATON_TRANSPORT": "nixl"}
+        assert worker == plain | added | {"environment": environment}
 
 
 def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], **arguments: str) -> str:
@@ -162,12 +176,37 @@ def test_flashinfer_finds_its_modules_where_it_looks() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_can_be_built_watched_and_stopped(name: str) -> None:
     service = SERVICES[name]
-    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
-    assert service["build"]["target"] in STAGES
-    assert service["init"] is True
+    if "build" in service:
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["build"]["target"] in STAGES
+    assert service["init"] is service["read_only"] is True
     assert service["restart"] == "unless-stopped"
     assert "healthcheck" in service
-    assert "no-new-privileges:true" in service["security_opt"]
+    assert "no-new-privileges:true" in service["security_opt"] and service["cap_drop"] == ["ALL"]
+    assert service["pids_limit"] > 0 and {"max-size", "max-file"} <= service["logging"]["options"].keys()
+
+
+def test_the_gateway_cannot_write_where_workers_load_code_from() -> None:
+    caches = {
+        name: {one.partition(":")[0] for one in service["volumes"] if isinstance(one, str)}
+        for name, service in SERVICES.items()
+        if "command" in service
+    }
+    assert caches.pop("gateway") == {"gateway-cache"} and set.union(*caches.values()) == {"cache"}
+
+
+def test_models_are_mounted_from_a_folder_that_is_there_and_that_git_ignores() -> None:
+    mounts = [one for service in SERVICES.values() for one in service.get("volumes", ()) if isinstance(one, dict)]
+    assert mounts and all(one["read_only"] and not one["bind"]["create_host_path"] for one in mounts)
+    (source,) = {fill_in(one["source"]) for one in mounts}
+    assert (DEPLOY / source / ".gitignore").read_text().splitlines()[1:] == ["*", "!.gitignore"]
+
+
+def test_variables_of_the_hub_and_proxies_are_passed_on_where_they_are_set() -> None:
+    for name, service in SERVICES.items():
+        if "command" in service:
+            given = [key for key, value in service["environment"].items() if value is None]
+            assert {"HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"} <= set(given), name
 
 
 def test_the_health_check_asks_the_port_that_is_served() -> None:
