@@ -94,12 +94,7 @@ def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
 
 
 def split_variable(hint: Any, value: str, *, delimiter: str | None = None) -> list[str]:
-    """The values in an environment variable: of a list, separated by commas or spaces, unless it is one path.
-
-    An empty one is as if it were not set: compose files pass what is not set so.
-    """
-    if not value:
-        return []
+    """The values in an environment variable: of a list, separated by commas or spaces, unless it is one path."""
     if get_origin(hint) is tuple and "/" in value and Path(value).exists():
         return [value]
     return value.replace(",", " ").split(delimiter) if get_origin(hint) is tuple else [value]

@@ -43,7 +43,6 @@ NoPrefill = Literal["fallback", "wait", "fail"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
 SMOLLM2 = "smollm2"
-OWN_ADDRESS = "auto"  # as --advertise-host
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all

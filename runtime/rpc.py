@@ -23,6 +23,7 @@ FIELD_AT_FAULT = "baton-field"  # trailing metadata of INVALID_ARGUMENT: the mes
 PARAM_AT_FAULT = "baton-param"  # beside it: the client's field, if the grammar names it; else empty
 REFUSED_FOR = "baton-refused-for"  # trailing metadata of a worker's RESOURCE_EXHAUSTED, not of gRPC's own
 NO_ROOM, GRAMMAR_BUSY, NO_ADAPTER, NO_SLOT, OVER_GOAL, RESTORING = "room", "grammar", "adapter", "slot", "goal", "kv"
+OWN_ADDRESS = "auto"  # as --advertise-host
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -14,7 +14,6 @@ from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.config_parts import OWN_ADDRESS
 from runtime.hardware import num_cores, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
@@ -62,7 +61,7 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
-    if config.advertise_host == OWN_ADDRESS:
+    if config.advertise_host == rpc.OWN_ADDRESS:
         config = replace(config, advertise_host=rpc.own_address())
     incarnation = rpc.new_incarnation()
     return Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)

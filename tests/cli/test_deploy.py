@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from runtime import rpc
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
-from runtime.config_parts import OWN_ADDRESS
 from runtime.ops import PATHS, OpsServer
 from tests.support import command_line
 
@@ -62,7 +62,7 @@ def test_each_profile_is_a_ring(profile: str) -> None:
     assert isinstance(second, DecodeConfig)
     for worker, found, (named,) in ((prefill, first, settings.prefill), (decode, second, settings.decode)):
         (alias,) = worker["networks"]["default"]["aliases"]
-        assert named == f"dns:{alias}:{found.port}" and found.advertise_host == OWN_ADDRESS, "so that it can be scaled"
+        assert named == f"dns:{alias}:{found.port}" and found.advertise_host == rpc.OWN_ADDRESS, "so that it can be scaled"
     assert settings.model == (first.model,) == (second.model,)
     assert first.device == second.device == ("cpu" if profile == "cpu" else "cuda")
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
@@ -227,6 +227,12 @@ def test_gateway_requirements_are_the_projects_without_tensors() -> None:
     wanted = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] not in HEAVY]
     wanted += project["optional-dependencies"]["otel"]
     assert [line for line in lines if not line.startswith("#")] == wanted
+
+
+def test_workers_for_cpus_import_no_triton() -> None:
+    """PyTorch's wheels for CPUs do not bring it."""
+    code = "import sys; sys.modules['triton'] = None; import decode_worker.main, prefill_worker.main, cli.doctor_probe"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def check_health(address: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -68,16 +68,6 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parse("gateway", "--decode=a:1").api_key == ()
 
 
-def test_an_empty_variable_is_as_if_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compose passes `${NAME:-}`."""
-    for name in ("BATON_LOCAL_PREFILL_MAX_TOKENS", "BATON_PORT", "BATON_DTYPE", "BATON_MODEL", "BATON_CACHE_ROUTING"):
-        monkeypatch.setenv(name, "")
-    assert parse("gateway", "--decode=a:1") is not None
-    monkeypatch.setenv("BATON_DECODE", "a:1")
-    assert parse("gateway") == GatewayConfig(decode=("a:1",))
-    assert parse("gateway", file=write(tmp_path, "port = 1\n")).port == 1
-
-
 def test_a_file_has_the_options_of_any_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names may be spelt as on the command line."""
     assert parse("decode", file=write(tmp_path, "max-running = 5\nrequire_transport = false\n")).max_running == 5
@@ -129,12 +119,6 @@ def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
     code = "import sys, cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     assert call("--version").stdout.strip() == version("baton")
-
-
-def test_workers_for_cpus_import_no_triton() -> None:
-    """PyTorch's wheels for CPUs do not bring it."""
-    code = "import sys; sys.modules['triton'] = None; import decode_worker.main, prefill_worker.main, cli.doctor_probe"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_the_program_alone_says_what_to_do_first() -> None:
