@@ -62,7 +62,7 @@ def test_each_profile_is_a_ring(profile: str) -> None:
     assert isinstance(second, DecodeConfig)
     for worker, found, (named,) in ((prefill, first, settings.prefill), (decode, second, settings.decode)):
         (alias,) = worker["networks"]["default"]["aliases"]
-        assert named == f"dns:{alias}:{found.port}" and found.advertise_host == rpc.OWN_ADDRESS, "so that it can be scaled"
+        assert (named, found.advertise_host) == (f"dns:{alias}:{found.port}", rpc.OWN_ADDRESS), "it can be scaled"
     assert settings.model == (first.model,) == (second.model,)
     assert first.device == second.device == ("cpu" if profile == "cpu" else "cuda")
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
