@@ -122,17 +122,39 @@ def test_the_rdma_profile_is_that_of_gpus_with_what_nixl_needs() -> None:
         assert worker == plain | added | {"environment": environment}
 
 
-def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], **arguments: str) -> str:
-    """What the shell of a stage's last RUN prints, with `doubles` (name |-> script) in place of programs."""
-    script = TEXTS[stage].split("RUN ")[-1].replace("\\\n", "")
+def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], at: int = -1, **arguments: str) -> str:
+    """What the shell of a stage's last RUN, or another, prints, with `doubles` (name |-> script) for programs."""
+    script = re.split(r"^RUN ", TEXTS[stage], flags=re.MULTILINE)[at].partition("\nCOPY")[0].replace("\\\n", "")
     script = re.sub(r"--mount=\S+", "", script).replace("/toolkit/", f"{folder}/toolkit/")
     for name, text in doubles.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     defaults = dict(re.findall(r"^ARG (\w+)=(\S*)$", TEXTS[stage].replace('""', ""), re.MULTILINE))
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA": CUDA, **defaults, **arguments}
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment, cwd=folder, timeout=60)
     return done.stdout + done.stderr
+
+
+def test_the_cpu_image_has_no_triton_and_no_torch_for_gpus_where_an_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    lock = (DEPLOY / "worker-cpu-requirements.lock").read_text()
+    (tmp_path / "deploy/worker-cpu-requirements.lock").write_text(lock)
+    echo = {"pip": 'echo "$@"'}
+    rest = tmp_path / "deploy/rest.lock"
+    assert run_stage("build-worker-cpu", tmp_path, echo, 1) == "install --no-deps --require-hashes -r rest.lock\n"
+    assert "\ntriton==" in lock and rest.read_text() == "".join(
+        line for line in lock.splitlines(keepends=True) if not line.startswith("triton==")
+    )
+    found = run_stage("build-worker-cpu", tmp_path, echo, 1, TORCH_INDEX="INDEX")  # this pip brings no torch
+    torch, refusal = found.splitlines()
+    assert torch.startswith("install --no-deps --index-url INDEX torch==")
+    assert refusal == "TORCH_INDEX=INDEX has no torch for CPUs: set it to the address of PyTorch's CPU wheel index"
+    assert not re.search(r"^(torch|triton|nvidia|cuda)", rest.read_text(), re.MULTILINE)
+
+
+def test_what_gpu_workers_compile_is_kept_in_their_volume() -> None:
+    kept = re.findall(r"\b\w+_CACHE_(?:DIR|PATH)=(\S+)", TEXTS["worker-cuda"])
+    assert len(kept) == 2 and all(path.startswith("/home/baton/.cache/") for path in kept), "FlashInfer's lies there"
 
 
 def test_the_cuda_image_is_of_one_cuda_throughout(tmp_path: Path) -> None:
