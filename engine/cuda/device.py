@@ -8,7 +8,6 @@ import torch.distributed as dist
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.cuda import one_shot
 from engine.cuda.gpu import Gpu
 from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
 from engine.device import Device
@@ -52,4 +51,6 @@ class CudaDevice(Device):
 
     def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
         """The exchanges of a group of ranks."""
+        from engine.cuda import one_shot  # imports Triton
+
         return one_shot.open_ranks(group, self.torch, Gpu(self.torch)) or GroupRanks(group)
