@@ -24,6 +24,10 @@ class CudaDevice(Device):
 
         return CudaOps()
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
+
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import runner
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
@@ -202,7 +201,7 @@ def test_steps_of_experts_are_captured_on_every_card(
 
 
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_LOGITS_AT_ONCE", 5 * CONFIG.vocab_size)
+    monkeypatch.setattr(built.rows, "max_logits", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
     assert [len(fields.positions) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
 
