@@ -101,12 +101,48 @@ def test_buffers_of_another_name_are_missed_at_once(monkeypatch: pytest.MonkeyPa
         build(Problem([(1, 1)], head_dim=16), None)
 
 
-def test_plans_of_all_windows_are_on_their_way_before_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem([(1, 3)], head_dim=16)
+class Copying:
+    """A torch.cuda event of a copy."""
+
+    waited = 0
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        Copying.waited += 1
+
+
+def test_six_steps_of_all_kinds_of_plans_are_on_their_way_before_one_waits() -> None:
+    problem = Problem([(1, 3), (5, 9)], head_dim=16)
     backend = build(problem, None, 1, 20)
-    for _ in range(7):
+    staged, Copying.waited = backend._workspace._staged, 0
+    backend._workspace._mark = Copying  # type: ignore[assignment]
+    for step in range(6):
         backend.plan(problem.pool, problem.batch)
-    assert len(backend._workspace._staged) == 18  # six steps
+        assert (len(staged), Copying.waited) == (6 * (step + 1), 0)
+    backend.plan(problem.pool, problem.batch)
+    assert (len(staged), Copying.waited) == (36, 6)
+    for _, is_copied in staged:
+        is_copied.is_done = True  # type: ignore[union-attr]
+    backend.plan(problem.pool, problem.batch)
+    assert (len(staged), Copying.waited) == (36, 6), "what has been copied is taken at once"
+
+
+def test_answers_are_planned_apart_from_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own pages, lengths and tile; answers after a prompt, which a step never has, as prompts."""
+    monkeypatch.setattr(backend_module, "FA3_TOKENS", 8)
+    problem = Problem([(1, 30), (1, 9), (14, 30), (11, 11)], head_dim=16)
+    backend = FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, H100, has_fa3=True)
+    check(problem, backend, None)
+    decode, other, prefill = Wrapper.plans
+    assert decode["q_len_per_req"] == 1 and decode["indptr"].tolist() == [0, 2, 3]
+    assert (other["backend"], prefill["backend"]) == ("fa2", "fa3")  # the first prompt loads both
+    assert prefill["qo_indptr"].tolist() == [0, 14, 25] and prefill["indptr"].tolist() == [0, 2, 3]
+    check(Problem([(3, 9), (1, 20)], head_dim=16), backend, None)
 
 
 def test_keys_and_values_fit_into_fp8_pages() -> None:

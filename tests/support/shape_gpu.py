@@ -158,6 +158,9 @@ class Event:
             wait("Event.record in a graph")
         self._num_products = self._gpu.num_products
 
+    def query(self) -> bool:
+        return self._num_products <= self._gpu.num_done
+
     def synchronize(self) -> None:
         """Raises within a step, unless all work before the event is known to be done."""
         if self._gpu._is_step and self._num_products > self._gpu.num_done:
