@@ -28,6 +28,7 @@ from engine.kv.pool import Pool, PoolShape
 from kvtransfer.reader import Local, PageRef
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
+from runtime.hardware import num_cores, resolve_threads
 from runtime.rpc import open_channel
 from wire.kv_layout import LAYERS, KvPart
 
@@ -45,7 +46,7 @@ Points = dict[str, list[tuple[str, float, float]]]  # kernel |-> [(label, bytes 
 def run_kernels(threads: int, rounds: int, plot: Path | None = None) -> None:
     """Print the tables, and draw a roofline. threads: 0 for all cores. Raises ConfigError."""
     plots, points = load_plots(plot) if plot else None, Points()
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(resolve_threads(threads, num_cores()))
     console = Console()
     with Progress(transient=True, console=console) as progress:
         task = progress.add_task("the machine's ceilings", total=len(ROWS) + 4)

@@ -152,8 +152,8 @@ class Attempt:
             failed = read_refusal("prefill", worker.address, error)
             self._note_refusal(worker, failed)
             self._session.put(failed)
-        except Exception as bug:  # the request would wait for ever
-            self._session.put(bug)
+        except Exception as error:  # AttemptFailed, or a bug: the request would wait for ever
+            self._session.put(error)
         else:
             self._places.release(worker)
             self._session.put(prefilled)

@@ -188,11 +188,9 @@ class DecodeClient(WorkerClient):
         """
         ends_at = self._clock() + timeout_s
         await self._send_aborts()
-        remaining_s = max(ends_at - self._clock(), 0.001)
+        remaining_s = max(min(ends_at - self._clock(), self.find_patience()), 0.001)
         with self._doubting():
-            response: decode_pb2.ReserveResponse = await self._stub.Reserve(
-                request, timeout=min(remaining_s, self._heartbeat_s)
-            )
+            response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=remaining_s)
         return response
 
     def _abort(self, handles: list[int]) -> None:
@@ -213,7 +211,7 @@ class DecodeClient(WorkerClient):
                 return
             request = decode_pb2.AbortRequest(gateway=self._stream, handles=handles)
             try:
-                await self._stub.Abort(request, timeout=self._heartbeat_s)
+                await self._stub.Abort(request, timeout=max(self.find_patience(), 0.001))
             except asyncio.CancelledError:  # of a request that waited for this; the other sessions must still end
                 self._abort(handles)
                 raise

@@ -20,18 +20,25 @@ class PrefillClient(WorkerClient):
         self._runs: set[Callable[[AttemptFailed], None]] = set()  # `on_lost` of those under way
 
     def _judge(self) -> None:
-        if (stall := self.find_stall()) is not None:
-            lost = AttemptFailed("lost", f"{self.address} {stall}", "prefill", is_stuck=self.find_silence() is None)
+        if (lost := self._find_loss()) is not None:
             for on_lost in self._runs:
                 on_lost(lost)
+
+    def _find_loss(self) -> AttemptFailed | None:
+        """What becomes of runs here; None while it answers and makes progress."""
+        if (stall := self.find_stall()) is None:
+            return None
+        return AttemptFailed("lost", f"{self.address} {stall}", "prefill", is_stuck=self.find_silence() is None)
 
     async def run(
         self, request: prefill_pb2.RunRequest, timeout_s: float, on_lost: Callable[[AttemptFailed], None]
     ) -> prefill_pb2.RunResponse:
-        """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError.
+        """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError, and AttemptFailed if it cannot begin.
 
         `on_lost`: called at each poll that finds the worker silent or stuck meanwhile.
         """
+        if (lost := self._find_loss()) is not None:  # since it was chosen
+            raise lost
         self._runs.add(on_lost)
         try:
             with self._doubting():

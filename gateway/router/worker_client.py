@@ -65,6 +65,7 @@ class WorkerClient:
         self.stray_because = ""  # why it serves none of them
         self._clock = clock
         self._heartbeat_s = heartbeat_s
+        self._between_s = min(POLL_S, heartbeat_s / 3)  # two polls, so that one late answer is not silence
         self._stall_s = stall_s
         self._channel = channel
         self._worker = worker_pb2_grpc.WorkerStub(channel)
@@ -107,7 +108,8 @@ class WorkerClient:
         while True:
             version = self.adapters.version
             try:
-                status = await self._worker.Status(worker_pb2.StatusRequest(), timeout=self._heartbeat_s)
+                timeout_s = self.find_patience() or self._heartbeat_s
+                status = await self._worker.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 self._miss(error)
             else:
@@ -119,6 +121,14 @@ class WorkerClient:
                         await self._hurry.wait()
                 except TimeoutError:
                     break
+
+    def find_patience(self) -> float:
+        """Seconds that a call may take which a living worker answers at once; 0 if it has been dead for longer.
+
+        A heartbeat, but no longer than a pause between polls after silence counts as death: polls notice it by then.
+        """
+        left_s = self._heard + self._heartbeat_s + self._between_s - self._clock()
+        return max(min(left_s, self._heartbeat_s), 0.0)
 
     async def _report_quiet(self) -> None:
         await asyncio.sleep(QUIET_S)
@@ -139,7 +149,7 @@ class WorkerClient:
         self._heard = self._clock()
         self._trouble = self._bug = ""
         self._is_doubted = False
-        self._end_poll(min(POLL_S, self._heartbeat_s / 3))  # so that one late answer is not silence
+        self._end_poll(self._between_s)
 
     def _miss(self, error: grpc.aio.AioRpcError) -> None:
         """No answer. The reason is logged when it is new. Distrust does not go away by waiting."""

@@ -1,9 +1,10 @@
 """The fleets that fault tests share; before and after each test all processes run and no page is used."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,8 +110,9 @@ def held(running_held: Held) -> Iterator[Held]:
     _check_calm(running_held.fleet)
 
 
-@pytest.fixture(scope="session")
-def running_linked() -> Iterator[Linked]:
+@contextmanager
+def run_linked(**options: Any) -> Iterator[Linked]:
+    """`options`: of run_fleet."""
     ports = free_ports(7)
     prefill, decode = ports[2], ports[4]
     with ExitStack() as stack:
@@ -131,9 +133,16 @@ def running_linked() -> Iterator[Linked]:
                 flags={"prefill": [advertised], "decode": [advertised, "--transport=grpc"]},
                 links={"prefill-0": f"{GATEWAY_SIDE}:{prefill}", "decode-0": f"{GATEWAY_SIDE}:{decode}"},
                 ports=ports,
+                **options,
             )
         )
         yield Linked(fleet, links)
+
+
+@pytest.fixture(scope="session")
+def running_linked() -> Iterator[Linked]:
+    with run_linked() as linked:
+        yield linked
 
 
 @pytest.fixture

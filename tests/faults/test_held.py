@@ -1,9 +1,12 @@
-"""Engines that hang in a step, or are slow, while their processes answer as usual. Rows 1, 10, 29 and 30."""
+"""Engines that hang in a step, or are slow, while their processes answer as usual. Rows 1, 10, 29, 30 and 32."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.conftest import Held
+import pytest
+
+from tests.faults.conftest import Held, Linked, run_linked
 from tests.support.fault_answers import Truth, ask, ask_status, failed_attempts, find
 from tests.support.fleet import Process, run_fleet
 from tests.support.live import HTTP, wait_until
@@ -15,6 +18,7 @@ NOTICED_S = 60.0  # the promise: --stall-s and a heartbeat, 7 s here
 STUCK = "has been in one engine step for"
 SLOW_S = 0.0125  # more for each token and each of two models: about 100 times as slow
 SLOW_PROMPT = 2000
+NUM_DYING = 8  # prompts on a worker that dies
 
 
 def test_row_01_prefill_hears_that_the_client_left_and_stops(held: Held, truth: Truth) -> None:
@@ -127,3 +131,46 @@ def test_row_30_a_worker_that_hangs_for_good_ends_itself(tmp_path: Path, truth: 
         file.unlink()
         decode.restart()
         truth.check(stream)
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Linked, Path]]:
+    """With leases and heartbeats as they are by default, and the file that holds the prefill worker's engine."""
+    file = tmp_path_factory.mktemp("dying") / "prefill-0"
+    programs = {"prefill-0": ("tests.faults.held_worker", str(file))}
+    with run_linked(lease_s=30.0, heartbeat_s=5.0, programs=programs) as linked:
+        yield linked, file
+
+
+@pytest.mark.parametrize("cause", ["killed", "frozen", "cut off"])
+def test_row_32_all_prompts_on_a_prefill_worker_that_dies_go_on_before_a_lease_ends(
+    dying: tuple[Linked, Path], truth: Truth, cause: str
+) -> None:
+    linked, file = dying
+    fleet, prefill = linked.fleet, linked.fleet["prefill-0"]
+    truth.check_crowd(fleet)  # makes the workers shake hands
+    expired = fleet.count("decode", "leases_expired_total")
+    file.touch()
+    streams = [ask(fleet, num_prompt=600, num_tokens=8, seed=seed) for seed in range(NUM_DYING)]
+    wait_until(lambda: ask_status(prefill).num_running == NUM_DYING)
+    begun = time.monotonic()
+    if cause == "killed":
+        prefill.kill()
+    elif cause == "frozen":
+        prefill.stop()
+    else:
+        for link in ("gateway-prefill", "prefill-decode", "decode-prefill"):
+            linked.links[link].hold()
+    for stream in streams:
+        stream.wait_for_tokens(1)
+    seconds = time.monotonic() - begun
+    for stream in streams:
+        truth.check(stream)
+    assert fleet.count("decode", "leases_expired_total") == expired
+    print(f"row 32, {cause}: all {NUM_DYING} had their first token {seconds:.1f} s later")
+    file.unlink()
+    for proxy in linked.links.values():
+        proxy.heal()
+    prefill.restart() if cause == "killed" else prefill.resume()
+    fleet.wait_until_whole()
+    fleet.wait_until_unused(NOTICED_S)

@@ -15,6 +15,7 @@ from gateway.router.engine_client import TokenizedRequest
 from gateway.router.fleet import Fleet
 from gateway.router.placer import Placer
 from gateway.router.router import Router
+from gateway.router.worker_client import POLL_S
 from protos import decode_pb2, prefill_pb2, worker_pb2
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import SimPrefill
@@ -27,6 +28,7 @@ PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
 MAX_QUEUE = 100
 SLACK_S = 0.1  # a message within a process
+NOTICED_S = HEARTBEAT_S + POLL_S + SLACK_S  # until a silent worker's sessions and runs are lost
 GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -54,6 +56,7 @@ class SimGateway(Process):
         self._arriving: list[Client] = []  # connected, not yet read
         self._seen: tuple[int, ...] = ()
         self._num_names = 0
+        self._awake_since = world.now
         self.loop.run(self.start)
 
     def build_routers(self) -> None:
@@ -79,7 +82,16 @@ class SimGateway(Process):
         self._num_names += 1
         return self._num_names
 
+    def resume(self) -> None:
+        self._awake_since = self.world.now
+        super().resume()
+
     def check(self) -> None:
+        runs = ((one, one._runs) for one in self.fleet.prefill.values())
+        sessions = ((one, one._sessions) for one in self.fleet.decode.values())
+        for worker, left in (*runs, *sessions):
+            if left and self.world.now - max(worker._heard, self._awake_since) > NOTICED_S:
+                raise ViolationError(f"{self.name} waits for {worker.address}, which is silent")
         num_waiting = len(self.queue._waiting)
         seen = num_waiting, self.queue.num_placed, *(one.num_mine for one in self.fleet.workers())
         if seen == self._seen:

@@ -17,7 +17,9 @@ from gateway.router.engine_client import State
 from gateway.router.model_gate import ModelGate
 from gateway.router.order import Order
 from gateway.router.placer import Placer
+from gateway.router.prefill_client import PrefillClient
 from gateway.router.request import Request
+from gateway.router.worker_client import WorkerClient
 from gateway.scaling import sleep_policy, sleepers
 from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
@@ -533,6 +535,11 @@ MUTATIONS: dict[str, Mutation] = {
         (Request, "is_retry", property(lambda self: self.attempt > 1))
     ),
     "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
+    "runs at a silent prefill worker go on": _patched((PrefillClient, "_judge", _nothing)),
+    "sessions at a silent decode worker go on": _patched((DecodeClient, "_judge", _nothing)),
+    "a call at a silent worker takes a heartbeat": _patched(
+        (WorkerClient, "find_patience", lambda self: self._heartbeat_s)
+    ),
     "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }

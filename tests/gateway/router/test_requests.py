@@ -1,6 +1,6 @@
 """What a client gets, and what workers are asked, whatever workers do: the real router in virtual time."""
 
-from asyncio import Event
+from asyncio import Event, sleep
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -348,6 +348,45 @@ def test_a_silent_prefill_worker_is_given_up_like_a_silent_decode_worker(others:
         assert client.tokens == answer(4)
         record = client.attempts[0]
         assert record.is_failure and f"{silent.incarnation} does not answer (DEADLINE_EXCEEDED)" == record.reason
+
+
+def hang(*_: object) -> Any:
+    return Event().wait()
+
+
+def test_a_call_at_a_worker_that_falls_silent_ends_when_polls_notice_it() -> None:
+    with virtual_fleet(decode=2, patience_s=5.0) as fleet:
+        silent, other = fleet.decodes
+        other.status = {"num_running": 3}
+        fleet.run(1.0)
+        silent.Status = silent.Reserve = hang  # type: ignore[method-assign,assignment]
+        fleet.run(HEARTBEAT_S - 1.0)
+        client = fleet.ask()
+        assert fleet.fleet.decode["D1"].num_mine == 1
+        fleet.run(2.5)
+        finish(fleet)
+        assert client.tokens == answer(4) and len(other.sessions) == 1
+
+
+def test_no_run_begins_at_a_prefill_worker_that_fell_silent_meanwhile() -> None:
+    with virtual_fleet(prefill=1) as fleet:
+        (decode,), (prefill,) = fleet.decodes, fleet.prefills
+        reserve = decode.Reserve
+
+        async def reserve_late(*words: Any) -> Any:
+            await sleep(5.0)
+            return await reserve(*words)
+
+        decode.Reserve = reserve_late  # type: ignore[method-assign,assignment]
+        prefill.Status = hang  # type: ignore[method-assign,assignment]
+        fleet.run(HEARTBEAT_S - 2.0)
+        client = fleet.ask()
+        assert fleet.fleet.prefill["P1"].num_mine == 1
+        decode.Reserve = reserve  # type: ignore[method-assign]
+        fleet.run(5.1)
+        assert not prefill.runs and decode.sessions[1].request.local_prefill_max_tokens == NO_LIMIT
+        finish(fleet)
+        assert client.tokens == answer(4)
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
