@@ -17,7 +17,7 @@ NEEDED = ("engine", "wire")  # packages that these modules import
 def main() -> None:
     """The `baton` command."""
     put_first()
-    from cli.main import main as run  # not found before
+    from cli.main import run  # not found before
 
     run()
 

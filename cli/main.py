@@ -1,5 +1,6 @@
 """The `baton` program: finds the command and its options, and says what was wrong with them."""
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -100,8 +101,33 @@ def keep_delimiter(words: Sequence[str]) -> list[str]:
     return [*words[:place], *words[place : place + 1], *words[place:]]
 
 
+def run() -> None:
+    """`main` as a whole process. At its end nothing is freed: with torch and a model that takes seconds.
+
+    Threads have ended by then, and the functions that `atexit` knows have run.
+    """
+    codes: list[int] = []
+    atexit.register(_exit, codes)  # the first is the last to run
+    try:
+        main()
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            codes.append(ended.code)
+        raise
+
+
+def _exit(codes: Sequence[int]) -> None:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        return  # Python reports it
+    if codes:
+        os._exit(codes[0])
+
+
 def main() -> None:
-    """Entry point of the `baton` script."""
+    """Runs the command that `sys.argv` names, and ends by SystemExit."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before its import: what we fork runs another program
     if not sys.argv[1:]:
         print(FIRST)
@@ -127,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()
