@@ -32,7 +32,7 @@ PAGES := README.md LICENSE docs deploy/README.md deploy/kubernetes/README.md dep
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots lock audit docs wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots containers lock audit docs wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+containers: $(DEV_STAMP) ## Build the images for CPUs and run the compose file, the table goes into deploy/README.md; needs Docker, or root and dockerd
+	$(BIN)/python -m tests.containers --document deploy/README.md $(ARGS)
 
 screenshots: $(DEV_STAMP) ## Take the pictures of docs/images from a running service; needs Chromium and tmux
 	$(BIN)/python -m tests.screenshots

@@ -3,6 +3,8 @@
 This is the one name that an installation has: our packages lie in this folder, or beside it in a checkout.
 """
 
+import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +18,8 @@ NEEDED = ("engine", "wire")  # packages that these modules import
 
 def main() -> None:
     """The `baton` command."""
+    if os.getpid() == 1:  # of a container: the kernel ignores signals there that have no handler
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     put_first()
     from cli.main import run  # not found before
 

@@ -25,6 +25,7 @@ class Machine:
     num_cores: int  # within the container's quota
     num_host_cores: int
     memory_bytes: int  # available, within the container's limit
+    unknown_limits: dict[str, str]  # see find_unknown_limits
     instruction_sets: tuple[str, ...]  # avx2, avx512, ... that the CPU has and kernels know
     cpp_compiler: str
     kernel_error: str  # why the CPU kernels cannot be built or loaded

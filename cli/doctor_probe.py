@@ -26,7 +26,7 @@ from gateway.text.trial import load_tokenizer
 from gateway.tools.dialect import find_dialect
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
-from runtime.hardware import available_memory_bytes, find_version, num_cores
+from runtime.hardware import available_memory_bytes, find_unknown_limits, find_version, num_cores
 from wire.kv_layout import PagePart
 from wire.names import MTP
 from worker.startup.device_limits import read_headers
@@ -54,6 +54,7 @@ def examine_machine() -> Machine:
         num_cores=num_cores(),
         num_host_cores=os.cpu_count() or 1,
         memory_bytes=available_memory_bytes(),
+        unknown_limits=find_unknown_limits(),
         instruction_sets=tuple(name for name in runnable_instruction_sets() if name != NATIVE),
         cpp_compiler=cpp_compiler,
         kernel_error=kernel_error,

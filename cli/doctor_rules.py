@@ -57,6 +57,9 @@ def judge_machine(config: ServeConfig, machine: Machine) -> Iterator[Row]:
     yield Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used")
     memory = f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
     yield Row("memory", "ok", memory)
+    for part, why in machine.unknown_limits.items():
+        found, _, advice = why.partition(": ")
+        yield Row(part, "warning", found, advice)
     instructions = " ".join(machine.instruction_sets) or "none that the kernels are written for"
     yield Row("cpu instructions", "ok", instructions)
     yield judge_kernels(machine, is_on_gpu)
@@ -195,7 +198,7 @@ def judge_worker(worker: WorkerPlan, machine: Machine, model: Model) -> Row:
         card, memory_bytes = find_card(gpu.name, gpu.total_bytes), gpu.total_bytes
     plan = plan_pools(worker.settings, model.shape, page_bytes, card, memory_bytes, machine.memory_bytes)
     pool_bytes, slots_bytes = (tp * plan.num_pages * page_bytes, tp * plan.num_slots * model.shape.slot_bytes_of(tp))
-    chunk_tokens = limits_of(plan.settings, model.shape.vocab_size).chunk_tokens
+    chunk_tokens = limits_of(plan.settings, model.shape.vocab_size, memory_bytes).chunk_tokens
     found = (
         f"{where}; attention {model.attention} ({model.attention_reason}); {chunk_tokens} prompt tokens in a step; KV "
         f"pool of {plan.num_pages * plan.settings.page_tokens} tokens in {pool_bytes / GIB:.2f} GiB: "

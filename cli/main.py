@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -90,9 +91,22 @@ def launch(
     use_sources(app, tokens[0] if tokens else "", config)
     try:
         return int(app(tokens) or 0)
+    except ImportError as error:
+        if (package := find_missing(error)) is None:
+            raise
+        advice = "an environment for gateways alone lacks it; use that of workers, or install Baton with all it needs"
+        print(f"baton {tokens[0]} needs {package}, which is not installed here: {advice}", file=sys.stderr)
+        return 1
     except CommandError as error:
         print(f"baton {tokens[0]}: {error}", file=sys.stderr)
         return 1
+
+
+def find_missing(error: ImportError) -> str | None:
+    """The package that is not installed; None if something else is wrong."""
+    name = getattr(error.__cause__ or error, "name", None) or ""  # the command line's library puts its own error around
+    package = name.partition(".")[0]
+    return package if package and find_spec(package) is None else None
 
 
 def keep_delimiter(words: Sequence[str]) -> list[str]:

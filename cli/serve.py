@@ -10,6 +10,7 @@ import secrets
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -32,6 +33,8 @@ from worker.startup.models import check_model, check_models, choose_served_names
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("workers compute with torch", name="torch")
     check_ports(config)  # these fail now rather than after minutes of loading
     config = resolve_models(config)
     load_trust(config)

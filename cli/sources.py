@@ -1,6 +1,6 @@
 """Where options come from: command line > environment (BATON_*) > the file named by --config.
 
-The library merges. An unknown name is an error, wherever it stands.
+The library merges. An unknown name is an error, wherever it stands; an empty variable is none.
 """
 
 import difflib
@@ -28,6 +28,9 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings, each
 }
 # Of the program itself, of commands that call a service, of kernels and what they are given, of folders.
 OTHER_VARIABLES = ("config", "url", "cpu_isa", "check_steps", "cache_is_private")
+NAMES = {name for config_type in CONFIG_TYPES.values() for name in field_names(config_type)}
+VARIABLES = sorted(PREFIX + name.upper() for name in (*NAMES, *OTHER_VARIABLES))
+KEYS = PREFIX + "API_KEY"  # of a service; its clients, in the same environment, send one
 
 Source = Callable[[App, tuple[str, ...], ArgumentCollection], Any]
 
@@ -37,6 +40,11 @@ def use_sources(app: App, command: str, path: Path | None) -> None:
 
     Only the commands of CONFIG_TYPES read variables, and a file named by BATON_CONFIG: it suits no other command.
     """
+    for name in VARIABLES:
+        if os.environ.get(name) == "":
+            del os.environ[name]
+    if command not in CONFIG_TYPES and (keys := os.environ.get(KEYS)):
+        os.environ[KEYS] = next(iter(split_variable(tuple[str, ...], keys)), "")
     variable = os.environ.get(PREFIX + "CONFIG")
     file = path or (Path(variable) if variable else None)
     of_process = (check_environment, Env(PREFIX, command=False), *([file_source(file)] if file else ()))
@@ -46,11 +54,9 @@ def use_sources(app: App, command: str, path: Path | None) -> None:
 
 def check_environment(_app: App, _commands: tuple[str, ...], _arguments: ArgumentCollection) -> None:
     """Refuse BATON_* variables that no command knows: a misspelt one would be silently ignored."""
-    known = {name for config_type in CONFIG_TYPES.values() for name in field_names(config_type)}
-    variables = [PREFIX + name.upper() for name in (*known, *OTHER_VARIABLES)]
     for name in os.environ:
         if name.startswith(PREFIX):
-            refuse_unknown(name, variables, "environment variable")
+            refuse_unknown(name, VARIABLES, "environment variable")
 
 
 def file_source(path: Path) -> Source:

@@ -40,7 +40,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
-from runtime.addresses import DnsName, bracketed, parse_dns_name
+from runtime.addresses import DnsName, bracketed, is_loopback, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.events import NO_HAND_OFF, ModelState
 from runtime.lifecycle import (
@@ -131,6 +131,8 @@ async def _serve(
         loader.expect(paths[name])
     ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
+    if (openness := find_openness(config)) is not None:
+        log.warning("no key is asked for", address=address, reason=openness)
     log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=", ".join(loaders))
     if (reason := served.readiness()) is not None:
         log.warning("not ready yet", reason=reason)
@@ -159,6 +161,14 @@ async def _serve(
     await served.close()
     if store:
         store.close()
+
+
+def find_openness(config: GatewayConfig) -> str | None:
+    """What anyone on the network can do for want of keys, and what to set; None where that is no matter."""
+    if config.api_key or config.api_keys_file or is_loopback(config.host):
+        return None
+    batches = ", and read all files and batches" if config.batch_dir else ""
+    return f"anyone who reaches this port can use all models{batches}: set BATON_API_KEY or --api-keys-file"
 
 
 def _build_models(

@@ -151,6 +151,8 @@ class EngineConfig(Settings):
     """Largest rank of an adapter; it costs memory for each of --max-loras."""
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
+    exit_when_stuck: Annotated[int, count(0)] = 0
+    """End a worker that is stuck for so many times --stall-s, so that what started it starts it again; 0: never."""
     transport: Transport = "auto"
     """How pages are read: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
     require_transport: bool = False
@@ -349,7 +351,7 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     port: Port = 0
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
-    """Name by which other processes reach this worker; empty is --host."""
+    """Name by which other processes reach this worker; empty is --host, auto this host's own address."""
     kv_memory_share: Share = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None

@@ -4,10 +4,18 @@ import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/cpu/build.py
 CHECK_STEPS = "BATON_CHECK_STEPS"  # see engine/sampling/checks.py
-CGROUP = Path("/sys/fs/cgroup")
+PROC = Path("/proc/self")
+MEMORY_FILES = (  # of a control group, v2 and v1: its limit, its use, and of its memory.stat what is no lasting use
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+Controller = Literal["cpu", "memory"]  # of control groups: what they limit
+SETTINGS: dict[Controller, str] = {"cpu": "--threads", "memory": "--kv-memory-mib"}  # where a limit is not known
 
 
 def find_version(distribution: str) -> str:
@@ -21,11 +29,29 @@ def find_version(distribution: str) -> str:
 OWN_VERSION = find_version("baton") or "unknown"
 
 
+class Cores(NamedTuple):
+    """What this process may compute with."""
+
+    cpus: frozenset[int]  # the system's numbers of them
+    num: int  # of them that it may keep busy, within its container's CPU quota
+    group: int  # inode of the control group with that quota, which is shared with all processes in it; 0: none
+
+
+def find_cores() -> Cores:
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = Cores(frozenset(cpus), len(cpus), 0)
+    for group in find_cgroups("cpu"):
+        quota = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        numbers = [int(word) for word in quota.split() if word.isdecimal()]  # no quota: "max 100000", "-1 100000"
+        if len(numbers) == 2 and all(numbers) and (num := max(1, round(numbers[0] / numbers[1]))) <= cores.num:
+            is_less = num < len(cpus)
+            cores = Cores(cores.cpus, num, group.stat().st_ino if is_less else 0)
+    return cores
+
+
 def num_cores() -> int:
     """Cores this process may use, within its container's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(CGROUP / "cpu.max").partition(" ")
-    return min(cores, max(1, round(int(quota) / int(period)))) if quota.isdecimal() else cores
+    return find_cores().num
 
 
 def resolve_threads(threads: int, num_cores: int) -> int:
@@ -48,22 +74,68 @@ def wait_without_spinning() -> None:
 
 def available_memory_bytes() -> int:
     """Main memory available without swapping, within the container's limit."""
-    available, limit = _meminfo_available_bytes(), _read(CGROUP / "memory.max")
-    return min(available, max(0, int(limit) - _working_set_bytes())) if limit.isdecimal() else available
+    lefts = map(_left_bytes, find_cgroups("memory"))
+    return min([_meminfo_available_bytes(), *(left for left in lefts if left is not None)])
+
+
+def find_cgroups(controller: Controller) -> list[Path]:
+    """Folders of the control groups, v1 or v2, that limit this process: its own, then those around it that are seen."""
+    paths = _cgroup_paths()
+    is_v1 = controller in paths
+    path = paths.get(controller, paths.get("", ""))
+    groups: list[Path] = []
+    for line in _read(PROC / "mountinfo").splitlines():
+        mount, _, system = line.partition(" - ")
+        kind, _, options = system.split(" ")[:3]
+        if kind != ("cgroup" if is_v1 else "cgroup2") or (is_v1 and controller not in options.split(",")):
+            continue
+        root, point = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), one) for one in mount.split(" ")[3:5])
+        top = Path(point)
+        own = top / Path(path).relative_to(root) if Path(path).is_relative_to(root) else top
+        groups += (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
+    return groups
+
+
+def find_unknown_limits() -> dict[str, str]:
+    """Each limit of a container, should this be one, that cannot be read |-> why, and what to do."""
+    why = (
+        "the control groups that this process is in are not mounted: if they have a limit, mount /sys/fs/cgroup, or set"
+    )
+    unknown = [one for one in SETTINGS if _cgroup_paths() and not find_cgroups(one)]
+    return {f"no known limit of {one}": f"{why} {SETTINGS[one]} to what it allows" for one in unknown}
+
+
+def _cgroup_paths() -> dict[str, str]:
+    """Path of this process's control group for each controller of v1, and under "" for those of v2."""
+    fields = (line.split(":", 2) for line in _read(PROC / "cgroup").splitlines())
+    return {one: path for _, controllers, path in fields for one in controllers.split(",")}
+
+
+def _left_bytes(group: Path) -> int | None:
+    """What the group's processes may still take together; None without a limit.
+
+    File cache not used recently, such as a model just downloaded, is no use of memory.
+    """
+    stat = _read(group / "memory.stat")
+    around = _find_number("hierarchical_memory_limit", stat)  # v1: the least also of groups that cannot be seen
+    for limit_name, use_name, cache_name in MEMORY_FILES:
+        limit, used = _read(group / limit_name), _read(group / use_name)
+        if limit.isdecimal():
+            working = (int(used) if used.isdecimal() else 0) - (_find_number(cache_name, stat) or 0)
+            return max(0, min(int(limit), around or int(limit)) - max(0, working))
+    return None
+
+
+def _find_number(name: str, text: str) -> int | None:
+    found = re.search(rf"^{name} +(\d+)(?: kB)?$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _meminfo_available_bytes() -> int:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    found = _find_number("MemAvailable:", _read(Path("/proc/meminfo")))
     if found is None:  # not Linux: assume that half is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return int(found[1]) << 10
-
-
-def _working_set_bytes() -> int:
-    """The container's memory use, without file cache not used recently, such as a model just downloaded."""
-    used = _read(CGROUP / "memory.current")
-    cached = re.search(r"^inactive_file (\d+)$", _read(CGROUP / "memory.stat"), re.MULTILINE)
-    return max(0, (int(used) if used.isdecimal() else 0) - (int(cached[1]) if cached else 0))
+    return found << 10
 
 
 def _read(path: Path) -> str:

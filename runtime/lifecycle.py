@@ -146,14 +146,15 @@ class Shutdown:
         return self._num_left()
 
     def listen(self) -> None:
-        """From now on the first SIGTERM or SIGINT begins the drain; a second one ends us at once, by the kernel."""
+        """From now on the first SIGTERM or SIGINT begins the drain; a second one ends us at once, as SIGTERM did."""
+        self._end = signal.getsignal(signal.SIGTERM)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, self._end)
         self.begin(number.name)
 
     def begin(self, cause: str) -> None:

@@ -162,11 +162,14 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         is_known = hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
         if is_known or handler_call_details.method.startswith(OPEN_SERVICE):
             return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(self._refuse)  # works for any kind of method
+        fault = "with a wrong fleet secret" if given else "without the fleet secret"
+        return grpc.stream_stream_rpc_method_handler(partial(self._refuse, fault))  # works for any kind of method
 
-    async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._refusals.count("secret", "call without the fleet secret refused", peer=context.peer())
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet secret is missing or wrong")
+    async def _refuse(
+        self, fault: str, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        self._refusals.count("secret", f"call {fault} refused", peer=context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, fault)
 
 
 def _with_metadata(open_method: Callable[..., Any], metadata: tuple[tuple[str, str], ...]) -> Callable[..., Any]:

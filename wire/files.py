@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from errno import EACCES
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,43 @@ TOKENIZER = "tokenizer.json"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
+class DeniedError(PermissionError):
+    """This user may not read something. One sentence that names it, its owner and the user, and what to change."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def check_access(path: Path) -> None:
+    """DeniedError if this user may not read the file, or enter and list the folder, links followed. May be missing."""
+    try:
+        wanted = os.R_OK | (os.X_OK if stat.S_ISDIR(path.stat().st_mode) else 0)
+    except PermissionError:
+        pass
+    except OSError:  # missing: for the reader to say
+        return
+    else:
+        if os.access(path, wanted, effective_ids=True):
+            return
+    real = Path(os.path.realpath(path))
+    above = (folder for folder in reversed(real.parents) if not os.access(folder, os.X_OK, effective_ids=True))
+    denied = next(above, real)
+    found = denied.stat()
+    verb = "enter" if stat.S_ISDIR(found.st_mode) else "read"
+    detail = f"user {os.geteuid()} may not {verb} {denied}, which belongs to user {found.st_uid} with mode "
+    raise DeniedError(EACCES, f"{detail}{stat.S_IMODE(found.st_mode):04o}: allow it, such as by chmod -R a+rX")
+
+
 def check_file(path: Path, most_bytes: int | None = MOST_BYTES) -> int:
-    """The bytes of a file, links followed. FileNotFoundError; ValueError if it is no file, or longer."""
+    """The bytes of a file that can be read, links followed. FileNotFoundError; ValueError if it is no file, or longer.
+
+    Raises DeniedError.
+    """
+    check_access(path)
+    return _measure(path, most_bytes)
+
+
+def _measure(path: Path, most_bytes: int | None) -> int:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a folder')}, expected a file")
@@ -29,13 +65,17 @@ def check_file(path: Path, most_bytes: int | None = MOST_BYTES) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder with something that would hang or fill the memory of a library that opens it by name."""
+    """Refuses a folder with something that would hang or fill the memory of a library that opens it by name.
+
+    Raises DeniedError for one that this user may not enter; files that it may not read are refused when they are read.
+    """
+    check_access(folder)
     for entry in os.scandir(folder):
         path = Path(entry.path)
         is_whole = path.suffix in WHOLE
         try:
             if is_whole or not entry.is_dir():
-                check_file(path, MOST_BYTES if is_whole else None)
+                _measure(path, MOST_BYTES if is_whole else None)
         except FileNotFoundError:  # a link to nothing
             continue
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
@@ -14,7 +14,7 @@ from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.hardware import num_cores, resolve_threads
+from runtime.hardware import find_unknown_limits, num_cores, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
@@ -61,6 +61,8 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
+    if config.advertise_host == rpc.OWN_ADDRESS:
+        config = replace(config, advertise_host=rpc.own_address())
     incarnation = rpc.new_incarnation()
     return Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)
 
@@ -84,12 +86,15 @@ async def _serve(
     parts.metrics.registry.register(trust.refusals.metric)
     parts.add_to(server)
     parts.loop.thread.start()
+    if config.exit_when_stuck:
+        parts.loop.thread.end_when_stuck(config.stall_s, config.exit_when_stuck)
     await parts.start()
     probes = build_probes(parts, shutdown, config.stall_s)
     health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
     ops.follow(probes)
     shutdown.listen()
-    for weakness, reason in (engine.find_weaknesses() | trust.find_weaknesses()).items():
+    weaknesses = engine.find_weaknesses() | trust.find_weaknesses() | find_unknown_limits()
+    for weakness, reason in weaknesses.items():
         log.warning(weakness, reason=reason)
     detail = engine.describe()
     log.info("ready", address=address, ops=ops.address, incarnation=built.incarnation, **detail)

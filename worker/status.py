@@ -9,7 +9,7 @@ import grpc
 
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from runtime import rpc
-from runtime.hardware import num_cores
+from runtime.hardware import find_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
@@ -39,6 +39,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._shutdown = worker.shutdown
         self._context_tokens = worker.context_tokens
         self._threads = worker.threads
+        self._cores = find_cores()
         self._vocab_size = worker.engine.config.vocab_size
         self._row_images = worker.engine.rows.images
         self._weaknesses = worker.engine.find_weaknesses()
@@ -153,7 +154,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             draining=self._shutdown.is_draining,
             transports=self._transports(),
             threads=self._threads,
-            cores=num_cores(),
+            cores=self._cores.num,
+            cpus=self._cores.cpus,
+            cpu_group=self._cores.group,
             prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
             weaknesses=self._weaknesses,

@@ -16,6 +16,8 @@ from wire.stalls import find_stuck
 log = structlog.get_logger()
 T = TypeVar("T")
 
+LOOKS = 10  # at the engine's step in --stall-s
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -75,6 +77,23 @@ class EngineThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def end_when_stuck(self, stall_s: float, times: int) -> None:
+        """From now on end the process, by `on_failure`, once a step is stuck for so many times `stall_s`."""
+        threading.Thread(target=self._watch, args=(stall_s, times), name="watch", daemon=True).start()
+
+    def _watch(self, stall_s: float, times: int, pause: Callable[[float], None] = time.sleep) -> None:
+        """Looks twice at a stuck step: a process that was frozen itself has the time in between to end it."""
+        seen = -1  # steps done before one that was stuck at the last look
+        while True:
+            progress = self.progress()
+            is_stuck = progress.find_stuck(times * stall_s) is not None
+            if is_stuck and seen == progress.steps:
+                log.error("stuck: this process ends", reason=progress.find_stuck(stall_s), exit_when_stuck=times)
+                self._on_failure()
+                return
+            seen = progress.steps if is_stuck else -1
+            pause(stall_s / LOOKS)
 
     def stop(self, timeout_s: float) -> None:
         """End after the current step, or leave the thread behind after `timeout_s`."""

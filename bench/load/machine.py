@@ -16,15 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from bench.load.ceilings import Ceilings, ModelSize, read_size
 from engine.cpu import cpu_math
 from engine.cpu.build import BuildError
+from engine.weights.files import read_safetensors
 from runtime.child import with_our_packages
 from runtime.settings import ConfigError
 
-ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 READ_BYTES = 1 << 30  # far more than caches hold
 MATRIX = 2048  # rows and columns
 ROUNDS = 7
@@ -34,15 +32,10 @@ def read_model_size(folder: Path) -> ModelSize:
     """The size of a checkpoint folder's model. Raises ConfigError."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
-        tensors: dict[str, tuple[int, int]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  it is no mapping
-                    part = opened.get_slice(name)
-                    count = math.prod(part.get_shape())
-                    tensors[name] = (count, count * ELEMENT_BYTES.get(part.get_dtype(), 2))
+        files = map(read_safetensors, sorted(folder.glob("*.safetensors")))
+        tensors = {name: (math.prod(one.shape), one.num_bytes) for file in files for name, one in file.items()}
         return read_size(config, tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"checkpoint={str(folder)!r} cannot be read ({type(error).__name__}: {error})") from error
 
 

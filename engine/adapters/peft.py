@@ -25,7 +25,7 @@ from engine.weights.checkpoint import FLOATS
 from engine.weights.files import read_safetensors
 from engine.weights.reader import cut_rows
 from engine.weights.table import Part, Product, Shard
-from wire.files import blamed, check_file, named, read_json_object
+from wire.files import blamed, check_access, check_file, named, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_FILE_BYTES = 8 << 30
@@ -159,6 +159,7 @@ def find_alphas(config: Json, modules: Collection[str]) -> dict[str, float]:
 
 def _read_config(folder: Path) -> Json:
     """ValueError names the first setting that would be computed differently."""
+    check_access(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"adapter folder {str(folder)!r} does not exist")
     for name in (CONFIG, WEIGHTS):

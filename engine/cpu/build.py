@@ -66,7 +66,7 @@ def load_kernel(name: str) -> ctypes.CDLL:
     """Load NAME.cpp for this compiler and CPU; build it first if not cached. Raises BuildError."""
     source = FOLDER / f"{name}.cpp"
     find_instruction_set()  # raises
-    command = [*find_compiler(), *FLAGS, *INSTRUCTION_SETS[os.environ.get(ISA, NATIVE)].flags.split()]
+    command = [*find_compiler(), *FLAGS, *INSTRUCTION_SETS[os.environ.get(ISA) or NATIVE].flags.split()]
     link = _openmp_library()
     file_name = f"{name}-{_fingerprint(source, command, link)}.so"
     try:
@@ -82,7 +82,7 @@ def load_kernel(name: str) -> ctypes.CDLL:
 
 def find_instruction_set() -> str:
     """What kernels are built for: $BATON_CPU_ISA, or the best that this CPU has. BuildError if it does not have it."""
-    if (name := os.environ.get(ISA, NATIVE)) == NATIVE:
+    if (name := os.environ.get(ISA) or NATIVE) == NATIVE:
         return runnable_instruction_sets()[-1]
     if name not in INSTRUCTION_SETS:
         raise BuildError(f"{ISA}={name} is not known: {', '.join(INSTRUCTION_SETS)}")

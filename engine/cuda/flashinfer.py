@@ -21,13 +21,14 @@ from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
 from engine.cuda.modules import HEAD_DIMS, Kernels
-from engine.ranges import find_starts
+from engine.cuda.splits import choose_part, scratch_bytes
+from engine.ranges import Ints, find_starts
 from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
-PLANS_AHEAD = 6  # plans on their way to the device: of two steps of a model, and what drafts for each
+PLANS_AHEAD = 6  # plans of a window on their way to the device: of two steps of a model, and what drafts for each
 DTYPES = (torch.bfloat16, torch.float16)
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
@@ -60,25 +61,37 @@ class Workspace:
         self._planned: dict[Window, Tensor] = {}
         self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
 
+    def reserve(self, num_bytes: int) -> None:
+        """Scratch memory of wrappers that are built from now on: those before keep theirs."""
+        if num_bytes > self.scratch.numel():
+            self.scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
     def share(self, wrapper: WrapperT, window: Window) -> WrapperT:
         """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture."""
         if window not in self._planned:
             self._planned[window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
-        wrapper._int_workspace_buffer = self._planned[window]
+        _replace(wrapper, "_int_workspace_buffer", self._planned[window])
         return wrapper
 
     @contextmanager
     def stage(self, wrapper: Wrapper) -> Iterator[None]:
         """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that."""
-        if len(self._staged) < PLANS_AHEAD:
+        if len(self._staged) < PLANS_AHEAD * len(self._planned):
             pinned, is_copied = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"), None
         else:
             pinned, is_copied = self._staged.popleft()
         if is_copied is not None:
             is_copied.synchronize()
-        wrapper._pin_memory_int_workspace_buffer = pinned
+        _replace(wrapper, "_pin_memory_int_workspace_buffer", pinned)
         yield
         self._staged.append((pinned, mark() if self._device.type == "cuda" else None))
+
+
+def _replace(wrapper: Wrapper, name: str, buffer: Tensor) -> None:
+    """A buffer for which FlashInfer has no call. Under another name it would change nothing, and plans would race."""
+    if not hasattr(wrapper, name):
+        raise AttributeError(f"this FlashInfer has no {name}: install flashinfer-python 0.7.2")
+    setattr(wrapper, name, buffer)
 
 
 class FlashInferAttention:
@@ -93,18 +106,22 @@ class FlashInferAttention:
         windows: Collection[Window],
         dtype: torch.dtype,
         device: torch.device,
+        num_processors: int,
         has_fa3: bool = False,
         workspace: Workspace | None = None,
         graph: GraphSize | None = None,
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
-        has_fa3: its modules can be used. graph: the size of captured steps; None: steps of any size.
+        num_processors: multiprocessors of the device. has_fa3: its modules can be used. graph: the size of captured
+        steps; None: steps of any size.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
-        self._workspace = workspace or Workspace(device)
+        self._workspace, self._num_processors = workspace or Workspace(device), num_processors
         share = self._workspace.share
         self._num_tokens = 1 if graph is None else graph.num_tokens
+        self._workspace.reserve(0 if graph is None else scratch_bytes(shape, *graph[:2], num_processors))
+        self._scratch_bytes = self._workspace.scratch.numel()
         self._decode = {window: share(self._build_decode(graph), window) for window in windows}
         kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
         self._prefill = {
@@ -116,8 +133,9 @@ class FlashInferAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
         return FlashInferAttention(
-            self._shape, self._windows, self._dtype, self._device, workspace=self._workspace, graph=graph
-        )
+            self._shape, self._windows, self._dtype, self._device, self._num_processors,
+            workspace=self._workspace, graph=graph,
+        )  # fmt: skip
 
     def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
         """By tensor cores: the other kernels are at best as fast."""
@@ -160,6 +178,7 @@ class FlashInferAttention:
             self._has_loaded = True
         starts_of_queries = () if is_decode else (host_query_starts,)
         mask = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
+        part = self._choose_part(num_pages, page_tokens) if is_decode else None
         for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
             with self._workspace.stage(wrapper):
                 wrapper.plan(
@@ -167,9 +186,14 @@ class FlashInferAttention:
                     self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
                     **mask, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
                     logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
-                    seq_lens=host_lens,
+                    seq_lens=host_lens, fixed_split_size=part if window is None else None,
                 )  # fmt: skip
         self._planned = planned[-1]
+
+    def _choose_part(self, num_pages: Ints, page_tokens: int) -> int | None:
+        if scratch_bytes(self._shape, len(num_pages), self._num_tokens, self._num_processors) > self._scratch_bytes:
+            return None
+        return choose_part(num_pages, page_tokens, self._num_tokens, self._shape, self._num_processors)
 
     def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
         if sinks is not None:

@@ -31,7 +31,7 @@ from engine.weights.folders import cache_folder
 from engine.weights.formats import PlainFormat
 from engine.weights.reader import OnProgress, ShardReader
 from engine.weights.table import Shard
-from wire.files import named
+from wire.files import check_access, named
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -181,9 +181,10 @@ def resolve_model_folder(name_or_path: str, parts: Parts) -> Path:
     """A folder stays as it is, and a GGUF file gets one; else it is a hub id, in the local cache or to be downloaded.
 
     Fetches only configs, safetensors and tokenizer files. Raises FileNotFoundError that says what to do if the name is
-    neither, the hub does not know it, or the hub cannot be reached.
+    neither, the hub does not know it, or the hub cannot be reached; DeniedError.
     """
     folder = Path(name_or_path).expanduser()
+    check_access(folder)
     if folder.is_dir():
         return folder
     if folder.suffix == GGUF and folder.is_file():

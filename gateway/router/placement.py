@@ -185,13 +185,17 @@ def _all_share_cores(decode: WorkerView, prefills: Sequence[WorkerView]) -> bool
 
 
 def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether both compute on one host's CPU with more threads than it has cores.
+    """Whether both compute on the same cores of one host, with more threads than these.
 
     Each then computes while the other waits, and both read all weights: a prompt's tokens beside the answers' in the
     decode worker's own steps cost less.
     """
     both = (decode.num_threads, prefill.num_threads)
-    return decode.host == prefill.host and min(both) > 0 and sum(both) > max(decode.num_cores, prefill.num_cores)
+    if decode.host != prefill.host or min(both) == 0:
+        return False
+    if decode.cpu_group == prefill.cpu_group != 0:
+        return sum(both) > min(decode.num_cores, prefill.num_cores)
+    return not decode.cpus.isdisjoint(prefill.cpus) and sum(both) > len(decode.cpus | prefill.cpus)
 
 
 def _has_room(view: WorkerView) -> bool:

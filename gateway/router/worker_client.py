@@ -232,6 +232,8 @@ class WorkerClient:
             takes_images=status.takes_images,
             host=peer.host,
             num_threads=status.threads,
+            cpus=frozenset(status.cpus),
+            cpu_group=status.cpu_group,
             num_cores=status.cores,
             tokens_waiting=status.prompt_tokens_waiting,
             tokens_per_s=status.prompt_tokens_per_second,

@@ -28,7 +28,9 @@ class WorkerView:
     dtype: str = ""  # of its KV, which shows that of its model
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
-    num_cores: int = 0  # that it may use
+    cpus: frozenset[int] = frozenset()  # that these may run on
+    cpu_group: int = 0  # whose quota, `num_cores`, it shares with all processes in it; 0: none
+    num_cores: int = 0
     num_others: int = 0  # requests that other gateways had there when it last answered
     tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
     tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known

@@ -23,9 +23,10 @@ GIB = 1 << 30
 PEERS = ("GPU-a", "GPU-b")
 H200 = GpuFacts("NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0), "GPU-a", PEERS)
 CPU = Machine(
-    num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
-    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, c_compiler="/usr/bin/gcc",
-    has_python_header=True, own_namespaces=(), memory_file_error="", locked_bytes=8 << 20,
+    num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, unknown_limits={},
+    instruction_sets=("avx2", "avx512", "amx"), cpp_compiler="g++", kernel_error="", products="",
+    are_products_slow=False, c_compiler="/usr/bin/gcc", has_python_header=True, own_namespaces=(),
+    memory_file_error="", locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
     triton="", flashinfer="", nixl="", rdma_devices=(),
 )  # fmt: skip
@@ -84,6 +85,7 @@ def test_machines_as_they_should_be() -> None:
 
 
 NO_FILE = replace(CPU, memory_file_error="ENOSYS")
+UNMOUNTED = replace(CPU, unknown_limits={"no known limit of memory": "not mounted: mount /sys/fs/cgroup"})
 NO_CXX = replace(CPU, kernel_error="no C++ compiler", cpp_compiler="")
 SLOW = replace(CPU, products="1 row reads at 0.20 of that", are_products_slow=True)
 UNSEEN = replace(NODE, gpus=())  # by torch
@@ -123,6 +125,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), replace(NO_CXX, cpp_compiler="g++"), "cpu kernels", "warning", "set CXX"),
         (ServeConfig(), SLOW, "cpu kernels", "warning", "set CXX to a newer g++"),
         (ServeConfig(), NO_FILE, "shared memory", "warning", "allow memfd_create"),
+        (ServeConfig(), UNMOUNTED, "no known limit of memory", "warning", "mount /sys/fs/cgroup"),
         (ServeConfig(), replace(NODE, flashinfer=""), "flashinfer", "warning", "baton[cuda]"),
         (ServeConfig(), replace(NODE, triton=""), "triton", "warning", "pip install triton"),
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),

@@ -1,9 +1,14 @@
 """The command line: sources of settings, their precedence, and errors for unknown names."""
 
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +19,18 @@ from cyclopts.exceptions import CycloptsError
 
 from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
 from cli.screen import list_things_to_try, reachable, render_log_line
+from cli.sources import VARIABLES
 from demo.paths import TARGET_DIR
+from engine.adapters.peft import find_digest
+from engine.compose import PARTS
+from engine.models.load import resolve_model_folder
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
 from tests.support.ipv6 import needs_ipv6
+from tests.support.live import START_S
+from wire.files import DeniedError
 from worker.startup.models import (
     check_model,
     choose_served_name,
@@ -66,6 +77,45 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parse("gateway", "--prefill=q:1", "--prefill=r:1", file=file).prefill == ("q:1", "r:1")
     monkeypatch.setenv("BATON_API_KEY", "")
     assert parse("gateway", "--decode=a:1").api_key == ()
+
+
+@pytest.mark.parametrize("keys", ["one,two", "one two", " one"])
+def test_clients_send_the_first_of_several_keys(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (
+        ["status"],
+        ["chat"],
+        ["drain", "h:2"],
+        ["launch", "codex"],
+        ["bench", "serve"],
+        ["bench", "contexts"],
+        ["bench", "overload"],
+    ):
+        monkeypatch.setenv("BATON_API_KEY", keys)
+        found = bind(*words)
+        assert found.get("api_key") == "one" or found["options"].api_key == "one"
+
+
+def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Compose passes one that is not set."""
+    file = write(tmp_path, "port = 1\n")
+    for words in (
+        ["serve"],
+        ["doctor"],
+        ["prefill"],
+        ["decode"],
+        ["gateway", "--decode=a:1"],
+        ["status"],
+        ["bench", "serve"],
+    ):
+        unset = bind(*words)
+        for name in VARIABLES:
+            monkeypatch.setenv(name, "")
+        assert bind(*words) == unset
+    monkeypatch.setenv("BATON_PORT", "")
+    assert parse("serve", file=file).port == 1
+    monkeypatch.setenv("BATON_PROT", "")
+    with pytest.raises(ConfigError, match="did you mean BATON_PORT"):
+        parse("serve")
 
 
 def test_a_file_has_the_options_of_any_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +167,38 @@ def test_variables_and_files_that_do_not_exist(tmp_path: Path, monkeypatch: pyte
 
 def test_help_imports_no_torch_and_the_version_is_that_of_the_package() -> None:
     code = "import sys, cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=START_S).returncode == 0
     assert call("--version").stdout.strip() == version("baton")
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("doctor", "--device=cpu"), "torch"),
+        (("serve", "--port=0"), "torch"),
+        (("prefill",), "torch"),
+        (("decode",), "torch"),
+        (("bench", "kernels"), "torch"),
+        (("bench", "steps", "/dev/null"), "torch"),
+        (("decode",), "xgrammar"),
+    ],
+)
+def test_a_command_says_which_package_it_lacks(words: tuple[str, ...], missing: str) -> None:
+    done = without((missing,), *words)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"baton {words[0]} needs {missing}, which is not installed here: ")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--model=8B", "--gpu=h100"), ("bench", "serve", "--help")])
+def test_what_needs_no_tensors_runs_where_gateways_do(words: tuple[str, ...]) -> None:
+    done = without(("torch", "safetensors", "xgrammar"), *words)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def without(packages: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """The program where these cannot be imported."""
+    hidden = f"import sys; sys.modules |= dict.fromkeys({packages!r}); from cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", hidden, *words], capture_output=True, text=True, timeout=START_S)
 
 
 def test_the_program_alone_says_what_to_do_first() -> None:
@@ -303,6 +383,69 @@ def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
             check_model(str(tmp_path), option="draft_model")
         (tmp_path / name).write_bytes(content)
     assert check_model(str(tmp_path)) == tmp_path
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A copy of the demo model that every user may read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "models" / "one"
+        shutil.copytree(TARGET_DIR, folder)
+        paths = (Path(name), folder.parent, folder, *folder.iterdir())
+        for path in paths:
+            path.chmod(0o755)
+        yield folder
+        for path in paths:
+            path.chmod(0o755)
+
+
+@contextmanager
+def not_root() -> Iterator[int]:
+    """Its user, in which this process acts meanwhile."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield os.geteuid()
+    finally:
+        os.seteuid(before)
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "files": check_model,
+    "files of a draft": lambda model: check_model(model, option="draft_model"),
+    "folder": fetch_tokenizer,
+    "gguf": lambda model: locate_model(f"{model}/x.gguf"),
+    "worker": lambda model: resolve_model_folder(model, PARTS),
+    "adapter": lambda model: find_digest(Path(model)),
+}
+
+
+@pytest.mark.parametrize(
+    ("denied", "mode", "verb", "readers"),
+    [
+        (".", 0o600, "enter", [*READERS]),
+        (".", 0o311, "enter", set(READERS) - {"gguf"}),  # it may not be listed
+        ("..", 0o600, "enter", [*READERS]),
+        ("config.json", 0o000, "read", ["files"]),
+        ("tokenizer.json", 0o000, "read", ["files"]),
+        ("model.safetensors", 0o000, "read", ["files", "files of a draft"]),
+    ],
+)
+def test_what_this_user_may_not_read_is_refused_with_owner_and_mode(
+    shared: Path, denied: str, mode: int, verb: str, readers: Collection[str]
+) -> None:
+    path = (shared / denied).resolve()
+    path.chmod(mode)
+    with not_root() as user:
+        said = (
+            f"user {user} may not {verb} {path}, which belongs to user {path.parent.stat().st_uid} with mode {mode:04o}"
+        )
+        for reader in readers:
+            with pytest.raises((ConfigError, DeniedError), match=re.escape(said)):
+                READERS[reader](str(shared))
+        done = call("serve", "--device=cpu", "--port=0", "--model", str(shared))
+        assert done.returncode == 2 and done.stderr.startswith(f"baton: {said}: allow it")
+        assert done.stderr.endswith(", or set --model to another\n")
 
 
 def test_a_hub_id_passes_until_its_files_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

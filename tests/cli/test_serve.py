@@ -346,3 +346,26 @@ def test_a_service_whose_reader_leaves_starts_workers_again_and_ends_when_asked(
     assert service.process.wait(WAIT_S) == 0
     assert len(service.noted("ended")) == 4, "each was asked to end and given the time"
     assert service.survivors(0.0) == []
+
+
+NAMESPACE = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--pid", "--fork", "--kill-child"]
+
+
+def test_as_the_first_process_of_a_container_sigterm_ends_it_while_it_starts(tmp_path: Path) -> None:
+    """The kernel ignores signals there that have no handler, which `docker stop` would wait for in vain."""
+    try:
+        subprocess.run([*NAMESPACE, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no PID namespace can be made here: {error}")
+    config = tmp_path / "config.toml"
+    os.mkfifo(config)
+    program = [sys.executable, "-P", "-m", "baton", "serve", f"--config={config}"]
+    unshare = subprocess.Popen([*NAMESPACE, *program])
+    try:
+        with config.open("wb"):  # once it reads its settings, for which it waits
+            (first,) = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
+            os.kill(int(first), signal.SIGTERM)
+            assert unshare.wait(WAIT_S) == 128 + signal.SIGTERM
+    finally:
+        unshare.kill()
+        unshare.wait()

@@ -1,10 +1,11 @@
 """Engines that hang in a step, or are slow, while their processes answer as usual. Rows 1, 10, 29 and 30."""
 
 import time
+from pathlib import Path
 
 from tests.faults.conftest import Held
 from tests.support.fault_answers import Truth, ask, ask_status, failed_attempts, find
-from tests.support.fleet import Process
+from tests.support.fleet import Process, run_fleet
 from tests.support.live import HTTP, wait_until
 from worker.chunks import CHUNK_S
 
@@ -109,3 +110,20 @@ def test_row_29_and_30_slow_workers_answer_slowly_and_one_that_hangs_is_left(hel
     assert "predicted to take" in find(fleet, prefill)["trouble"]
     truth.check(second)
     print(f"rows 29 and 30: {num_steps:.0f} steps in {stream.seconds:.0f} s; the hang was found after {seconds:.1f} s")
+
+
+def test_row_30_a_worker_that_hangs_for_good_ends_itself(tmp_path: Path, truth: Truth) -> None:
+    """With --exit-when-stuck; its answer goes on once it is started again."""
+    file = tmp_path / "decode-0"
+    flags = {"decode": ["--stall-s=1", "--exit-when-stuck=2"]}
+    programs = {"decode-0": ("tests.faults.held_worker", str(file))}
+    with run_fleet(0, 1, flags, patience_s=120.0, programs=programs) as fleet:
+        decode, begun = fleet["decode-0"], time.monotonic()
+        file.touch()
+        stream = ask(fleet, num_tokens=20)
+        assert decode.wait_exited(NOTICED_S) == 1
+        print(f"row 30: it ended after {time.monotonic() - begun:.1f} s")
+        assert "stuck: this process ends" in decode.read_log()
+        file.unlink()
+        decode.restart()
+        truth.check(stream)

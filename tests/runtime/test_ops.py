@@ -1,6 +1,7 @@
 """The ops port: what it answers while its process loads, serves, hangs and ends, and to clients of all manners."""
 
 import asyncio
+import signal
 import socket
 import threading
 import time
@@ -138,6 +139,23 @@ def test_a_worker_stuck_in_a_step_is_not_live(server: OpsServer) -> None:
         assert await asyncio.to_thread(ask, server, "/ready") == (503, "this worker is draining\n")
 
     asyncio.run(hang())
+
+
+async def test_a_second_signal_does_what_one_did_before() -> None:
+    ended = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: ended.append(number))
+    try:
+        shutdown = Shutdown(PATIENCE_S, lambda: 1)
+        shutdown.listen()
+        signal.raise_signal(signal.SIGTERM)
+        await shutdown.begun.wait()
+        assert ended == []
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def open_to(server: OpsServer) -> socket.socket:

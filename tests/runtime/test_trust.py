@@ -71,10 +71,10 @@ def outcome(server_trust: Trust, client_trust: Trust) -> str:
         (Trust(GOOD), Trust(), "UNAVAILABLE"),
         (Trust(), Trust(GOOD), "it does not speak TLS"),
         (SECRET, SECRET, "served"),
-        (SECRET, Trust(), "it refuses our fleet secret"),
-        (SECRET, Trust(secret="another-0123456789"), "it refuses our fleet secret"),
+        (SECRET, Trust(), "it refuses our calls, without the fleet secret: give"),
+        (SECRET, Trust(secret="another-0123456789"), "it refuses our calls, with a wrong fleet secret: give"),
         (Trust(GOOD, SECRET.secret), Trust(GOOD, SECRET.secret), "served"),
-        (Trust(GOOD, SECRET.secret), Trust(GOOD), "it refuses our fleet secret"),
+        (Trust(GOOD, SECRET.secret), Trust(GOOD), "it refuses our calls, without the fleet secret"),
         (Trust(), SECRET, "served"),
     ],
 )  # fmt: skip
@@ -82,7 +82,7 @@ def test_who_is_let_in(server: Trust, client: Trust, expected: str) -> None:
     assert outcome(server, client).startswith(expected)
 
 
-async def test_every_call_needs_the_secret_but_health_does_not() -> None:
+async def test_every_call_needs_the_secret_but_health_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     server = SECRET.build_server()
     FakeDecode("D1", Signal()).add_to(server)
     address = f"127.0.0.1:{SECRET.bind(server, '127.0.0.1', 0)}"
@@ -95,6 +95,8 @@ async def test_every_call_needs_the_secret_but_health_does_not() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
                     await call(b"", metadata=metadata, timeout=PATIENCE_S)
                 assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+        said = capsys.readouterr().out
+        assert "call without the fleet secret refused" in said and "call with a wrong fleet secret refused" in said
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -35,8 +35,8 @@ IMPORTS = (
     "cli.supervisor", "gateway.main", "prefill_worker.main", "decode_worker.main", "worker.ranks.main", *CHILDREN,
 )  # fmt: skip
 MODULES = (  # that are forked; others are started
-    "cli.main", "baton", "worker.ranks.main", "tests.faults.corrupting_worker", "tests.support.pool_process",
-    "tests.support.rank_follower", "tests.support.rank_process",
+    "cli.main", "baton", "worker.ranks.main", "tests.attack.folders", "tests.faults.corrupting_worker",
+    "tests.support.pool_process", "tests.support.rank_follower", "tests.support.rank_process",
 )  # fmt: skip
 TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
 TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one

@@ -5,14 +5,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from worker.thread import EngineThread, call_in_thread
+from tests.support.live import START_S
+from worker.thread import EngineThread, Progress, call_in_thread
 
 PATIENCE_S = 30.0  # longer than any wait here; a test that reaches it fails
 
@@ -125,8 +126,51 @@ def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> Non
     with Path("/dev/full").open("w") as full:
         outs: tuple[Any, ...] = (subprocess.PIPE, full)
         begun = [subprocess.Popen([sys.executable, "-c", script], stdout=out, stderr=full, text=True) for out in outs]
-        said = [process.communicate(timeout=PATIENCE_S)[0] for process in begun]
+        said = [process.communicate(timeout=START_S)[0] for process in begun]
     assert [process.returncode for process in begun] == [1, 1] and "ZeroDivisionError" in said[0]
+
+
+def test_a_process_whose_engine_is_stuck_ends_though_all_else_waits_for_it() -> None:
+    script = """
+import time; from worker.thread import EngineThread
+def step():
+    with thread.lock:
+        time.sleep(600)
+thread = EngineThread(step); thread.start(); thread.end_when_stuck(0.05, 3)
+while True:
+    with thread.lock:
+        time.sleep(0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 1 and "(--stall-s 0.05)" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("looks", "num_looks"),
+    [
+        ([(7, 80.0), (7, 89.0), (7, 91.0), (7, 94.0), (7, 97.0)], 4),  # at three times 30 s, and once more
+        ([(7, 91.0), (8, 0.1), (8, 91.0), (8, 94.0)], 4),  # it was frozen with the process, and went on
+        ([(7, 91.0), (7, 0.0), (7, 91.0), (8, 91.0), (9, 91.0)], 0),
+    ],
+)
+def test_only_a_step_that_is_still_stuck_at_a_second_look_ends_the_process(
+    looks: list[tuple[int, float]], num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_after, seen = list[int](), list[tuple[int, float]]()
+
+    def look() -> Progress:
+        seen.append(looks[len(seen)])
+        return Progress(*seen[-1], 0.1)
+
+    def pause(_seconds: float) -> None:
+        if len(seen) == len(looks):
+            raise EOFError
+
+    thread = EngineThread(lambda: False, on_failure=lambda: ended_after.append(len(seen)))
+    monkeypatch.setattr(thread, "progress", look)
+    with suppress(EOFError):
+        thread._watch(30.0, 3, pause)
+    assert ended_after == [num_looks] * bool(num_looks)
 
 
 def test_a_call_in_a_thread_leaves_no_helpers_of_openmp_behind() -> None:

@@ -22,7 +22,7 @@ from engine.weights.files import GGUF, is_path, list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
-from wire.files import check_folder, named, read_text
+from wire.files import DeniedError, check_access, check_folder, named, read_text
 from wire.names import MTP
 from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_smollm2
 
@@ -80,6 +80,7 @@ def locate_gguf(model: str, only_head: bool = False) -> str | None:
     only_head: of a hub's file. The folder then has a configuration and a tokenizer, but no weights.
     """
     path = Path(model).expanduser()
+    _check_access(path, "model")
     try:
         if model == SMOLLM2:
             path = fetch_smollm2()
@@ -141,9 +142,22 @@ def check_model(model: str, needed: Sequence[Part] = tuple(FILES), option: str =
         if "weights" in needed:
             for path in list_shards(folder):
                 read_header(path)
+    except DeniedError as error:
+        raise _refuse_denied(error, option) from error
     except (ValueError, OSError) as error:
         raise ConfigError(f"the model in {folder} cannot be used ({error}): set {flag(option)} to another") from error
     return folder
+
+
+def _check_access(path: Path, option: str) -> None:
+    try:
+        check_access(path)
+    except DeniedError as error:
+        raise _refuse_denied(error, option) from error
+
+
+def _refuse_denied(error: DeniedError, option: str) -> ConfigError:
+    return ConfigError(f"{error}, or set {flag(option)} to another")
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -154,6 +168,7 @@ def _check_tokenizer(path: Path) -> None:
 def find_folder(model: str, option: str = "model") -> Path | None:
     """A checkpoint's folder, or where a hub id was downloaded to; None for a hub id that is not on this machine."""
     folder = Path(model).expanduser()
+    _check_access(folder, option)
     if folder.is_dir():
         return folder
     advice = f'set {flag(option)} to a folder, a hub id such as "Qwen/Qwen3-0.6B", or "{DEMO_MODEL}"'
@@ -220,4 +235,5 @@ def choose_served_name(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.suffix == GGUF:
         return folder.stem
+    _check_access(folder, "model")
     return folder.resolve().name if folder.is_dir() or folder.is_absolute() else model

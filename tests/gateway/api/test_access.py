@@ -6,13 +6,16 @@ import socket
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.access.keys import Keys
 from gateway.errors import ApiError
+from gateway.main import find_openness
 from gateway.request.prepare import ApiOptions
+from runtime.config import GatewayConfig
 from tests.support.adapters import APIS
 from tests.support.api_server import KEYS, ORIGIN, WAIT_S, Served, run_api
 
@@ -54,6 +57,21 @@ def test_no_spelling_of_a_path_or_host_gets_round_the_key(served: Served) -> Non
             with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
                 raw.sendall(f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
                 assert b" 401 " in raw.recv(4096), (target, host)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"host": "0.0.0.0"}, "can use all models: set BATON_API_KEY or --api-keys-file"),
+        ({"host": "gateway.lan", "batch_dir": "/b"}, "can use all models, and read all files and batches: set"),
+        ({"host": "::", "api_key": ("k",)}, None),
+        ({"host": "::", "api_keys_file": "/k.toml"}, None),
+        ({"host": "127.0.0.2"}, None),
+    ],
+)
+def test_an_open_port_without_a_key_is_reported(settings: dict[str, Any], said: str | None) -> None:
+    found = find_openness(GatewayConfig(decode=("d:1",), **settings))
+    assert found is None if said is None else said in (found or "")
 
 
 def test_a_key_is_compared_with_all_keys_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

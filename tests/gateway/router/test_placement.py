@@ -243,23 +243,37 @@ def test_unready_names_every_decode_worker_and_its_trouble() -> None:
     assert find_unready([*dead, replace(DECODE, address="d:3")]) is None
 
 
+def on_cpus(
+    view: WorkerView, num_threads: int, *cpus: int, host: str = "h", quota: int = 0, group: int = 0
+) -> WorkerView:
+    num_cores = quota or len(cpus)
+    return replace(view, host=host, num_threads=num_threads, cpus=frozenset(cpus), num_cores=num_cores, cpu_group=group)
+
+
 @pytest.mark.parametrize(
-    ("decode_has", "prefill_has", "is_local"),
+    ("decode", "prefill", "is_local"),
     [
-        (("h", 2, 2), ("h", 2, 2), True),
-        (("h", 1, 2), ("h", 1, 2), False),  # one core each
-        (("h", 2, 3), ("h", 2, 3), True),
-        (("h", 2, 2), ("other", 2, 2), False),
-        (("h", 0, 2), ("h", 2, 2), False),  # decode computes on a GPU
+        (on_cpus(DECODE, 2, 0, 1), on_cpus(PREFILL, 2, 0, 1), True),
+        (on_cpus(DECODE, 1, 0, 1), on_cpus(PREFILL, 1, 0, 1), False),  # one core each
+        (on_cpus(DECODE, 2, 0, 1, 2), on_cpus(PREFILL, 2, 0, 1, 2), True),
+        (on_cpus(DECODE, 2, 0, 1), on_cpus(PREFILL, 2, 0, 1, host="other"), False),
+        (on_cpus(DECODE, 0, 0, 1), on_cpus(PREFILL, 2, 0, 1), False),  # decode computes on a GPU
+        (on_cpus(DECODE, 1, 0), on_cpus(PREFILL, 1, 1), False),  # pinned to cores of their own
+        (on_cpus(DECODE, 2, 0), on_cpus(PREFILL, 2, 1), False),  # each too many, but not for the other
+        (on_cpus(DECODE, 2, 0, 1), on_cpus(PREFILL, 2, 1, 2), True),
+        (on_cpus(DECODE, 2, 0, 1), on_cpus(PREFILL, 2, 1, 2, 3), False),
+        (on_cpus(DECODE, 1, 0), on_cpus(PREFILL, 4, 0, 1, 2, 3), True),
+        # containers with a quota each, and one container for both
+        (on_cpus(DECODE, 2, *range(8), quota=2, group=5), on_cpus(PREFILL, 2, *range(8), quota=2, group=6), False),
+        (on_cpus(DECODE, 2, *range(8), quota=2, group=5), on_cpus(PREFILL, 2, *range(8), quota=2, group=5), True),
+        (on_cpus(DECODE, 1, 0, quota=1, group=5), on_cpus(PREFILL, 1, 1, quota=1, group=5), True),
+        (on_cpus(DECODE, 2, 0, 1, quota=1, group=5), on_cpus(PREFILL, 1, 0, 1), True),
     ],
 )
 def test_decode_prefills_where_both_roles_want_the_same_cores(
-    decode_has: tuple[str, int, int], prefill_has: tuple[str, int, int], is_local: bool
+    decode: WorkerView, prefill: WorkerView, is_local: bool
 ) -> None:
-    views = [
-        replace(view, host=host, num_threads=threads, num_cores=cores)
-        for view, (host, threads, cores) in ((DECODE, decode_has), (PREFILL, prefill_has))
-    ]
+    views = [decode, prefill]
     choice = choose_placement(views, Need(1000, None))
     assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
     assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
@@ -267,7 +281,7 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
     assert explain_no_hand_off(views[:1], None) == explain_no_hand_off(views, 0) == ""
     forced = choose_placement(views, Need(1000, 0))
     assert isinstance(forced, Placement) and forced.prefill is not None
-    elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
+    elsewhere = on_cpus(PREFILL_2, 4, *range(4), host="h2")
     handed = choose_placement([*views, elsewhere], Need(1000, None))
     assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
     assert explain_no_hand_off([*views, elsewhere], None) == ""
@@ -282,7 +296,7 @@ COSTS = ChunkCosts(0.0028, 0.0024, 2e-5, 256, 1e-6)
         (None, 200, {}, {}, 200, "200 tokens cost 9 ms on the decode worker beside 0 answers, 10 ms by hand-off"),
         (None, 1000, {}, {}, None, "1000 tokens cost 41 ms on the decode worker beside 0 answers, 31 ms by hand-off"),
         (None, 200, {"num_mine": 3}, {}, None, "200 tokens cost 28 ms on the decode worker beside 3 answers"),
-        (None, 200, {}, {"num_threads": 4, "num_cores": 4}, None, ""),
+        (None, 200, {}, {"num_threads": 4, "cpus": frozenset(range(4))}, None, ""),
         (None, 200, {"costs": ChunkCosts()}, {}, None, ""),
         (None, 200, {}, {"tokens_per_s": 0.0}, None, ""),
         (None, 200, {"num_mine": 3}, {"tokens_waiting": 8000}, 200, "beside 3 answers, 210 ms by hand-off"),
