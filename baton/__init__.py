@@ -21,7 +21,7 @@ def main() -> None:
     if os.getpid() == 1:  # of a container: the kernel ignores signals there that have no handler
         signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     put_first()
-    from cli.main import main as run  # not found before
+    from cli.main import run  # not found before
 
     run()
 

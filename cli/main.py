@@ -1,5 +1,6 @@
 """The `baton` program: finds the command and its options, and says what was wrong with them."""
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,6 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "drain": ("drain",),
     "bench": ("plan", "bench"),
 }
-
-ENGINE = ("torch", "xgrammar")  # what a gateway does without
 
 
 def describe_error(error: CycloptsError) -> Panel:
@@ -114,8 +113,33 @@ def keep_delimiter(words: Sequence[str]) -> list[str]:
     return [*words[:place], *words[place : place + 1], *words[place:]]
 
 
+def run() -> None:
+    """`main` as a whole process. At its end nothing is freed: with torch and a model that takes seconds.
+
+    Threads have ended by then, and the functions that `atexit` knows have run.
+    """
+    codes: list[int] = []
+    atexit.register(_exit, codes)  # the first is the last to run
+    try:
+        main()
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            codes.append(ended.code)
+        raise
+
+
+def _exit(codes: Sequence[int]) -> None:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        return  # Python reports it
+    if codes:
+        os._exit(codes[0])
+
+
 def main() -> None:
-    """Entry point of the `baton` script."""
+    """Runs the command that `sys.argv` names, and ends by SystemExit."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before its import: what we fork runs another program
     if not sys.argv[1:]:
         print(FIRST)
@@ -131,14 +155,8 @@ def main() -> None:
         code = 2
     except CycloptsError:  # printed already
         code = 2
-    except ModuleNotFoundError as error:
-        if error.name not in ENGINE or error.name in sys.modules:
-            raise
-        where = "run it where workers run: a gateway's image computes no models"
-        print(f"baton: this needs {error.name}, which is not installed here: {where}", file=sys.stderr)
-        code = 2
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    run()

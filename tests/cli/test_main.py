@@ -515,3 +515,19 @@ def test_a_service_on_all_interfaces_is_called_by_loopback() -> None:
     assert reachable("[::]:80") == reachable("[0::0]:80") == "127.0.0.1:80"  # it listens there, too
     assert reachable("[::1]:80") == "[::1]:80"
     assert reachable("10.0.0.1:80") == "10.0.0.1:80"
+
+
+def test_a_process_frees_nothing_at_its_end_but_writes_all_and_keeps_its_code() -> None:
+    code = """
+import atexit, sys
+from cli import main
+
+class Held:
+    def __del__(self): print("freed")
+
+held = Held()
+main.main = lambda: (atexit.register(print, "registered"), print("written"), sys.exit(3))
+main.run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "written\nregistered\n", "")
