@@ -32,7 +32,7 @@ PAGES := README.md LICENSE docs deploy/README.md deploy/kubernetes/README.md dep
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots lock audit docs wheel clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers families prove attack nightly faults chaos soak clients screenshots containers lock audit docs wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and 
 
 families: $(DEV_STAMP) ## Compare families and formats with transformers through the whole service, native ones with 1 rank and with 2
 	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py \
-	    tests/services/test_adapters_service.py tests/services/test_draft_heads.py $(ARGS)
+	    tests/services/test_adapters_service.py tests/services/test_draft_heads.py tests/deploy/test_gateway_packages.py $(ARGS)
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py tests/services/test_images.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
@@ -99,6 +99,9 @@ soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files a
 
 clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
+
+containers: $(DEV_STAMP) ## Build the images for CPUs and run the compose file, the table goes into deploy/README.md; needs Docker, or root and dockerd
+	$(BIN)/python -m tests.containers --document deploy/README.md $(ARGS)
 
 screenshots: $(DEV_STAMP) ## Take the pictures of docs/images from a running service; needs Chromium and tmux
 	$(BIN)/python -m tests.screenshots

@@ -41,6 +41,8 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "bench": ("plan", "bench"),
 }
 
+ENGINE = ("torch", "xgrammar")  # what a gateway does without
+
 
 def describe_error(error: CycloptsError) -> Panel:
     """The library's words, but all missing options at once, and what a word without an option may have been."""
@@ -128,6 +130,12 @@ def main() -> None:
         print(f"baton: {error}", file=sys.stderr)
         code = 2
     except CycloptsError:  # printed already
+        code = 2
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINE or error.name in sys.modules:
+            raise
+        where = "run it where workers run: a gateway's image computes no models"
+        print(f"baton: this needs {error.name}, which is not installed here: {where}", file=sys.stderr)
         code = 2
     sys.exit(code)
 

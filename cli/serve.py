@@ -119,16 +119,16 @@ def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     for name in ("sleep_after_s", "max_awake"):
         can_sleep = not getattr(config, name) or config.ready_fd is not None
         config.require(name, can_sleep, "baton serve, which starts and stops workers")
+    # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
+    # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     models = name_models(config.model, config.served_name)
     folders = {name: fetch_tokenizer(model) for name, model in models.items()}
     for folder in folders.values():
         check_model(folder, ("configuration", "tokenizer"))
     if len(models) == 1:
         config = replace(config, served_name=choose_served_names(config.served_name, config.model[0]))
-    # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
-    # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from gateway.main import run
 
     return run(config, folders)

@@ -49,6 +49,11 @@ def status(
         print(json.dumps({"workers": workers, "trouble": trouble, "no_hand_off": note, **of_models}))
     else:
         remarks = [Text(f"{name}: {state}") for name, state in models.items()]
+        remarks += [
+            Text(f"{worker.get('address', '')}: {weakness}: {reason}", "yellow")
+            for worker in workers
+            for weakness, reason in worker.get("weaknesses", {}).items()
+        ]
         remarks += [Text(trouble, "yellow")] * bool(trouble) + [Text(note)] * bool(note)
         open_console().print(build_table(workers), *remarks, sep="\n")
     return 0

@@ -39,6 +39,7 @@ from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.layer_config import most_logits
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.linear import Quantization
 from engine.models import load
@@ -271,6 +272,7 @@ def assemble_engine(
     attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
+    rows.max_logits = most_logits(open_device(device).memory_bytes)
     if isinstance(config, ModelConfig) and config.image_token is not None:
         rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
         rows.images = ImageRows(rules)

@@ -21,6 +21,11 @@ class Device:
     def ops(self) -> Ops:
         return Ops()
 
+    @property
+    def memory_bytes(self) -> int:
+        """Its own, not this machine's; 0: none."""
+        return 0
+
     def can_pack(self) -> bool:
         """Whether weights of bfloat16 models are packed for kernels."""
         return False

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Layout, StepFeature
+from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.ranges import Ints, join_ranges
 from engine.sampling.fields import PARAMS, SEEN_BIT, to_row
 from engine.staging import upload
@@ -68,6 +69,7 @@ class InputBatch:
     ) -> None:
         """context_tokens: the longest sequence."""
         self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
+        self.max_logits = MAX_LOGITS_AT_ONCE  # of a step, computed at once
         self.context_tokens = context_tokens
         self.width = context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
         # Prompt, answer and drafts. Steps read inputs and write sampled tokens here, in launch order.

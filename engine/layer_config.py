@@ -13,6 +13,12 @@ ImageAttention = Literal["causal", "windows", "all"]  # layers where the tokens 
 Precision = Literal["float32", "rounded", "logits"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES
 MAX_LOGITS_AT_ONCE = 1 << 25  # of a step: 128 MiB of float32, 262 rows of 128,000 tokens
+LARGE_DEVICE_BYTES = 38 << 30  # a GPU of 40 GB or more computes four times as many: all answers fit one captured step
+
+
+def most_logits(memory_bytes: float) -> int:
+    """Of a step, computed at once, on a GPU with so much memory; 0: on a CPU."""
+    return MAX_LOGITS_AT_ONCE << (2 if memory_bytes >= LARGE_DEVICE_BYTES else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, ForwardRow, LogitsChunk, Prepared
 from engine.input_batch import InputBatch
-from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.models.decoder import Decoder
 from engine.prepared import build_batch, prepare, with_masks
 from engine.sampling.batch import SamplingBatch
@@ -153,7 +152,7 @@ class Runner:
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
-        step = prepare(self.rows, requests, chunk_rows=max(1, MAX_LOGITS_AT_ONCE // self.rows.vocab_size))
+        step = prepare(self.rows, requests, chunk_rows=max(1, self.rows.max_logits // self.rows.vocab_size))
         return replace(step, layout=step.layout._replace(features=())) if self._drafts else step
 
     def _run(self, step: Prepared) -> Launched:

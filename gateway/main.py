@@ -168,7 +168,7 @@ def find_openness(config: GatewayConfig) -> str | None:
     if config.api_key or config.api_keys_file or is_loopback(config.host):
         return None
     batches = ", and read all files and batches" if config.batch_dir else ""
-    return f"every client that reaches this port can use all models{batches}: set BATON_API_KEY or --api-keys-file"
+    return f"anyone who reaches this port can use all models{batches}: set BATON_API_KEY or --api-keys-file"
 
 
 def _build_models(

@@ -4,6 +4,7 @@ Runs on the asyncio thread.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from worker.role import Worker
 log = structlog.get_logger()
 
 MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is offered after this one is read
+STRANGE_S = 60.0  # for which Status names such an address: after a restart no ticket of the old one comes
 
 ResponseT = TypeVar("ResponseT")
 
@@ -54,6 +56,7 @@ class KVSender:
         self._pools = worker.pools
         self._timeout_s = timeout_s
         self._metrics = metrics
+        self._strangers: dict[str, float] = {}  # address |-> when another worker answered there than was meant
         self._targets = PeerLinks(
             worker.trust.open_channel, lambda channel: _Target(decode_pb2_grpc.DecodeStub(channel))
         )
@@ -61,6 +64,13 @@ class KVSender:
     def transports(self) -> dict[str, str]:
         """Address |-> transport, for every decode worker after its handshake."""
         return {address: target.transport for address, target in self._targets.items() if target.transport}
+
+    def find_weaknesses(self) -> dict[str, str]:
+        """Addresses at which other workers answer than those that gave them."""
+        now = time.monotonic()
+        self._strangers = {address: at for address, at in self._strangers.items() if now - at < STRANGE_S}
+        reason = "it has restarted, or two workers have this --advertise-host: give each its own, or auto"
+        return {f"another worker than was meant answers at {address}": reason for address in self._strangers}
 
     async def send(
         self, request: prefill_pb2.RunRequest, positions: range, pages: list[int], slots: list[int],
@@ -99,6 +109,8 @@ class KVSender:
             self._metrics.offers_accepted.inc()
         else:
             self._metrics.offers_refused.labels(answer.reason).inc()
+            if answer.reason == "incarnation":
+                self._strangers[offer.ticket.address] = time.monotonic()
         return answer
 
     async def renew(self, ticket: kv_pb2.Ticket) -> None:
@@ -125,6 +137,8 @@ class KVSender:
                 target.num_summed = len(answer.peer.ranks) if answer.wants_checksums else 0
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
+                if target.incarnation != ticket.incarnation:
+                    self._strangers[ticket.address] = time.monotonic()
 
     def _check_ranks(self, peer: kv_pb2.Peer) -> None:
         for pool in self._pools:

@@ -11,7 +11,7 @@ import structlog
 from prefill_worker.hand_overs import HandOvers
 from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
-from protos import prefill_pb2, prefill_pb2_grpc
+from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images
@@ -37,6 +37,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
 
         super().__init__(worker, thread, features, transports, metrics)
         self._metrics = metrics
+        self._sender = sender
         self._heartbeat_s = config.heartbeat_s
         self.hand_overs = HandOvers(config, worker.scheduler.kv, thread, sender, metrics)
 
@@ -77,6 +78,9 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 self._scheduler.end(sequence)
                 self._thread.wake()
         return result
+
+    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+        status.weaknesses.update(self._sender.find_weaknesses())
 
     async def Lend(self, request: prefill_pb2.LendRequest, context: Context) -> prefill_pb2.LendResponse:
         try:

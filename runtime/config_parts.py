@@ -351,7 +351,7 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     port: Port = 0
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
-    """Name by which other processes reach this worker; empty is --host."""
+    """Name by which other processes reach this worker; empty is --host, auto this host's own address."""
     kv_memory_share: Share = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None

@@ -5,13 +5,14 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from runtime.addresses import bare, bracketed, is_any
+from runtime.addresses import bare, bracketed, is_any, is_loopback
 from runtime.malformed import MalformedInterceptor, check_answers
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
@@ -22,6 +23,7 @@ FIELD_AT_FAULT = "baton-field"  # trailing metadata of INVALID_ARGUMENT: the mes
 PARAM_AT_FAULT = "baton-param"  # beside it: the client's field, if the grammar names it; else empty
 REFUSED_FOR = "baton-refused-for"  # trailing metadata of a worker's RESOURCE_EXHAUSTED, not of gRPC's own
 NO_ROOM, GRAMMAR_BUSY, NO_ADAPTER, NO_SLOT, OVER_GOAL, RESTORING = "room", "grammar", "adapter", "slot", "goal", "kv"
+OWN_ADDRESS = "auto"  # as --advertise-host
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -52,6 +54,19 @@ def host_identity() -> str:
     if not boot.exists():  # not Linux: no /proc to share either
         return f"{socket.gethostname()}:{os.getpid()}"
     return f"{boot.read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+def own_address() -> str:
+    """The address from which this host reaches others, by its routes, else by its own name. Raises OSError."""
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):  # which nothing has
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as link:
+            link.connect((elsewhere, 9))  # sends nothing
+            return str(link.getsockname()[0])
+    with suppress(OSError):
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+        if reachable := sorted(address for address in found if not is_loopback(address)):
+            return reachable[0]
+    raise OSError("this host has no address that others reach: set --advertise-host to one, or to a name")
 
 
 def open_channel(

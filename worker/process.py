@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
@@ -61,6 +61,8 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
+    if config.advertise_host == rpc.OWN_ADDRESS:
+        config = replace(config, advertise_host=rpc.own_address())
     incarnation = rpc.new_incarnation()
     return Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)
 

@@ -24,6 +24,7 @@ PAGE_TOKENS, LAYER, NUM_LAYERS = 16, 2, 4
 DEEP = 32  # layers of an 8B model
 TOLERANCE = 2e-2  # bfloat16: 2 ** -8 of outputs up to about 3, and of probabilities
 LONG = (32_768, 8192, 100, 1)  # contexts of captured steps
+AMONG_MANY = (32_768, *[1024] * 40)  # FlashInfer alone would not divide the long one
 GROUPS = (1, 2, 4, 8)  # query heads a KV head
 KV_HEADS = 8
 CAPTURED_TOKENS = (1, 4)  # new ones of each sequence
@@ -155,8 +156,12 @@ def _check_captured(device: torch.device, dtype: torch.dtype, groups: Sequence[i
     is_gpu = device.type == "cuda"
     lens = LONG if is_gpu else (150, 40)
     worst, num_steps = 0.0, 0
-    for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20)):
-        contexts = tuple((new, one) for one in lens)
+    steps = [
+        (group, new, window, lens)
+        for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20))
+    ]
+    for group, new, window, lengths in [*steps, *((groups[-1], 1, None, AMONG_MANY) for _ in range(is_gpu))]:
+        contexts = tuple((new, one) for one in lengths)
         problem = build_problem(Case("", contexts, (group * KV_HEADS, KV_HEADS), 128, window), device, dtype)
         backend = choose_attention(problem.shape, [window], device, dtype).backend
         truth = problem.run(TorchSdpaAttention(problem.shape), problem.pool.clone(), LAYER)
@@ -184,7 +189,8 @@ def time_fa3(device: torch.device) -> str:
             return f"skipped: {reason}"
         times, outs = [], []
         for has_fa3 in (False, True):
-            backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, has_fa3)
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, processors, has_fa3)
             outs.append(problem.run(backend, problem.pool.clone(), LAYER).float())
             times.append(time_calls(partial(backend.attend, LAYER, problem.heads, None), device))
         off = (outs[0] - outs[1]).abs().max().item()

@@ -29,7 +29,7 @@ def check_memory(device: torch.device) -> str:
         facts = torch.cuda.get_device_properties(device)
         total, card = facts.total_memory, find_card(facts.name, facts.total_memory)
         config = complete(DecodeConfig(model=name), shape, card, total)
-    limits, largest, seen = limits_of(config, shape.vocab_size), largest_step_of(config), [0]
+    limits, largest, seen = limits_of(config, shape.vocab_size, total), largest_step_of(config), [0]
 
     def size(
         context: int, page_bytes: int, num_ranks: int, memory: tuple[int, int, int] | None, mapped_bytes: int,

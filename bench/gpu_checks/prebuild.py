@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from cyclopts import App
 
-from engine.cuda.modules import ARCHITECTURES, HEAD_DIMS, find_nvcc
+from engine.cuda.modules import ARCHITECTURES, FA3_HEAD_DIMS, HEAD_DIMS, find_nvcc
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]
@@ -90,14 +90,18 @@ def build_specs(
 ) -> Iterator[Any]:
     """For each dtype, head size and KV type, with and without a window: fa2, and fa3 for prompts in KV of that dtype.
 
-    `modules` is flashinfer.jit.attention.modules. Our K and V have equal strides, as fa2's primary module expects.
+    Heads that fa3 does not have are those of layers without a window (Gemma 4). `modules` is
+    flashinfer.jit.attention.modules. Our K and V have equal strides, as fa2's primary module expects.
     """
     for dtype, head_dim, kv_dtype, has_window in product(dtypes, head_dims, kv_dtypes, (False, True)):
+        has_fa3s_heads = head_dim in FA3_HEAD_DIMS
+        if has_window and not has_fa3s_heads:
+            continue
         own = getattr(torch, dtype)
         kv = torch.float8_e4m3fn if kv_dtype == "fp8" else own
         shared = (own, kv, own, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, has_softcap)
         yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
-        if has_fa3 and kv is own:
+        if has_fa3 and has_fa3s_heads and kv is own:
             yield modules.gen_batch_prefill_module("fa3", *shared, False)
 
 

@@ -41,13 +41,10 @@ class CapturedForwards(Forwards):
 def _finish(runner: Runner, graph: DecodeGraph, step: Prepared, rows: Ints) -> Launched:
     """rows: of the step's outputs among the graph's."""
     chunk = step.chunks[0]
-    tokens, logits = graph.choose(step, rows)
-    scores = []
+    tokens, scores = graph.choose(step, rows), []
     if chunk.scored:
-        wanted = rows[chunk.scored].tolist()
-        if runner.model.ranks.size > 1:  # no rank has all logits
-            logits, wanted = runner.model.logits(take_rows(graph.hidden, wanted)), list(range(len(wanted)))
-        scores.append(score(chunk, torch.log_softmax(take_rows(logits, wanted), -1), tokens))
+        logits = runner.model.logits(take_rows(graph.hidden, rows[chunk.scored].tolist()))
+        scores.append(score(chunk, torch.log_softmax(logits, -1), tokens))
     return Launched(tokens, scores)
 
 

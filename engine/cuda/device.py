@@ -8,7 +8,6 @@ import torch.distributed as dist
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.cuda import one_shot
 from engine.cuda.gpu import Gpu
 from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
 from engine.device import Device
@@ -24,6 +23,10 @@ class CudaDevice(Device):
         from engine.cuda.ops import CudaOps  # imports Triton
 
         return CudaOps()
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self.torch).total_memory)
 
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
@@ -41,7 +44,10 @@ class CudaDevice(Device):
         kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
-        backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, self.torch, "fa3" in kernels)
+        processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
+        backend = flashinfer.FlashInferAttention(
+            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels
+        )  # fmt: skip
         return AttentionChoice(backend, reason, is_fallback=False)
 
     def open_memory(self) -> Gpu:
@@ -49,4 +55,6 @@ class CudaDevice(Device):
 
     def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
         """The exchanges of a group of ranks."""
+        from engine.cuda import one_shot  # imports Triton
+
         return one_shot.open_ranks(group, self.torch, Gpu(self.torch)) or GroupRanks(group)

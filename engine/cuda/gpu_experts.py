@@ -1,8 +1,13 @@
-"""A mixture of experts for up to MAX_ROWS rows on a GPU, bound by reading the weights of the chosen experts once.
+"""A mixture of experts on a GPU of any generation.
 
-A slot is one row's use of one expert: slot t k + s is the s-th expert of row t. Sums are float32; their order depends
-on the weights' shape alone. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not
-measured: nothing here has run on a card yet. Twins: engine/ops/base.py, engine/experts/moe.py.
+A slot is one row's use of one expert: slot t k + s is the s-th expert of row t. `mix`, for up to MAX_ROWS rows, is
+bound by reading the weights of the chosen experts once; the order of its sums depends on the weights' shape alone.
+`mix_many` sorts the slots by expert and multiplies tiles of them by tensor cores:
+
+    slots by expert   | 0 0 0 0 0 | 2 2 | 3 3 3 3 3 3 3 |     tiles of 4:   0000 0... | 22.. | 3333 333.
+
+Sums are float32. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not measured: nothing
+here has run on a card yet. Twins: engine/ops/base.py, engine/experts/moe.py.
 """
 
 import torch
@@ -10,18 +15,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.layer_config import Routing
+
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
 # Outputs and depth of a program's tile: 32 weights a thread, in four 16-byte loads.
 GATED_TILE = (4, 512)  # of both gate and up; 8 slots of 768 outputs make 1,536 programs
 TILE = (8, 512)
 STAGES = 4  # tiles in flight
 SUM_TILE = 256  # outputs
+SORT_BLOCK = 1024  # slots that a program compares at once
+# Of `mix_many`: outputs and depth of a tile, and the most slots, of which an expert's average is taken.
+MANY_TILE, MOST_SLOTS = (64, 64), 128
+MANY_STAGES = 3
+TORCH_GENERATIONS, TORCH_SLOTS = (9, 10), 64  # where torch multiplies groups on the device, and an expert's from which
+
+WIDTHS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LIMIT = tl.constexpr(7.0)
 SLOPE = tl.constexpr(1.702)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): (1 + tanh(x)) / 2 is sigmoid(2 x)
 GELU_CUBE = tl.constexpr(0.044715)
+
+
+def can_choose(routing: Routing) -> bool:
+    """Whether `choose_experts` can: groups are powers of two."""
+    sizes = (routing.num_experts, routing.num_groups) if routing.num_groups > 1 else ()
+    return all(size & (size - 1) == 0 for size in sizes)
+
+
+def choose_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, expert_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`experts.moe.route` in one launch; of equal scores the first expert is taken. bias, expert_scale: float32."""
+    (num_rows, num_experts), top_k = logits.shape, routing.top_k
+    ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
+    is_rounded = {"logits": logits.dtype, "rounded": dtype or logits.dtype}.get(routing.precision, torch.float32)
+    choose_kernel[(num_rows,)](
+        logits.contiguous(), bias, expert_scale, ids, weights, num_experts, routing.epsilon, routing.scale,
+        top_k, triton.next_power_of_2(top_k), routing.num_groups, routing.top_groups, routing.group_peaks,
+        routing.scoring == "sigmoid", routing.scores_all, routing.renormalise, routing.precision == "logits",
+        WIDTHS[is_rounded], triton.next_power_of_2(num_experts),
+    )  # fmt: skip
+    return ids, weights
 
 
 def mix(
@@ -58,6 +96,43 @@ def mix(
     return add_slots(products, weights, None, rows.dtype)
 
 
+def mix_many(
+    rows: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`mix` of any number of rows. The number of programs depends on it alone: nothing waits for the ids."""
+    (num_experts, depth, width), (num_rows, top_k) = down.shape, ids.shape
+    if rows.stride(1) != 1 or gate_up.shape != (num_experts, 2 * width, rows.shape[1]) or depth != rows.shape[1]:
+        raise ValueError(f"weights are {tuple(gate_up.shape)} and {tuple(down.shape)} for rows of {rows.shape[1]}")
+    num_slots = num_rows * top_k
+    tile = min(MOST_SLOTS, max(16, triton.next_power_of_2(triton.cdiv(num_slots, num_experts))))
+    num_tiles = num_slots // tile + num_experts
+    order, starts, experts = (
+        torch.empty(size, dtype=torch.int32, device=rows.device) for size in (num_slots, num_experts + 1, num_tiles)
+    )
+    sort_slots[(num_experts,)](ids, order, starts, experts, num_slots, num_experts, tile, SORT_BLOCK)
+    gated = rows.new_empty(num_slots, width)
+    products = torch.empty(num_slots, depth, dtype=torch.float32, device=rows.device)
+    outputs, columns = MANY_TILE
+    multiply_tiles[num_tiles, triton.cdiv(width, outputs)](
+        rows, order, starts, experts, gate_up, gate_up_bias, gated, rows.stride(0), top_k, width, depth,
+        activation, tile, outputs, columns, MANY_STAGES,
+    )  # fmt: skip
+    multiply_tiles[num_tiles, triton.cdiv(depth, outputs)](
+        gated, order, starts, experts, down, down_bias, products, width, top_k, depth, width,
+        None, tile, outputs, columns, MANY_STAGES,
+    )  # fmt: skip
+    return add_slots(products, weights, None, rows.dtype)
+
+
+def is_for_torch(rows: Tensor, num_slots: int, down: Tensor) -> bool:
+    """Whether torch's grouped product is the faster one: elsewhere it waits for the sizes of groups on the host."""
+    num_experts, *sizes = down.shape
+    if rows.dtype is not torch.bfloat16 or any(size % 8 for size in sizes) or num_slots < TORCH_SLOTS * num_experts:
+        return False
+    return rows.device.type == "cuda" and torch.cuda.get_device_capability(rows.device)[0] in TORCH_GENERATIONS
+
+
 def add_slots(outputs: Tensor, weights: Tensor, places: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Row t's sum over s of weights[t, s] * outputs[places[t k + s]], in float32.
 
@@ -68,6 +143,86 @@ def add_slots(outputs: Tensor, weights: Tensor, places: Tensor | None, dtype: to
     total = torch.empty(num_rows, width, dtype=dtype, device=outputs.device)
     add_slots_kernel[num_rows, triton.cdiv(width, SUM_TILE)](outputs, weights, places, total, top_k, width, SUM_TILE)
     return total
+
+
+@triton.jit
+def choose_kernel(
+    logits, bias, expert_scale, ids, weights, num_experts, epsilon, factor,
+    TOP_K: tl.constexpr, KEPT: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PEAKS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, SCORES_ALL: tl.constexpr, RENORMALISE: tl.constexpr, ROUNDS_ALL: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program t: the experts of row t. See `choose_experts`. ROUNDED: of the weights, with ROUNDS_ALL of each step."""
+    row = tl.program_id(0)
+    experts = tl.arange(0, BLOCK)
+    is_expert = experts < num_experts
+    values = tl.load(logits + row * num_experts + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    scores = values
+    if SCORES_ALL:
+        scores = narrow(score(values, IS_SIGMOID), ROUNDED, ROUNDS_ALL)
+    choice = scores
+    if bias is not None:
+        choice += tl.load(bias + experts, mask=is_expert, other=0.0)
+    choice = tl.where(is_expert, choice, float("-inf"))
+    if GROUPS > 1:  # BLOCK is the number of experts
+        choice = keep_best_groups(choice, GROUPS, TOP_GROUPS, PEAKS, BLOCK)
+    places = tl.arange(0, KEPT)
+    is_place = places < TOP_K
+    chosen = tl.full((KEPT,), float("-inf"), tl.float32)
+    for place in tl.static_range(TOP_K):
+        best = tl.minimum(tl.argmax(choice, 0, tie_break_left=True), num_experts - 1)  # NaN chooses an expert, too
+        tl.store(ids + row * TOP_K + place, best.to(tl.int64))
+        chosen = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0)), chosen)
+        choice = tl.where(experts == best, float("-inf"), choice)
+    if not SCORES_ALL:
+        chosen = narrow(score(chosen, IS_SIGMOID), ROUNDED, ROUNDS_ALL)
+    if RENORMALISE:
+        total = narrow(tl.sum(tl.where(is_place, chosen, 0.0)), ROUNDED, ROUNDS_ALL)
+        chosen = narrow(tl.div_rn(chosen, narrow(total + epsilon, ROUNDED, ROUNDS_ALL)), ROUNDED, ROUNDS_ALL)
+    chosen = narrow(chosen * factor, ROUNDED, ROUNDS_ALL)
+    if expert_scale is not None:
+        mine = tl.load(ids + row * TOP_K + places, mask=is_place, other=0)
+        chosen *= tl.load(expert_scale + mine)
+    tl.store(weights + row * TOP_K + places, narrow(chosen, ROUNDED, True), mask=is_place)
+
+
+@triton.jit
+def score(values, IS_SIGMOID: tl.constexpr):
+    """Of float32 logits, -inf where there is none."""
+    if IS_SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-values))
+    powers = tl.exp(values - tl.max(values, 0))
+    return powers / tl.sum(powers, 0)
+
+
+@triton.jit
+def narrow(values, ROUNDED: tl.constexpr, ROUNDS: tl.constexpr):
+    """Rounded to a dtype, if ROUNDS."""
+    if ROUNDS:
+        values = values.to(ROUNDED).to(tl.float32)
+    return values
+
+
+@triton.jit
+def keep_best_groups(
+    choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """[E] |-> [E] with -inf for experts outside the best groups."""
+    grouped = tl.reshape(choice, (GROUPS, BLOCK // GROUPS))
+    members = tl.arange(0, BLOCK // GROUPS)[None, :]
+    sums = tl.zeros((GROUPS,), tl.float32)
+    left = grouped
+    for _ in tl.static_range(PEAKS):
+        best = tl.argmax(left, 1, tie_break_left=True)
+        sums += tl.max(left, 1)
+        left = tl.where(members == best[:, None], float("-inf"), left)
+    groups = tl.arange(0, GROUPS)
+    is_kept = groups < 0
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(sums, 0, tie_break_left=True)
+        is_kept = is_kept | (groups == best)
+        sums = tl.where(groups == best, float("-inf"), sums)
+    return tl.reshape(tl.where(is_kept[:, None], grouped, float("-inf")), (BLOCK,))
 
 
 @triton.jit
@@ -121,6 +276,95 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION == "silu")
     return gate / (1.0 + tl.exp(-slope)) * up
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def sort_slots(
+    ids, order, starts, experts, num_slots, num_experts, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program e: where the slots of expert e begin, which they are, in order, and which tiles are its.
+
+    ids: [S] |-> order: [S] slots by expert; starts: [E + 1]; experts: [S / TILE + E] of each tile. Expert e has those
+    from starts[e] / TILE + e to starts[e + 1] / TILE + e, both included, of which the last may be empty.
+    """
+    expert = tl.program_id(0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    own = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, num_slots, BLOCK):
+        slots = begin + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + slots, mask=slots < num_slots, other=num_experts)
+        before += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    start = tl.sum(before)
+    end = start + tl.sum(own)
+    tl.store(starts + expert, start)
+    tl.store(starts + expert + 1, end)
+    place = start
+    for begin in range(0, num_slots, BLOCK):
+        slots = begin + tl.arange(0, BLOCK)
+        is_own = tl.load(ids + slots, mask=slots < num_slots, other=num_experts) == expert
+        ranks = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(order + place + ranks - 1, slots, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32))
+    first, last = start // TILE + expert, end // TILE + expert
+    for begin in range(first, last + 1, BLOCK):
+        tiles = begin + tl.arange(0, BLOCK)
+        tl.store(experts + tiles, expert, mask=tiles <= last)
+
+
+@triton.jit
+def multiply_tiles(
+    x, order, starts, experts, w, bias, y, row_stride, top_k, num_outputs, depth,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (t, i): block i of outputs of tile t of slots. See `sort_slots`; w, bias: as in `multiply_slots`.
+
+    With an activation x has a row for top_k slots, [T, K], and y one for each slot by expert, [S, N]; without, x is
+    such a y, and y has the slots in their own order. Weights are the left operand: few slots still fill a tensor core.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(experts + tile)
+    start, end = tl.load(starts + expert), tl.load(starts + expert + 1)
+    begin = start + (tile - start // ROWS - expert) * ROWS
+    if begin >= end:
+        return
+    places = begin + tl.arange(0, ROWS)
+    is_row = places < end
+    slots = tl.load(order + places, mask=is_row, other=0).to(tl.int64)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < num_outputs
+    first = expert.to(tl.int64) * num_outputs  # the expert's first output in w
+    sources = places.to(tl.int64)
+    targets = slots
+    if ACTIVATION is not None:
+        first *= 2
+        sources, targets = slots // top_k, places.to(tl.int64)
+    inputs = x + sources[None, :] * row_stride
+    weights, up_weights = w + (first + outputs)[:, None] * depth, w + (first + num_outputs + outputs)[:, None] * depth
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    ups = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for column in tl.range(0, depth, COLUMNS, num_stages=STAGES):
+        columns = column + tl.arange(0, COLUMNS)
+        is_column = columns < depth
+        is_inside = is_output[:, None] & is_column[None, :]
+        values = tl.load(inputs + columns[:, None], mask=is_row[None, :] & is_column[:, None], other=0.0)
+        sums = tl.dot(
+            tl.load(weights + columns[None, :], mask=is_inside, other=0.0), values, sums, input_precision="ieee"
+        )
+        if ACTIVATION is not None:
+            ups = tl.dot(
+                tl.load(up_weights + columns[None, :], mask=is_inside, other=0.0), values, ups, input_precision="ieee"
+            )
+    if bias is not None:
+        sums += tl.load(bias + first + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION is not None:
+        if bias is not None:
+            ups += tl.load(bias + first + num_outputs + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        sums = activate(sums, ups, ACTIVATION)
+    tl.store(
+        y + targets[None, :] * num_outputs + outputs[:, None], sums.to(y.dtype.element_ty),
+        mask=is_row[None, :] & is_output[:, None],
+    )  # fmt: skip
 
 
 @triton.jit

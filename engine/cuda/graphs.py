@@ -106,7 +106,6 @@ class DecodeGraph:
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._logits = torch.zeros(0)
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
         self._row_ids, self._num_drafts = map(self._block.tensor, ("rows", "num_drafts"))
         self._batch = self._build_batch(num_rows)
@@ -201,18 +200,18 @@ class DecodeGraph:
         self._attention.plan(self._pages, batch)
         self._follower.plan(batch)
 
-    def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor]:
+    def choose(self, step: Prepared, outs: Ints) -> Tensor:
         """Launch the rest of the last `forward`'s step, given the same step, perhaps with masks, and its rows.
 
-        Returns the sampled tokens, [S] int64, and the raw logits, [R, V], valid until the next replay (with several
-        ranks, only this rank's rows).
+        Returns the sampled tokens, [S] int64. Logits are not kept: a tensor that a graph made and that lives on would
+        keep its memory from the other graphs.
         """
         self._fill_masks(step.chunks[0].sampling, outs)
         self._replay_sampling()
         num_sequences = len(step.layout.query_lens)
         if len(outs) == num_sequences and self.shape.num_tokens == 1:
-            return self._tokens[:num_sequences].clone(), self._logits
-        return self._tokens.index_select(0, upload([outs], self._tokens.device)[0]), self._logits
+            return self._tokens[:num_sequences].clone()
+        return self._tokens.index_select(0, upload([outs], self._tokens.device)[0])
 
     def _fill_masks(self, sampling: SamplingBatch, outs: Ints) -> None:
         if sampling.masks is None and not self._has_masks:
@@ -273,9 +272,9 @@ class DecodeGraph:
     def _sample(self) -> None:
         """Like `_forward`, which it follows."""
         rows, tokens = self._rows, self._tokens
-        self._logits = self._model.own_logits(self.hidden)
+        logits = self._model.own_logits(self.hidden)
         if len(self._own_tokens):
-            self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
+            self._model.ops.sample_into(self._own_tokens, logits, self._own_sampling)
         if self._model.ranks.size > 1:
             tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(tokens)))
         lasts = self._follower.find_lasts(

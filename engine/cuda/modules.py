@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 from engine.attention.shape import AttentionShape
 
 ARCHITECTURES = "architectures.txt"  # in the folder of modules: one line, such as "8.0 8.9 9.0a"
-HEAD_DIMS = (64, 128, 256)  # that fa2 has
+HEAD_DIMS = (64, 128, 256, 512)  # that fa2 has
+FA3_HEAD_DIMS = (64, 128, 256)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
 JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
 NO_JIT = "FLASHINFER_DISABLE_JIT"
@@ -92,7 +93,7 @@ def choose_kernels(
     """
     if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype), built, capability, no_compiler):
         return (), gap
-    if capability != FA3_CAPABILITY or kv_dtype != dtype:
+    if capability != FA3_CAPABILITY or kv_dtype != dtype or shape.head_dim not in FA3_HEAD_DIMS:
         return ("fa2",), "FlashInfer, fa2"
     if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype, "fa3"), built, capability, no_compiler):
         return ("fa2",), f"FlashInfer, fa2 also for prompts: {gap}"

@@ -87,15 +87,17 @@ class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps):
 
 
 def _is_rounded(rows: Tensor, codes: Tensor, scale: Tensor) -> bool:
-    return len(rows) > gpu_linear.MAX_ROWS and rows.dtype is torch.bfloat16 and can_round(codes, scale)
+    return len(rows) > gpu_linear.MAX_ROWS and rows.dtype is not torch.float32 and can_round(codes, scale)
 
 
 def multiply_rounded(
     rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, has_gate: bool = False
 ) -> Tensor:  # fmt: skip
-    """rows: [T, K] bfloat16, which `can_round` like the weights; or [T, 2 K], to be gated by SiLU first |-> [T, N]."""
+    """rows: [T, K] in 16 bits, which `can_round` like the weights; or [T, 2 K], gated by SiLU first |-> [T, N]."""
     width = codes.shape[1] if scale.ndim == 1 else BLOCK
     rounded, row_scale = gpu_layers.round_rows(rows, width, SMALLEST_PEAK, E4M3_MAX, has_gate)
     if scale.ndim == 1:
-        return multiply_codes(rounded, row_scale, codes, scale, bias)
+        return multiply_codes(rounded, row_scale, codes, scale, None if bias is None else bias.bfloat16()).to(
+            rows.dtype
+        )
     return gpu_blocks.multiply_rounded(rounded, row_scale, codes, scale, bias, rows.dtype)

@@ -10,7 +10,6 @@ from engine.cuda.captured import capture_graphs, capture_pieces, choose_shapes_o
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
 from engine.engine import Engine
-from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.out_of_memory import explain_failed_warm_up
 from engine.runner import Runner
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -31,7 +30,7 @@ def warm_up(
     padding_page = engine.padding_page
     assert padding_page is not None
     runners = [runner for runner in (engine.runner, engine.draft_runner) if runner is not None]
-    max_rows = max(1, MAX_LOGITS_AT_ONCE // engine.rows.vocab_size)  # logits of more are computed in parts
+    max_rows = max(1, engine.rows.max_logits // engine.rows.vocab_size)  # logits of more are computed in parts
     max_drafts = 0 if engine.states else max_drafts
     shapes = choose_shapes(graph_rows, max_drafts, max_rows)
     done = count(1)

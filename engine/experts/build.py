@@ -20,6 +20,7 @@ def build_mixture(builder: LayerBuilder) -> Linear:
     reader, config, moe, products = builder.format.reader, builder.config, builder.config.moe, builder.table.products
     assert moe is not None
     weight, bias = reader.fuse(products["router"]), reader.bias(products["router"])
+    kernels = builder.format.ops.find(ExpertOps).expert_kernels
     router: Linear = WidenedLinear(weight) if moe.has_wide_router else PlainLinear(weight, bias)
     experts = build_experts(builder.format, builder.table.experts, config.activation)
     shared = builder.build_mlp("shared.") if moe.shared else None
@@ -33,6 +34,7 @@ def build_mixture(builder: LayerBuilder) -> Linear:
         expert_scale=builder.vector("expert_scale", torch.float32),
         shared=shared,
         shared_gate=PlainLinear(reader.fuse(products["shared_gate"])) if moe.shared_gate else None,
+        kernels=kernels if kernels is not None and kernels.can_choose(moe.routing) else None,
     )
     return mixture if moe.norms else builder.summed(mixture)
 

@@ -58,7 +58,7 @@ class BucketedExperts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedExperts:
-    """See `Experts`; stacked weights: grouped products for many rows, a kernel that reads only chosen experts for few.
+    """See `Experts`; stacked weights: grouped products, on GPUs by kernels of which one reads only chosen experts.
 
     Shapes depend on the number of rows alone and nothing waits for the GPU, so that steps can be captured as CUDA
     graphs. A row's experts are added in the order of its ids. The GPU paths have not run on a card yet.
@@ -68,15 +68,16 @@ class GroupedExperts:
     """
 
     gate_up: Tensor  # [E, 2 I, H], each expert's gate before its up. All tensors are of one dtype and contiguous,
-    down: Tensor  # [E, H, I]. On a GPU bfloat16 with H and I multiples of 8: torch waits for the sizes of other groups
+    down: Tensor  # [E, H, I]
     activation: Activation = "silu"
     gate_up_bias: Tensor | None = None  # [E, 2 I]
     down_bias: Tensor | None = None  # [E, H]
     kernels: Any = None  # the module kernels.gpu_experts, where there is Triton
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.kernels is not None and len(rows) <= self.kernels.MAX_ROWS:
-            mixed: Tensor = self.kernels.mix(
+        if self.kernels is not None and not self.kernels.is_for_torch(rows, ids.numel(), self.down):
+            mix = self.kernels.mix if len(rows) <= self.kernels.MAX_ROWS else self.kernels.mix_many
+            mixed: Tensor = mix(
                 rows, ids, weights, self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias
             )
             return mixed
@@ -122,9 +123,11 @@ class MixtureOfExperts:
     expert_scale: Tensor | None = None
     shared: Product | None = None  # [T, H] |-> [T, H]
     shared_gate: Product | None = None  # [T, H] |-> [T, 1], whose sigmoid multiplies what `shared` gives
+    kernels: Any = None  # see `GroupedExperts`
 
     def __call__(self, rows: Tensor) -> Tensor:
-        ids, weights = route(self.gate(rows), self.routing, self.bias, self.expert_scale, rows.dtype)
+        choose = route if self.kernels is None else self.kernels.choose_experts
+        ids, weights = choose(self.gate(rows), self.routing, self.bias, self.expert_scale, rows.dtype)
         mixed = self.experts(rows, ids, weights)
         if self.shared is None:
             return mixed

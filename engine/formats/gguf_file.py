@@ -5,18 +5,19 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import itertools
 import math
-import mmap
+import os
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import GGUF, read_safetensors
-from wire.files import check_file
+from wire.files import MOST_BYTES, check_file
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
@@ -27,6 +28,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")  # at the end of a shard's name
 
 Metadata = dict[str, Any]  # strings, numbers, bools, and lists of them
+Open = Callable[[Path], BinaryIO]
+"""Opens a file that can seek, here or on a hub. Raises ValueError or OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,26 @@ class GgufHeader:
     entries: dict[str, TensorEntry]  # shapes as in torch: the last dimension lies contiguous
 
 
-def read_gguf(path: Path) -> GgufHeader:
-    """Raises ValueError with one sentence if the file is damaged or truncated, OSError if it cannot be read."""
-    size = check_file(path, None)
-    try:
-        with path.open("rb") as file:
+def open_file(path: Path) -> BinaryIO:
+    """An `Open` for files of this machine."""
+    check_file(path, None)
+    return path.open("rb")
+
+
+def read_gguf(path: Path, open_: Open = open_file) -> GgufHeader:
+    """Raises ValueError with one sentence if the file is damaged or truncated, OSError if it cannot be read.
+
+    Reads the file from its begin to the end of its header, MOST_BYTES at most.
+    """
+    with open_(path) as file:
+        try:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             if size < 24 or file.read(4) != b"GGUF":
                 raise ValueError("it does not begin like one")
-            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-                return _read(path, _Cursor(mapped, 4))
-    except (ValueError, struct.error) as error:
-        raise ValueError(f"{path} is no whole GGUF file: {error}") from error
+            return _read(path, _Cursor(file, 4, size))
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"{path} is no whole GGUF file: {error}") from error
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -54,18 +66,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 class _Cursor:
-    """Reads a file from `at` on; ValueError at its end."""
+    """Reads a file that stands at `at`; ValueError at its end, and where its header is longer than MOST_BYTES."""
 
-    def __init__(self, data: mmap.mmap, at: int) -> None:
-        self._data = data
+    def __init__(self, file: BinaryIO, at: int, end: int) -> None:
+        self._file = file
         self.at = at
-        self.end = len(data)
+        self.end = end
 
     def take(self, num_bytes: int, what: str) -> bytes:
-        if num_bytes > self.end - self.at:
-            raise ValueError(f"{what} needs {num_bytes} bytes at {self.at}, and the file has {self.end}")
+        if num_bytes > min(self.end, MOST_BYTES) - self.at:
+            has = f"the file has {self.end}" if self.end < MOST_BYTES else f"a header may have {MOST_BYTES}"
+            raise ValueError(f"{what} needs {num_bytes} bytes at {self.at}, and {has}")
         self.at += num_bytes
-        return self._data[self.at - num_bytes : self.at]
+        taken = self._file.read(num_bytes)
+        if len(taken) < num_bytes:
+            raise ValueError(f"it ends within {what}")
+        return taken
 
     def scalar(self, code: str, what: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
@@ -158,7 +174,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int, int]:
     )
 
 
-def list_gguf_shards(path: Path) -> list[Path]:
+def list_gguf_shards(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> list[Path]:
     """The files of a model whose first is `path`: those named -00001-of-0000N, or itself alone."""
     found = SHARD.search(path.stem)
     if found is None:
@@ -166,6 +182,6 @@ def list_gguf_shards(path: Path) -> list[Path]:
     total = int(found[2])
     names = [f"{path.stem[: found.start()]}-{number:05}-of-{found[2]}{path.suffix}" for number in range(1, total + 1)]
     for name in names:
-        if not (path.parent / name).exists():
+        if not is_there(path.parent / name):
             raise FileNotFoundError(f"{path} is one of {total} files, and {name} is not beside it")
     return [path.parent / name for name in names]

@@ -1,16 +1,18 @@
 """Makes a model's folder of a GGUF file: config, tokenizer and chat template from the file, and links to it.
 
-All else then treats it like any other model. A folder is made once for each file.
+All else then treats it like any other model. A folder is made once for each file. Needs no torch.
 """
 
 import hashlib
 import json
 import struct
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.formats.gguf_config import OTHERS, build_config_json, build_generation_json
-from engine.formats.gguf_file import GgufHeader, list_gguf_shards, read_gguf
+from engine.formats.gguf_file import GgufHeader, Metadata, Open, list_gguf_shards, open_file, read_gguf
 from engine.models.read_config import build_config
 from engine.models.sizes import check_sizes
 from engine.weights.entry import TensorEntry
@@ -19,6 +21,7 @@ from wire.files import blamed, check_file, named
 
 VERSION = 1  # of what is written
 MAX_VECTOR_BYTES = 1 << 16
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # in transformers |-> in GGUF
 
 
 def gguf_cache() -> Path:
@@ -33,14 +36,25 @@ def make_gguf_folder(path: Path, cache: Path) -> Path:
         check_file(shard, None)
     shards = [shard.resolve() for shard in found]
     stats = [(str(shard), (status := shard.stat()).st_size, status.st_mtime_ns) for shard in shards]
-    folder = cache / hashlib.sha256(json.dumps([VERSION, stats]).encode()).hexdigest()[:32]
+    return make_folder(cache / hash_name([stats]), shards, shards)
+
+
+def hash_name(parts: Sequence[object]) -> str:
+    """The name of a folder for what differs in one of `parts`."""
+    return hashlib.sha256(json.dumps([VERSION, *parts]).encode()).hexdigest()[:32]
+
+
+def make_folder(folder: Path, shards: Sequence[Path], linked: Sequence[Path], open_: Open = open_file) -> Path:
+    """`folder`, made if it is not there: of the heads of `shards`, with links to the files in `linked`."""
     if folder.is_dir():
         return folder
-    headers = [read_gguf(shard) for shard in shards]
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as name:
+    headers = [read_gguf(shard, open_) for shard in shards]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         draft = Path(name)
-        _write(draft, shards, headers)
+        _write(draft, shards[0], headers, open_)
+        for number, shard in enumerate(linked, start=1):
+            (draft / f"model-{number:05}-of-{len(linked):05}.gguf").symlink_to(shard)
         try:
             draft.rename(folder)
         except OSError:  # another process was first
@@ -51,33 +65,42 @@ def make_gguf_folder(path: Path, cache: Path) -> Path:
     return folder
 
 
-def _write(folder: Path, shards: list[Path], headers: list[GgufHeader]) -> None:
+def _write(folder: Path, first: Path, headers: Sequence[GgufHeader], open_: Open) -> None:
     metadata = headers[0].metadata
     entries = {name: entry for header in headers for name, entry in header.entries.items()}
-    rope = {name: read_floats(entries[name]) for name in OTHERS if name in entries}
-    with named(shards[0]):
+    rope = {name: read_floats(entries[name], open_) for name in OTHERS if name in entries}
+    with named(first):
         config = build_config_json(metadata, entries, rope)
         check_sizes(build_config(config), entries)  # before the tokenizer, which takes seconds
     for name, values in (("config.json", config), ("generation_config.json", build_generation_json(metadata))):
         (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
-    links = [folder / f"model-{number:05}-of-{len(shards):05}.gguf" for number in range(1, len(shards) + 1)]
-    for link, shard in zip(links, shards, strict=True):
-        link.symlink_to(shard)
-    _write_tokenizer(folder, links[0])
+    with blamed(first):
+        _write_tokenizer(folder, metadata)
 
 
-def _write_tokenizer(folder: Path, link: Path) -> None:
-    from transformers import AutoTokenizer  # seconds
+def _write_tokenizer(folder: Path, metadata: Metadata) -> None:
+    """By transformers' converter. `AutoTokenizer` would read the metadata once more, and needs torch for that."""
+    from transformers import TokenizersBackend  # seconds
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
-    with blamed(link.resolve()):
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=link.name, trust_remote_code=False)
-        tokenizer.save_pretrained(folder)
+    build: Any = TokenizersBackend
+    vocabulary, settings = (
+        {theirs: metadata[f"tokenizer.{key}"] for key, theirs in keys.items() if f"tokenizer.{key}" in metadata}
+        for keys in GGUF_TOKENIZER_MAPPING.values()
+    )
+    if vocabulary.get("tokenizer_type") == "llama":  # as llama.cpp does where a file does not say
+        settings.setdefault("add_bos_token", True)
+    for theirs, ours in SPECIAL_TOKENS.items():
+        token_id = metadata.get(f"tokenizer.ggml.{ours}_token_id")
+        settings[f"{theirs}_token"] = None if token_id is None else vocabulary["tokens"][token_id]
+    backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], vocabulary)
+    build(tokenizer_object=backend, **settings).save_pretrained(folder)
 
 
-def read_floats(entry: TensorEntry) -> list[float]:
+def read_floats(entry: TensorEntry, open_: Open = open_file) -> list[float]:
     """A short vector of floats. ValueError if it is something else."""
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.num_bytes > MAX_VECTOR_BYTES:
         raise ValueError(f"{entry.path} has factors of its rope as {entry.dtype} {list(entry.shape)}, expected F32")
-    with entry.path.open("rb") as file:
+    with open_(entry.path) as file:
         file.seek(entry.begin_bytes)
         return list(struct.unpack(f"<{entry.shape[0]}f", file.read(entry.num_bytes)))

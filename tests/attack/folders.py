@@ -8,6 +8,7 @@ failure, with its number for `--only`, and the figures; exit status 1 if there i
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import os
 import random
@@ -57,6 +58,7 @@ from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
 from worker.startup.models import check_models
 
 LIMITS = Limits(cpu_s=60.0, wall_s=150.0, memory_bytes=12 << 30)
+CRASH = "crash.txt"
 TEXTS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -281,7 +283,8 @@ def mutate(dice: random.Random, folder: Path) -> None:
 
 
 def try_folder(steps: Sequence[Callable[[Path], object]], folder: Path, names: Sequence[str]) -> Outcome:
-    """Runs in a fork. `names`: one of which a refusal must have."""
+    """Runs in a fork. `names`: one of which a refusal must have. A crash says in CRASH, beside the folder, where."""
+    faulthandler.enable((folder.parent / CRASH).open("w"))
     torch.set_num_threads(1)
     try:
         for step in steps:
@@ -316,11 +319,12 @@ def run_case(bases: Sequence[Base], work: Path, seed: int, number: int) -> tuple
     shutil.rmtree(folder)
     if isinstance(answer, msgspec.Raw):
         return base, msgspec.msgpack.decode(answer, type=Outcome)
-    return base, Outcome("crash" if answer == "crashed" else "hang", f"step {begin} of {base.folder.name}")
+    where = (work / CRASH).read_text()
+    return base, Outcome("crash" if answer == "crashed" else "hang", f"step {begin} of {base.folder.name}: {where}")
 
 
 def run(cases: Sequence[int], seed: int, seconds: float, show: Callable[[str], None]) -> Counter[str]:
-    """Outcome |-> how many. Shows failures."""
+    """Outcome |-> how many. Shows failures. In a process without other threads: see `Fork`."""
     torch.set_num_threads(1)  # forks would wait for threads that they do not have
     counts, end_s = Counter[str](), time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name, ExitStack() as patches:
@@ -351,8 +355,12 @@ def main() -> int:
     given = parser.parse_args()
     cases = range(given.first, given.first + given.cases) if given.only is None else [given.only]
     work = partial(run, seed=given.seed, seconds=given.seconds, show=partial(print, flush=True))
-    with ProcessPoolExecutor(given.jobs, get_context("spawn")) as processes:
-        counts = sum(processes.map(work, [cases[first :: given.jobs] for first in range(given.jobs)]), Counter[str]())
+    if given.jobs == 1:
+        counts = work(cases)
+    else:
+        with ProcessPoolExecutor(given.jobs, get_context("spawn")) as processes:
+            shares = [cases[first :: given.jobs] for first in range(given.jobs)]
+            counts = sum(processes.map(work, shares), Counter[str]())
     print(f"{sum(counts.values())} folders:", ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
     return int(set(counts) - {"taken", "refused"} != set())
 

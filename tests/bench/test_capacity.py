@@ -141,7 +141,9 @@ def test_a_proposal_is_within_its_own_limits(
 
 @pytest.mark.parametrize("gpu", ["l4", "h100", "b200"])
 def test_what_fits_is_what_a_worker_allocates(gpu: CardName) -> None:
-    limits = limits_of(DecodeConfig(max_running=64, local_prefill_chunk_tokens=2048), EIGHT.vocab_size)
+    limits = limits_of(
+        DecodeConfig(max_running=64, local_prefill_chunk_tokens=2048), EIGHT.vocab_size, int(CARDS[gpu].memory_bytes)
+    )
     for tp in (1, 2, 4):
         room = estimate_room(EIGHT, limits, CARDS[gpu].memory_bytes, tp)
         expected = room.left_bytes(0.9) // EIGHT.kv_token_bytes_of(tp)

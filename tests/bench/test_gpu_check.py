@@ -122,7 +122,7 @@ def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: 
     monkeypatch.setattr(backend_module, "WORKSPACE_BYTES", 1 << 10)
 
     def choose(shape: AttentionShape, windows: list[int | None], device: torch.device, dtype: torch.dtype) -> Any:
-        return AttentionChoice(backend_module.FlashInferAttention(shape, windows, dtype, device), "", False)
+        return AttentionChoice(backend_module.FlashInferAttention(shape, windows, dtype, device, 132), "", False)
 
     monkeypatch.setattr(attention, "choose_attention", choose)
     monkeypatch.setattr(attention, "GROUPS", (2,))

@@ -39,7 +39,11 @@ from wire.image_formats import MAX_FILE_BYTES
 
 WAIT_S = 60.0
 AGAIN_S = 3.0  # interval between presses of Ctrl-C
-LAST = {"role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "transport": "none", "alive": True}
+STRANGER = {"another worker than was meant answers at decode:9000": "give each its own address"}
+LAST = {
+    "role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "transport": "none", "alive": True,
+    "weaknesses": STRANGER,
+}  # fmt: skip
 OTHERS = [
     {"role": "decode", "address": "h:2", "transport": "shm", "alive": False, "adapters": {"one": "loaded"}},
     {"role": "prefill", "address": "h:3", "transport": "shm", "alive": True},
@@ -286,6 +290,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "shm" in printed and "decode workers prefill" in printed and "share cores" in printed
     assert "small: awake\nlarge: waking 40 %" in printed
+    assert "[fd00::1]:9001: another worker than was meant answers at decode:9000" in printed.replace("\n", " ")
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS))

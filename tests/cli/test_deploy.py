@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from runtime import rpc
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
 from runtime.ops import PATHS, OpsServer
 from tests.support import command_line
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+PROFILES = ("cpu", "gpu", "rdma")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
 TEXTS = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
@@ -46,24 +48,51 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*variable.split("="))
 
 
+def read_by_compose(profile: str, **values: str) -> subprocess.CompletedProcess[str]:
+    """What Compose itself makes of the file; needs no Docker."""
+    words = (
+        "-f",
+        DEPLOY / "docker-compose.yaml",
+        "--env-file=/dev/null",
+        "--profile",
+        profile,
+        "config",
+        "--format=json",
+    )
+    program = Path(sys.executable).with_name("docker-compose")
+    return subprocess.run([program, *words], capture_output=True, text=True, env=values, timeout=60, check=False)
+
+
 def find_services(role: str, profile: str) -> list[dict[str, Any]]:
     """The services of a profile that run a role."""
     return [one for one in SERVICES.values() if one.get("command", [""])[0] == role and profile in one["profiles"]]
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_itself_reads_the_file_as_these_tests_do(profile: str) -> None:
+    given = {"BATON_FLEET_SECRET": "x" * 32, "MODEL": "a/b:Q4_K_M"}
+    found = json.loads(read_by_compose(profile, **given).stdout)["services"]
+    ours = {name: one for name, one in SERVICES.items() if profile in one["profiles"]}
+    assert found.keys() == ours.keys()
+    for name, service in ours.items():
+        words = [fill_in(word, given) for word in service.get("command", ())]
+        assert (found[name]["command"] or []) == words, name
+    refusal = read_by_compose(profile)
+    assert refusal.returncode == 1 and "BATON_FLEET_SECRET is missing a value: run  echo" in refusal.stderr
+
+
+@pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_a_ring(profile: str) -> None:
     [gateway], [prefill], [decode] = (find_services(role, profile) for role in ("gateway", "prefill", "decode"))
     settings, first, second = (parse(service["command"]) for service in (gateway, prefill, decode))
     assert isinstance(settings, GatewayConfig)
     assert isinstance(first, PrefillConfig)
     assert isinstance(second, DecodeConfig)
-    assert settings.prefill == (f"{first.reachable_host}:{first.port}",)
-    assert settings.decode == (f"{second.reachable_host}:{second.port}",)
-    assert prefill["networks"]["default"]["aliases"] == [first.reachable_host]
-    assert decode["networks"]["default"]["aliases"] == [second.reachable_host]
+    for worker, found, (named,) in ((prefill, first, settings.prefill), (decode, second, settings.decode)):
+        (alias,) = worker["networks"]["default"]["aliases"]
+        assert (named, found.advertise_host) == (f"dns:{alias}:{found.port}", rpc.OWN_ADDRESS), "it can be scaled"
     assert settings.model == (first.model,) == (second.model,)
-    assert first.device == second.device == {"cpu": "cpu", "gpu": "cuda"}[profile]
+    assert first.device == second.device == ("cpu" if profile == "cpu" else "cuda")
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
         str(settings.port),
         str(settings.grpc_listen_port),
@@ -78,13 +107,18 @@ def test_every_process_gets_the_fleets_secret_and_none_starts_without() -> None:
             assert not any("secret" in word for word in service["command"])
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", PROFILES)
 def test_workers_share_namespaces_that_outlive_them(profile: str) -> None:
     workers = find_services("prefill", profile) + find_services("decode", profile)
     [holder] = {worker["pid"] for worker in workers}
     assert {worker["ipc"] for worker in workers} == {holder}
     service = SERVICES[holder.removeprefix("service:")]
-    assert service["profiles"] == [profile]
+    assert profile in service["profiles"]
+    assert service["build"]["target"] in STAGES
+    assert service["healthcheck"]["test"] == ["CMD", "true"], "Compose 2.26 waits for one"
+    assert {worker["image"] for worker in workers} == {service["image"]}
+    assert not any("build" in worker for worker in workers), "one service builds the image"
+    assert {worker["pull_policy"] for worker in workers} == {"never"}
     assert service["ipc"] == "shareable"
     assert service["entrypoint"] == ["sleep", "infinity"]
 
@@ -101,24 +135,54 @@ def test_gpu_workers_see_the_same_gpus_and_use_different_ones() -> None:
 
 def test_ranks_and_transport_of_gpu_workers_are_variables() -> None:
     [prefill], [decode] = find_services("prefill", "gpu"), find_services("decode", "gpu")
-    for worker, values in ((prefill, {"PREFILL_TP": "4", "TRANSPORT": "nixl"}), (decode, {"DECODE_TP": "4"})):
-        settings = parse(worker["command"], values)
-        assert (settings.tp, settings.transport) == (4, values.get("TRANSPORT", "auto"))
+    for worker, values in ((prefill, {"PREFILL_TP": "4"}), (decode, {"DECODE_TP": "4"})):
+        assert parse(worker["command"], values).tp == 4
         default = parse(worker["command"])
         assert (default.tp, default.gpu_memory_share) == (1, 0), "a worker takes its GPU by the program's own share"
+        assert worker["environment"]["BATON_TRANSPORT"] == "${TRANSPORT:-auto}"
 
 
-def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], **arguments: str) -> str:
-    """What the shell of a stage's last RUN prints, with `doubles` (name |-> script) in place of programs."""
-    script = TEXTS[stage].split("RUN ")[-1].replace("\\\n", "")
+def test_the_rdma_profile_is_that_of_gpus_with_what_nixl_needs() -> None:
+    added = {"profiles": ["rdma"], "devices": ["/dev/infiniband"], "ulimits": {"memlock": -1}}
+    for role in ("prefill", "decode"):
+        [worker], [plain] = find_services(role, "rdma"), find_services(role, "gpu")
+        environment = plain["environment"] | {"BATON_TRANSPORT": "nixl"}
+        assert worker == plain | added | {"environment": environment}
+
+
+def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], at: int = -1, **arguments: str) -> str:
+    """What the shell of a stage's last RUN, or another, prints, with `doubles` (name |-> script) for programs."""
+    script = re.split(r"^RUN ", TEXTS[stage], flags=re.MULTILINE)[at].partition("\nCOPY")[0].replace("\\\n", "")
     script = re.sub(r"--mount=\S+", "", script).replace("/toolkit/", f"{folder}/toolkit/")
     for name, text in doubles.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     defaults = dict(re.findall(r"^ARG (\w+)=(\S*)$", TEXTS[stage].replace('""', ""), re.MULTILINE))
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA": CUDA, **defaults, **arguments}
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment, cwd=folder, timeout=60)
     return done.stdout + done.stderr
+
+
+def test_the_cpu_image_has_no_triton_and_no_torch_for_gpus_where_an_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    lock = (DEPLOY / "worker-cpu-requirements.lock").read_text()
+    (tmp_path / "deploy/worker-cpu-requirements.lock").write_text(lock)
+    echo = {"pip": 'echo "$@"'}
+    rest = tmp_path / "deploy/rest.lock"
+    assert run_stage("build-worker-cpu", tmp_path, echo, 1) == "install --no-deps --require-hashes -r rest.lock\n"
+    assert "\ntriton==" in lock and rest.read_text() == "".join(
+        line for line in lock.splitlines(keepends=True) if not line.startswith("triton==")
+    )
+    found = run_stage("build-worker-cpu", tmp_path, echo, 1, TORCH_INDEX="INDEX")  # this pip brings no torch
+    torch, refusal = found.splitlines()
+    assert torch.startswith("install --no-deps --index-url INDEX torch==")
+    assert refusal == "TORCH_INDEX=INDEX has no torch for CPUs: set it to the address of PyTorch's CPU wheel index"
+    assert not re.search(r"^(torch|triton|nvidia|cuda)", rest.read_text(), re.MULTILINE)
+
+
+def test_what_gpu_workers_compile_is_kept_in_their_volume() -> None:
+    kept = re.findall(r"\b\w+_CACHE_(?:DIR|PATH)=(\S+)", TEXTS["worker-cuda"])
+    assert len(kept) == 2 and all(path.startswith("/home/baton/.cache/") for path in kept), "FlashInfer's lies there"
 
 
 def test_the_cuda_image_is_of_one_cuda_throughout(tmp_path: Path) -> None:
@@ -162,12 +226,37 @@ def test_flashinfer_finds_its_modules_where_it_looks() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_can_be_built_watched_and_stopped(name: str) -> None:
     service = SERVICES[name]
-    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
-    assert service["build"]["target"] in STAGES
-    assert service["init"] is True
+    if "build" in service:
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["build"]["target"] in STAGES
+    assert service["init"] is service["read_only"] is True
     assert service["restart"] == "unless-stopped"
     assert "healthcheck" in service
-    assert "no-new-privileges:true" in service["security_opt"]
+    assert "no-new-privileges:true" in service["security_opt"] and service["cap_drop"] == ["ALL"]
+    assert service["pids_limit"] > 0 and {"max-size", "max-file"} <= service["logging"]["options"].keys()
+
+
+def test_the_gateway_cannot_write_where_workers_load_code_from() -> None:
+    caches = {
+        name: {one.partition(":")[0] for one in service["volumes"] if isinstance(one, str)}
+        for name, service in SERVICES.items()
+        if "command" in service
+    }
+    assert caches.pop("gateway") == {"gateway-cache"} and set.union(*caches.values()) == {"cache"}
+
+
+def test_models_are_mounted_from_a_folder_that_is_there_and_that_git_ignores() -> None:
+    mounts = [one for service in SERVICES.values() for one in service.get("volumes", ()) if isinstance(one, dict)]
+    assert mounts and all(one["read_only"] and not one["bind"]["create_host_path"] for one in mounts)
+    (source,) = {fill_in(one["source"]) for one in mounts}
+    assert (DEPLOY / source / ".gitignore").read_text().splitlines()[1:] == ["*", "!.gitignore"]
+
+
+def test_variables_of_the_hub_and_proxies_are_passed_on_where_they_are_set() -> None:
+    for name, service in SERVICES.items():
+        if "command" in service:
+            given = [key for key, value in service["environment"].items() if value is None]
+            assert {"HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"} <= set(given), name
 
 
 def test_the_health_check_asks_the_port_that_is_served() -> None:
@@ -188,6 +277,12 @@ def test_gateway_requirements_are_the_projects_without_tensors() -> None:
     wanted = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] not in HEAVY]
     wanted += project["optional-dependencies"]["otel"]
     assert [line for line in lines if not line.startswith("#")] == wanted
+
+
+def test_workers_for_cpus_import_no_triton() -> None:
+    """PyTorch's wheels for CPUs do not bring it."""
+    code = "import sys; sys.modules['triton'] = None; import decode_worker.main, prefill_worker.main, cli.doctor_probe"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def check_health(address: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:

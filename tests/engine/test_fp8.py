@@ -15,7 +15,7 @@ from engine.compose import FullEngine, build_engine, load_model
 from engine.cuda import gpu_blocks, gpu_linear
 from engine.cuda import ops as ops_module
 from engine.cuda.gpu_layers import round_rows
-from engine.cuda.ops import CudaOps, multiply_rounded
+from engine.cuda.ops import CudaOps
 from engine.formats.fp8 import E4M3, E4M3_MAX, SMALLEST_PEAK, Fp8Matrix, quantise_rows
 from engine.formats.linear import Fp8Linear
 from engine.formats.ops import FormatOps
@@ -122,11 +122,12 @@ def test_an_mlp_gates_and_rounds_many_rows_at_once(has_blocks: bool, monkeypatch
             assert (made.float() - twin.float()).norm() < 0.06 * twin.float().norm()
 
 
-def test_the_rounded_product_is_torchs() -> None:
-    rows, codes, scale, bias = operands(100, 64, 512, torch.bfloat16, has_bias=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_rounded_product_is_torchs(dtype: torch.dtype) -> None:
+    rows, codes, scale, bias = operands(100, 64, 512, dtype, has_bias=True)
     truth = FormatOps().multiply_fp8(rows.float(), codes, scale, bias)
-    product = multiply_rounded(rows, codes, scale, bias)
-    assert product.dtype is torch.bfloat16
+    product = CudaOps().multiply_fp8(rows, codes, scale, bias)
+    assert product.dtype is dtype
     rounded, row_scale = quantise_rows(rows)
     torch.testing.assert_close(
         product.double(), exact(rounded.double() * row_scale[:, None], codes.double() * scale[:, None], bias),
@@ -180,8 +181,9 @@ def test_many_rows_are_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     # the interpreter's bfloat16 is not torch's: only the path is checked
     taken = dict[str, Any]()
     monkeypatch.setattr(gpu_blocks, "multiply_rounded", lambda *args: taken.update(args=args))
-    CudaOps().multiply_fp8(rows.bfloat16(), *matrix, bias)
-    assert torch.equal(taken["args"][1], quantise_blocks(rows.bfloat16())[1]) and taken["args"][5] is torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        CudaOps().multiply_fp8(rows.to(dtype), *matrix, bias)
+        assert torch.equal(taken["args"][1], quantise_blocks(rows.to(dtype))[1]) and taken["args"][5] is dtype
     for other, narrow in ((rows, matrix), (rows[:, :300].bfloat16(), block_matrix(131, 300))):
         slow = FormatOps().multiply_fp8(other, *narrow, None)
         assert torch.equal(CudaOps().multiply_fp8(other, *narrow, None), slow)

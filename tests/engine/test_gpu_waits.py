@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import runner
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
@@ -26,6 +25,7 @@ from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.ops import CudaOps
 from engine.input_batch import InputBatch
 from engine.models.assemble import build_decoder
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.read_config import build_config
 from engine.runner import Runner
@@ -40,7 +40,10 @@ from wire.kv_layout import pool_sizes
 CONFIG = build_config(
     tiny_config("llama", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024, tied=True).to_dict()
 )
-BF16 = torch.bfloat16
+EXPERTS = build_config(
+    tiny_config("qwen3_moe", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024).to_dict()
+)
+BF16, FP16 = torch.bfloat16, torch.float16
 EVERYONE, PROMPT, ROW_PAGES, PAGE_TOKENS = range(len(SAMPLINGS)), 20, 4, 16
 PADDING_PAGE = len(SAMPLINGS) * ROW_PAGES
 WORDS = -(-CONFIG.vocab_size // 32)
@@ -49,24 +52,26 @@ WORDS = -(-CONFIG.vocab_size // 32)
 class Built:
     """A runner, with a sequence of every kind of sampling in its rows."""
 
-    def __init__(self, gpu: ShapeGpu, way: str) -> None:
+    def __init__(
+        self, gpu: ShapeGpu, way: str, config: ModelConfig = CONFIG, dtype: torch.dtype = BF16
+    ) -> None:  # fmt: skip
         """way: an attention backend; or fp8 (weights and pages) or graphs (plain steps), both with FlashInfer."""
         is_fp8 = way == "fp8"
-        checkpoint = RandomCheckpoint(CONFIG, CUDA)
-        reader = ShardReader(checkpoint, BF16, CUDA, lambda *_: None)
+        checkpoint = RandomCheckpoint(config, CUDA)
+        reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None)
         decoder = build_decoder(
-            CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None), LAYER_PARTS
+            config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None), LAYER_PARTS
         )
-        attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shapes[0])
+        attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         if way != "torch_sdpa":
-            attention = flashinfer.FlashInferAttention(CONFIG.attention_shapes[0], {*CONFIG.windows}, BF16, CUDA)
+            attention = flashinfer.FlashInferAttention(config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132)
         sizes = pool_sizes(
-            num_pages=PADDING_PAGE + 1, num_kv_heads=CONFIG.num_kv_heads, num_layers=CONFIG.num_layers,
-            page_tokens=PAGE_TOKENS, head_dim=CONFIG.head_dim,
+            num_pages=PADDING_PAGE + 1, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
+            page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
         )  # fmt: skip
-        pool = torch.zeros(sizes, dtype=torch.float8_e4m3fn if is_fp8 else BF16, device=CUDA)
+        pool = torch.zeros(sizes, dtype=torch.float8_e4m3fn if is_fp8 else dtype, device=CUDA)
         self.gpu, self.has_graphs = gpu, way == "graphs"
-        self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
+        self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, config.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
             capture_graphs(self.runner, choose_shapes(len(SAMPLINGS), 3, 256), gpu.capture, PADDING_PAGE)
@@ -177,8 +182,26 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
     assert begins[1] - begins[0] <= 9, built.gpu.launched[begins[0] : begins[1]]
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((8, 0), BF16), ((8, 9), BF16), ((9, 0), FP16), ((9, 0), BF16), ((12, 0), BF16)], ids=str
+)
+def test_steps_of_experts_are_captured_on_every_card(
+    capability: tuple[int, int], dtype: torch.dtype, choices: Choices
+) -> None:
+    gpu = ShapeGpu(capability)
+    with gpu.on():
+        built = Built(gpu, "graphs", EXPERTS, dtype)
+        checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE if not SAMPLINGS[row].has_penalties]
+        assert built.launch(PROMPTS, plain(20), checked) == 2
+        assert {"multiply_slots", "multiply_tiles"} <= {*gpu.launched}  # few rows and many
+        gpu.launched.clear()
+        built.launch(checked)
+        begins = [at for at, name in enumerate(gpu.launched) if name == "rope_and_write_kernel"]
+        assert begins[1] - begins[0] <= 14, gpu.launched[begins[0] : begins[1]]
+
+
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_LOGITS_AT_ONCE", 5 * CONFIG.vocab_size)
+    monkeypatch.setattr(built.rows, "max_logits", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
     assert [len(fields.positions) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
 

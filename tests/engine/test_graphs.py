@@ -179,6 +179,15 @@ def test_tokens_are_those_of_eager_steps_whatever_the_sampling(decoder: Decoder,
     assert torch.equal(built.pages[untouched], before[untouched])
 
 
+def test_graphs_keep_no_logits(decoder: Decoder) -> None:
+    """They are in memory that all graphs of a model share, of which one runs at a time."""
+    built = build(decoder)
+    forwards = built.runner.forwards
+    assert isinstance(forwards, CapturedForwards) and forwards.graphs is not None
+    kept = [leaf for graph in forwards.graphs._graphs.values() for leaf in vars(graph).values()]
+    assert not [one for one in kept if isinstance(one, Tensor) and one.shape[-1] == VOCAB]
+
+
 def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int]]) -> None:
     rows = LateRows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     built = Built(decoder, rows, LateRunner)

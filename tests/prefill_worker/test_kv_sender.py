@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import decode_pb2, kv_pb2
+from protos import decode_pb2, kv_pb2, worker_pb2
 from runtime.config_parts import Transport
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, refusal, used, workers
@@ -78,6 +78,9 @@ async def test_a_restarted_decode_worker_is_greeted_anew() -> None:
             assert code is grpc.StatusCode.ABORTED
             assert before.peer.incarnation in detail and after.peer.incarnation in detail
             assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
+        status = await prefill.worker.Status(worker_pb2.StatusRequest())
+        (weakness,) = [one for one in status.weaknesses if "another worker than was meant" in one]
+        assert after.peer.address in weakness and "--advertise-host" in status.weaknesses[weakness]
         await signal.until(lambda: used(prefill) == 0)
 
 

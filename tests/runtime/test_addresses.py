@@ -27,6 +27,24 @@ def test_what_hosts_stand_for() -> None:
     assert not any(is_any(host) for host in ("::1", "127.0.0.1", "localhost"))
 
 
+def test_this_hosts_own_address_is_one_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its routes; without any, by its name, as in a network of containers that leads nowhere else."""
+    with socket.create_server((rpc.own_address(), 0)):  # it is one of this host's
+        pass
+
+    def has_no_route(*_: object) -> None:
+        raise OSError("Network is unreachable")
+
+    names = {"box": ["127.0.1.1", "10.1.2.3"], "alone": ["127.0.0.1"]}
+    monkeypatch.setattr(socket, "socket", has_no_route)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, _: [(0, 0, 0, "", (one, 0)) for one in names[name]])
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    assert rpc.own_address() == "10.1.2.3"
+    monkeypatch.setattr(socket, "gethostname", lambda: "alone")
+    with pytest.raises(OSError, match="set --advertise-host"):
+        rpc.own_address()
+
+
 @needs_ipv6
 @pytest.mark.parametrize("host", SPELLINGS)
 def test_listeners_take_every_spelling(host: str) -> None:

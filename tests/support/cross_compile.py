@@ -34,7 +34,7 @@ from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
 from engine.cuda import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.cuda.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
-from engine.cuda.gpu_experts import add_slots, mix
+from engine.cuda.gpu_experts import add_slots, choose_experts, mix, mix_many
 from engine.cuda.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.cuda.gpu_linear import MAX_ROWS, multiply
 from engine.cuda.gpu_logits import BLOCK
@@ -45,6 +45,7 @@ from engine.formats import fp8
 from engine.formats.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
 from engine.hybrids import recurrent
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
+from engine.layer_config import Routing
 from engine.layers.mixer import StateRows
 from engine.weights.folders import cache_folder
 from tests.support.batches import build_sampling_batch
@@ -179,6 +180,17 @@ def launch_experts(activation: str, hidden: int, width: int, has_bias: bool, top
     add_slots(empty(ids.numel(), hidden), weights, ids, BF16)
 
 
+def launch_many_experts(num_rows: int, activation: str, has_bias: bool, dtype: torch.dtype = BF16) -> None:
+    """Four of 32 experts for each row."""
+    ids, weights = (empty(num_rows, 4, dtype=one) for one in (torch.int64, torch.float32))
+    biases = (empty(32, 1536, dtype=dtype), empty(32, 2048, dtype=dtype)) if has_bias else (None, None)
+    gate_up, down = empty(32, 1536, 2048, dtype=dtype), empty(32, 2048, 768, dtype=dtype)
+    choose_experts(empty(num_rows, 128, dtype=dtype), Routing(128, 8, renormalise=True, precision="rounded"))
+    grouped = Routing(256, 8, "sigmoid", num_groups=8, top_groups=4, group_peaks=2)
+    choose_experts(empty(num_rows, 256, dtype=torch.float32), grouped, empty(256, dtype=torch.float32))
+    mix_many(empty(num_rows, 2048, dtype=dtype), ids, weights, gate_up, down, activation, *biases)
+
+
 def launch_adapters() -> None:
     """gate and up of an 8B model, eight slots of rank 16, on tiles of 64 rows at most."""
     weights = AdapterWeights(
@@ -262,6 +274,8 @@ CASES: dict[str, Callable[[], None]] = {
     "one expert silu": partial(launch_experts, "silu", 5120, 8192, False, top_k=1),
     "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
+    "experts of 17 rows": partial(launch_many_experts, 17, "clamped", True, torch.float16),
+    "experts of many rows": partial(launch_many_experts, 2048, "silu", False),
     **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
     "states": launch_states,
     "adapters": launch_adapters,
@@ -270,7 +284,14 @@ CASES: dict[str, Callable[[], None]] = {
     "sampling from one block": launch_joins_of_one_block,
 }
 SMALL = {"layers", "write bf16 128 norm", "bf16 row", "widen 4 bits", "sums of 2 ranks", "states", "pages", "sampling"}
-TILES = {"bf16 rows in splits", "4 bits rows in splits", "8 bits row", "adapters", "experts clamped biased"}
+TILES = {
+    "bf16 rows in splits",
+    "4 bits rows in splits",
+    "8 bits row",
+    "adapters",
+    "experts clamped biased",
+    "experts of many rows",
+}
 FP8_TILES = {"write fp8 128", "fp8 rounding", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
 
 

@@ -31,6 +31,9 @@ class Wrapper:
         assert workspace.dtype is torch.uint8 and (workspace.is_cuda or not workspace.any())
         assert self.made["kv_layout"] == "HND" and self.made["backend"] in self.backends
         self.planned: dict[str, Any] = {}
+        for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+            if f"self.{name} = " in inspect.getsource(self.real.__init__):
+                setattr(self, name, None)
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         given = bind(getattr(self.real, self.planner), *args, **kwargs)

@@ -40,6 +40,7 @@ class Process:
     checkout: Path = CHECKOUT  # whose code it runs
     env: Mapping[str, str] = field(default_factory=dict)  # beside ours
     forks: bool = False  # from a process that has imported everything
+    python: str | Path = sys.executable
     popen: subprocess.Popen[bytes] | None = None
     num_starts: int = 0
     _events: int = -1  # reading end of its event pipe
@@ -63,7 +64,7 @@ class Process:
         self._events, reported = os.pipe()
         with self.log.open("ab") as out:
             self.popen = (ForkedPopen if self.forks else subprocess.Popen)(
-                [sys.executable, "-m", *self.program, self.role, *self.flags, f"--ready-fd={reported}"],
+                [self.python, "-m", *self.program, self.role, *self.flags, f"--ready-fd={reported}"],
                 stdout=out, stderr=out, pass_fds=(reported,), cwd=self.checkout,
                 env=build_environment(self.env, self.checkout),
             )  # fmt: skip

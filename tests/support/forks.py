@@ -10,6 +10,7 @@ Only environment variables that libraries read when they are loaded are those of
 import atexit
 import ctypes
 import fcntl
+import gc
 import os
 import runpy
 import signal
@@ -28,10 +29,14 @@ from typing import Any, NoReturn
 import msgspec
 
 PR_SET_CHILD_SUBREAPER = 36
-IMPORTS = ("cli.supervisor", "gateway.main", "prefill_worker.main", "decode_worker.main", "worker.ranks.main")
+READERS = ("gateway.text.template_process", "gateway.images.processor_process")
+CHILDREN = (*READERS, "decode_worker.grammar.compiler_process")  # of a gateway and a decode worker
+IMPORTS = (
+    "cli.supervisor", "gateway.main", "prefill_worker.main", "decode_worker.main", "worker.ranks.main", *CHILDREN,
+)  # fmt: skip
 MODULES = (  # that are forked; others are started
-    "cli.main", "baton", "worker.ranks.main", "tests.faults.corrupting_worker", "tests.support.pool_process",
-    "tests.support.rank_follower", "tests.support.rank_process",
+    "cli.main", "baton", "worker.ranks.main", "tests.attack.folders", "tests.faults.corrupting_worker",
+    "tests.support.pool_process", "tests.support.rank_follower", "tests.support.rank_process",
 )  # fmt: skip
 TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
 TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one
@@ -68,13 +73,13 @@ class Template:
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks MODULES."""
+    """`subprocess.Popen` that forks some modules."""
 
     template: Template | None = None
+    modules: tuple[str, ...] = (*MODULES, *CHILDREN)
 
     def _execute_child(self, args: Any, *others: Any) -> None:
-        words = find_words(args)
-        if words is None:
+        if find_words(args, self.modules) is None:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         pass_fds, cwd, env = others[3:6]
@@ -90,14 +95,20 @@ class ForkedPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def find_words(args: Any) -> list[str] | None:
+class ForkedReaders(ForkedPopen):
+    """In a test process: what it starts is only forked where it says so, but for those that import for seconds."""
+
+    modules = READERS
+
+
+def find_words(args: Any, modules: Iterable[str] = ForkedPopen.modules) -> list[str] | None:
     """The module and its arguments, of a command that is forked, or the code of a test process."""
     if isinstance(args, (str, bytes)) or args[0] != sys.executable or sys.platform != "linux":
         return None
     if "-m" not in args:
         return list(args[-1:]) if args[-1] == TEST_PROCESS else None
     words = list(args[args.index("-m") + 1 :])
-    return words if words[0] in MODULES else None
+    return words if words[0] in modules else None
 
 
 def fork_test_processes() -> None:
@@ -189,15 +200,17 @@ def _fork_template(fds: Iterable[int]) -> Template:
 
 def _run(start: Start) -> NoReturn:
     """As `python -m`, to the end of the process; but it frees nothing, which would copy the pages that it shares."""
-    ForkedPopen.template = _fork_template(start.fds)
     words = find_words(start.words)
     assert words is not None
+    if words[0] not in CHILDREN:  # these start no others
+        ForkedPopen.template = _fork_template(start.fds)
     if words[0] == TEST_PROCESS:
+        subprocess.Popen = ForkedReaders  # type: ignore[misc]
         exec(TEST_PROCESS, {"__name__": "__main__"})  # noqa: S102  as Python would
         _end(0)
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
     sys.argv = words
-    if words[1:2] == ["gateway"]:
+    if words[1:2] == ["gateway"] or words[0].startswith("gateway."):
         _forget_torch()
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -219,8 +232,9 @@ def _end(code: int) -> NoReturn:
 
 def _forget_torch() -> None:
     """What transformers found at its import is not so in a gateway."""
-    from transformers.utils import import_utils
+    from transformers.utils import generic, import_utils
 
+    generic._is_torch_available = False
     sys.modules["torch"] = None  # type: ignore[assignment]
     for function in vars(import_utils).values():
         with suppress(AttributeError):
@@ -232,6 +246,8 @@ def main(fd: int, imports: Iterable[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in imports:
         import_module(name)
+    gc.collect()
+    gc.freeze()  # no new process looks through these, which would copy their pages
     start = _serve(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _run(start)

@@ -19,6 +19,7 @@ from triton.runtime.jit import KernelInterface
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+BF16 = torch.bfloat16
 READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -38,8 +39,9 @@ class WaitsError(AssertionError):
 class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """torch uses it within `on`, and must not wait for it within `step`."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.capability = capability
         self.num_replays = 0
         self.launched: list[str] = []  # kernels of torch and ours, in order
         self.num_products = 0  # matrix products launched
@@ -54,6 +56,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hides the machine's own GPU, if it has one."""
         with pytest.MonkeyPatch.context() as patch, cuda_guard():
             patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "get_device_capability", lambda *_: self.capability)
             patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: Event(self))
             patch.setattr(torch.cuda, "synchronize", lambda *args: wait("torch.cuda.synchronize"))
             patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel, self.launched))
@@ -118,6 +121,8 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func.overloadpacket in PRODUCTS:
             self.num_products += 1
+        if func.overloadpacket is aten._grouped_mm and (self.capability[0] not in (9, 10) or args[0].dtype != BF16):
+            wait("aten._grouped_mm: elsewhere, and in other dtypes, it reads the ends of groups on the host")
         if not func.is_view and func.overloadpacket not in ALLOCATIONS:
             self.launched.append(str(func))
         if func is aten.mm.dtype:  # torch knows its shape only on a real GPU
@@ -152,6 +157,9 @@ class Event:
         if self._gpu.is_captured:
             wait("Event.record in a graph")
         self._num_products = self._gpu.num_products
+
+    def query(self) -> bool:
+        return self._num_products <= self._gpu.num_done
 
     def synchronize(self) -> None:
         """Raises within a step, unless all work before the event is known to be done."""

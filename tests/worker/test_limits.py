@@ -60,7 +60,7 @@ def complete_on(card: Card, shape: limits.ModelShape, tp: int) -> tuple[PrefillC
         ("h100", "8B", 1, (2048, 16), (2048, 512)),
         ("h100", "8B", 2, (4096, 32), (2048, 1024)),
         ("b200", "8B", 1, (4096, 32), (2048, 1024)),
-        ("b200", "70B", 2, (2048, 16), (2048, 1024)),
+        ("b200", "70B", 2, (2048, 16), (2048, 512)),
     ],
 )
 def test_limits_of_cards(
@@ -69,7 +69,9 @@ def test_limits_of_cards(
     own, other = complete_on(CARDS[name], SHAPES[model], tp)
     assert (own.chunk_tokens, own.max_running) == prefill
     assert (other.local_prefill_chunk_tokens, other.max_running) == decode
-    assert limits_of(other, SHAPES[model].vocab_size).graph_rows == min(256, other.max_running)
+    memory_bytes = CARDS[name].memory_bytes
+    most = 512 if memory_bytes >= 40e9 else 256  # 128,256 tokens: 2^27 logits, 2^25
+    assert limits_of(other, SHAPES[model].vocab_size, memory_bytes).graph_rows == min(most, other.max_running)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -78,7 +80,7 @@ def test_what_limits_take_fits_every_card_that_holds_the_weights(name: CardName)
         card, shape = CARDS[name], replace(SHAPES[model], context_tokens=context)
         prefill, decode = complete_on(card, shape, tp)
         for config in (prefill, decode):
-            found = limits_of(config, shape.vocab_size)
+            found = limits_of(config, shape.vocab_size, card.memory_bytes)
             assert estimate_step_bytes(shape, found, tp) <= card.memory_bytes / 8
             room = estimate_room(shape, found, card.memory_bytes, tp)
             num_tokens = room.left_bytes(0.9) // shape.kv_token_bytes_of(tp)
@@ -119,11 +121,11 @@ def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> N
 
 def test_settings_that_capture() -> None:
     config = DecodeConfig(max_running=700, local_prefill_chunk_tokens=99)
-    assert limits_of(config, 32_000) == Limits(700, 99, 512, 8, PIECE_TOKENS)
-    assert limits_of(replace(config, speculate="off"), 32_000).max_drafts == 0
-    assert limits_of(replace(config, draft_model="some/model"), 32_000).num_captured == 2
-    assert limits_of(replace(config, cuda_graphs=False), 32_000) == Limits(700, 99)
-    assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000) == Limits(3, 99, 0, 0, PIECE_TOKENS)
+    assert limits_of(config, 32_000, 0) == Limits(700, 99, 512, 8, PIECE_TOKENS)
+    assert limits_of(replace(config, speculate="off"), 32_000, 0).max_drafts == 0
+    assert limits_of(replace(config, draft_model="some/model"), 32_000, 0).num_captured == 2
+    assert limits_of(replace(config, cuda_graphs=False), 32_000, 0) == Limits(700, 99)
+    assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000, 0) == Limits(3, 99, 0, 0, PIECE_TOKENS)
 
 
 def test_adapters_take_their_slots_and_a_second_set_of_graphs(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_adapters_take_their_slots_and_a_second_set_of_graphs(tmp_path: Path) ->
         DecodeConfig(max_running=64, local_prefill_chunk_tokens=99, speculate="off"),
     )
     with_loras, without = (
-        limits_of(replace(config, max_loras=count, max_lora_rank=8), shape.vocab_size) for count in (3, 0)
+        limits_of(replace(config, max_loras=count, max_lora_rank=8), shape.vocab_size, 0) for count in (3, 0)
     )
     taken = [estimate_room(shape, one, GIB, 1).taken_bytes for one in (with_loras, without)]
     assert taken[0] - taken[1] == slot_bytes
@@ -156,7 +158,8 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
     """
     config = locate(DecodeConfig(max_running=100_000, local_prefill_chunk_tokens=2048))
     shape = with_context(read_shape(config), config)
-    found, card = limits_of(config, shape.vocab_size), replace(CARDS["h100"], memory_bytes=40 * GIB)
+    card = replace(CARDS["h100"], memory_bytes=40 * GIB)
+    found = limits_of(config, shape.vocab_size, card.memory_bytes)
     step_bytes = estimate_step_bytes(shape, found, 1)
     room = estimate_room(shape, found, card.memory_bytes, 1)
     page_bytes = shape.kv_token_bytes * config.page_tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
-from engine.layer_config import MAX_LOGITS_AT_ONCE
+from engine.layer_config import MAX_LOGITS_AT_ONCE, most_logits
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
 from runtime.config import DecodeConfig, PrefillConfig
@@ -43,7 +43,7 @@ MOST_GRAPH_ROWS = 512  # above, a step's KV takes the GPU longer than the launch
 LOGITS_COPIES = 3  # of a step's logits: the product, with penalties and biases, and what sampling keeps of blocks
 GRAPH_BYTES = 8 * MIB  # of a size's graphs, the forward's and the sampling's: some 12 kernels a layer
 PIECE_BYTES = MIB // 2  # of a layer's graph of prompts
-WORKSPACE_BYTES = 144 * MIB  # of attention: scratch memory, and two plans, for layers with a window and without
+WORKSPACE_BYTES = 160 * MIB  # of attention: scratch memory, and plans of answers and prompts, with a window and without
 OUTSIDE_BYTES = 512 * MIB  # CUDA's context and libraries, outside torch's allocator
 LINKS_BYTES = 512 * MIB  # NCCL's buffers, where ranks exchange sums
 MARGIN_BYTES = 128 * MIB  # a step that needs more than the largest one that was run: other lengths, other kernels
@@ -99,6 +99,7 @@ class Limits:
     piece_tokens: tuple[int, ...] = ()  # of captured steps with prompts (engine/cuda/pieces.py)
     num_captured: int = 1  # models with graphs: two with a draft model
     lora_rows: int = 0  # slots for adapters, times their largest rank
+    max_logits: int = MAX_LOGITS_AT_ONCE  # of a step, computed at once
 
     @property
     def num_rows(self) -> int:
@@ -227,7 +228,7 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
 
     def left_bytes(sessions: int) -> int:
         given = replace(config, max_running=sessions, local_prefill_chunk_tokens=chunk)
-        room = estimate_room(shape, limits_of(given, shape.vocab_size), memory_bytes, config.tp)
+        room = estimate_room(shape, limits_of(given, shape.vocab_size, memory_bytes), memory_bytes, config.tp)
         left = room.left_bytes(config.gpu_memory_share or GPU_SHARE)
         return min(left, config.kv_memory_mib * MIB // config.tp) if config.kv_memory_mib else left
 
@@ -243,19 +244,20 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
     return next((size for size in fewer if left_bytes(size) >= context_bytes + size * states_bytes), wanted)
 
 
-def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
-    """Of completed settings."""
+def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, memory_bytes: float) -> Limits:
+    """Of completed settings. memory_bytes: of the GPU; 0: on a CPU."""
     pieces = PIECE_TOKENS if config.cuda_graphs else ()
     num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
-    lora_rows = config.max_loras * config.max_lora_rank
+    lora_rows, max_logits = config.max_loras * config.max_lora_rank, most_logits(memory_bytes)
     if isinstance(config, PrefillConfig):
-        return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured, lora_rows)
-    most = min(MOST_GRAPH_ROWS, 1 << (max(1, MAX_LOGITS_AT_ONCE // vocab_size).bit_length() - 1))
+        return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured, lora_rows, max_logits)
+    most = min(MOST_GRAPH_ROWS, 1 << (max(1, max_logits // vocab_size).bit_length() - 1))
     graph_rows = min(config.max_running, most) if config.cuda_graphs else 0
     max_drafts = config.max_draft_tokens if config.cuda_graphs and config.speculate != "off" else 0
     return Limits(
-        config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured, lora_rows
-    )
+        config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured, lora_rows,
+        max_logits,
+    )  # fmt: skip
 
 
 def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
@@ -268,7 +270,7 @@ def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
     """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
-    num_logits = min(limits.max_running, max(1, MAX_LOGITS_AT_ONCE // shape.vocab_size))
+    num_logits = min(limits.max_running, max(1, limits.max_logits // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
     return int(num_tokens * estimate_token_bytes(shape, tp)) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
 
@@ -291,7 +293,7 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
     logits of the largest, pieces the tokens of the largest.
     """
-    max_rows = max(1, MAX_LOGITS_AT_ONCE // shape.vocab_size)
+    max_rows = max(1, limits.max_logits // shape.vocab_size)
     shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows)
     page_ids_bytes = 2 * 4 * -(-shape.context_tokens // page_tokens)
     own_bytes = sum(

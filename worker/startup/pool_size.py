@@ -48,7 +48,7 @@ def plan_pools(
     settings, room = complete(config, None if card is None else shape, card, memory_bytes), None
     if card is not None:
         own = with_context(shape, settings)
-        room = estimate_room(own, limits_of(settings, shape.vocab_size), memory_bytes, config.tp)
+        room = estimate_room(own, limits_of(settings, shape.vocab_size, memory_bytes), memory_bytes, config.tp)
     slot_bytes = shape.slot_bytes_of(config.tp)
     return PoolPlan(
         settings,

@@ -166,6 +166,31 @@ def test_experts_and_weights_are_those_of_transformers(name: str, dtype: torch.d
     assert torch.equal(ids, expected_ids) and torch.equal(weights, expected.float())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernel_chooses_as_its_twin(name: str, dtype: torch.dtype) -> None:
+    """Weights are near: e^x is another one."""
+    family = FAMILIES[name]
+    logits, bias, scale = randn(ROWS, 32, seed=9).to(dtype), randn(32, seed=5) / 8, randn(32, seed=6).exp()
+    given = bias if name in ("glm4_moe", "lfm2_moe") else None, scale if name == "gemma4" else None
+    (ids, weights), (expected_ids, expected) = (
+        choose(logits, family.routing, *given, torch.float16) for choose in (gpu_experts.choose_experts, route)
+    )
+    differs = (ids != expected_ids).any(-1)  # where scores are equal after rounding
+    assert differs.sum() <= (2 if family.routing.precision == "logits" and dtype is torch.float16 else 0)
+    torch.testing.assert_close(weights[~differs], expected[~differs], rtol=2e-3, atol=1e-6)
+
+
+def test_rows_of_nan_choose_experts_that_exist() -> None:
+    logits = torch.full((3, 24), float("nan"))
+    logits[1, :9], logits[2] = 1.0, float("-inf")
+    routing = Routing(24, 4, renormalise=True)
+    assert gpu_experts.can_choose(routing) and not gpu_experts.can_choose(Routing(24, 4, num_groups=4, top_groups=2))
+    ids, weights = gpu_experts.choose_experts(logits, routing)
+    assert ((ids >= 0) & (ids < 24)).all() and weights.shape == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -186,7 +211,7 @@ def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", False), ("clamped", True)]
 )
-@pytest.mark.parametrize("num_rows", [1, 4, gpu_experts.MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 4, gpu_experts.MAX_ROWS + 1, 90])
 def test_experts_add_up_like_a_loop(num_rows: int, activation: Activation, has_bias: bool, way: str) -> None:
     stacked, rows, chosen = random_experts(activation, has_bias), 2 * randn(num_rows, HIDDEN), choose(num_rows)
     mixed = stacked.make(way)(rows, *chosen)
@@ -201,10 +226,40 @@ def test_kernels_with_depths_of_several_tiles(hidden: int, width: int) -> None:
     torch.testing.assert_close(mixed.double(), stacked.loop(rows, *chosen), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("counts", [[0, 37, 1, 0, 16, 15, 0, 0], [0] * 6 + [69, 0], [17, 0, 0, 0, 0, 0, 0, 16]])
+def test_experts_of_many_rows_have_tiles_of_their_own(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Depths and outputs of several tiles, too; slots are compared in several blocks."""
+    monkeypatch.setattr(gpu_experts, "SORT_BLOCK", 16)
+    monkeypatch.setattr(gpu_experts, "MOST_SLOTS", 16)
+    stacked = random_experts("silu", True, 150, 70)
+    stacked.gate_up[-1] = 0.5
+    ids = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)])
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))][:, None]
+    rows, weights = randn(len(ids), 160)[:, :150], randn(len(ids), 1).abs()
+    mixed = stacked.make("kernels")(rows, ids, weights)
+    torch.testing.assert_close(mixed.double(), stacked.loop(rows, ids, weights), rtol=1e-5, atol=1e-4)
+
+
+def test_where_torch_multiplies_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it waits for the sizes of groups, which no captured step can."""
+    down, cuda = torch.empty(8, 64, 24, device="meta"), torch.device("cuda")
+    rows, half = (SimpleNamespace(dtype=dtype, device=cuda) for dtype in (torch.bfloat16, torch.float16))
+    for capability, expected in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
+        assert gpu_experts.is_for_torch(rows, 512, down) is expected  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    for other, num_slots, sizes in ((half, 512, (64, 24)), (rows, 511, (64, 24)), (rows, 512, (64, 20))):
+        assert not gpu_experts.is_for_torch(other, num_slots, torch.empty(8, *sizes, device="meta"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_stays_near(dtype: torch.dtype, way: str) -> None:
-    stacked, rows, chosen = random_experts("clamped", True).to(dtype), randn(4, HIDDEN).to(dtype), choose(4)
+@pytest.mark.parametrize("num_rows", [4, 20])
+def test_half_precision_stays_near(num_rows: int, dtype: torch.dtype, way: str) -> None:
+    if way == "kernels" and num_rows > gpu_experts.MAX_ROWS and dtype is torch.bfloat16:
+        pytest.skip("the interpreter does not multiply bfloat16")
+    stacked = random_experts("clamped", True).to(dtype)
+    rows, chosen = randn(num_rows, HIDDEN).to(dtype), choose(num_rows)
     mixed, truth = stacked.make(way)(rows, *chosen), stacked.loop(rows, *chosen)
     assert mixed.dtype is dtype
     # Each of three roundings is off by half an eps at most, twice that where the interpreter truncates bfloat16.

@@ -31,7 +31,9 @@ CHAT: Any = {"model": SERVED, "messages": HELLO}
 
 
 @contextmanager
-def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: str = ANSWER) -> Iterator[Served]:
+def serve(
+    model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: str = ANSWER, **options: Any
+) -> Iterator[Served]:
     """The API with batches in `folder`, as main.py puts it together."""
 
     def extend(app: Any, served: Any) -> None:
@@ -51,7 +53,7 @@ def serve(model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: s
 
         app.router.lifespan_context = lifespan
 
-    with run_api(model, replace(FULL, api_keys=OWN_KEYS), extend=extend) as served:
+    with run_api(model, replace(FULL, api_keys=OWN_KEYS, **options), extend=extend) as served:
         yield served
 
 
@@ -283,8 +285,11 @@ def test_uploads_hold_the_room_of_what_has_arrived_and_no_key_all_of_it(tmp_path
     store.close()
 
 
-def test_an_upload_from_which_nothing_comes_ends(served: Served) -> None:
-    with socket.create_connection(served.host_port, WAIT_S) as connection:
+def test_an_upload_from_which_nothing_comes_ends(full: Served, tmp_path: Path) -> None:
+    with (
+        serve(tmp_path / "model", tmp_path / "batches", body_timeout_s=0.1) as served,
+        socket.create_connection(served.host_port, WAIT_S) as connection,
+    ):
         key = f"authorization: Bearer {KEYS[0]}\r\n"
         connection.sendall(
             b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import FilePayload, Page, sync_playwright
+from playwright.sync_api import Browser, FilePayload, Page, sync_playwright
 
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
@@ -25,6 +25,7 @@ HELD_MODELS = """
 const send = fetch, held = new Promise((release) => { window.release = release; });
 window.fetch = async (path, ...rest) => { if (path === "v1/models") await held; return send(path, ...rest); };
 """
+BROWSERS: list[Browser] = []  # that which runs
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
@@ -48,18 +49,28 @@ def test_only_its_files_are_served_with_their_type_and_a_strict_policy(served: S
         assert served.http.get(path).status_code == 404, path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def chromium() -> Iterator[None]:
+    """One for all tests: it takes a second of CPU to start."""
+    if CHROMIUM is None:
+        yield
+        return
+    with sync_playwright() as player:
+        BROWSERS.append(player.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS)))
+        yield
+        BROWSERS.pop().close()
+
+
 @contextmanager
 def opened(url: str, width: int = 1200) -> Iterator[Page]:
-    """The page in Chromium; errors on the page fail the test at the end."""
+    """The page in Chromium, in a profile of its own; errors on the page fail the test at the end."""
     errors: list[str] = []
-    with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        page = browser.new_context(viewport={"width": width, "height": 600}).new_page()
+    with BROWSERS[0].new_context(viewport={"width": width, "height": 600}) as profile:
+        page = profile.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
         page.goto(url)
         yield page
-        browser.close()
     assert [error for error in errors if not re.search("status of|ERR_FAILED", error)] == []  # Chromium's own reports
 
 
