@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 
 from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.costs import Costs, Work
+from engine.layer_config import most_logits
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import Card
 from worker.chunks import STRETCH
@@ -129,7 +130,7 @@ def plan_decode(model: ModelShape, gpu: Card, goals: Goals, tp: int) -> Role:
     """The fewest decode workers of `tp` ranks. Raises UnreachableError."""
     config = complete(DecodeConfig(tp=tp), model, gpu, int(gpu.memory_bytes))
     costs = build_costs(model, gpu, tp)
-    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size, gpu.memory_bytes))
+    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size, most_logits(gpu.memory_bytes)))
     whole, mean = goals.input_tokens + goals.output_tokens, goals.input_tokens + goals.output_tokens // 2
     alone, read = step_of(costs, 1, mean), costs.weights
     if kv_tokens < whole:
@@ -171,7 +172,7 @@ def plan_prefill(model: ModelShape, gpu: Card, goals: Goals, tp: int, decode: Ro
     """The fewest prefill workers of `tp` ranks for these decode workers. Raises UnreachableError."""
     config, prompt = complete(PrefillConfig(tp=tp), model, gpu, int(gpu.memory_bytes)), goals.input_tokens
     costs, chunk = build_costs(model, gpu, tp), config.chunk_tokens
-    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size, gpu.memory_bytes))
+    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size, most_logits(gpu.memory_bytes)))
     if kv_tokens < prompt:
         raise UnreachableError("memory", f"weights and one prompt of {prompt} tokens do not fit with {tp} ranks")
     own, last = time_prompt(costs, prompt, chunk)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
+from engine.layer_config import most_logits
 from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.transports import choose_transport
 from protos import kv_pb2
@@ -198,7 +199,7 @@ def judge_worker(worker: WorkerPlan, machine: Machine, model: Model) -> Row:
         card, memory_bytes = find_card(gpu.name, gpu.total_bytes), gpu.total_bytes
     plan = plan_pools(worker.settings, model.shape, page_bytes, card, memory_bytes, machine.memory_bytes)
     pool_bytes, slots_bytes = (tp * plan.num_pages * page_bytes, tp * plan.num_slots * model.shape.slot_bytes_of(tp))
-    chunk_tokens = limits_of(plan.settings, model.shape.vocab_size, memory_bytes).chunk_tokens
+    chunk_tokens = limits_of(plan.settings, model.shape.vocab_size, most_logits(memory_bytes)).chunk_tokens
     found = (
         f"{where}; attention {model.attention} ({model.attention_reason}); {chunk_tokens} prompt tokens in a step; KV "
         f"pool of {plan.num_pages * plan.settings.page_tokens} tokens in {pool_bytes / GIB:.2f} GiB: "

@@ -272,7 +272,7 @@ def assemble_engine(
     attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
     rows = place.build_rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
-    rows.max_logits = most_logits(open_device(device).memory_bytes)
+    rows.max_logits = most_logits(ranks.all_reduce_min(open_device(device).memory_bytes, device))
     if isinstance(config, ModelConfig) and config.image_token is not None:
         rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
         rows.images = ImageRows(rules)

@@ -7,6 +7,7 @@ from bench.gpu_checks.models import PAGE_TOKENS, load_random
 from bench.roofline import SHAPES
 from engine.compose import assemble_engine
 from engine.cuda.largest_step import run
+from engine.layer_config import most_logits
 from engine.models.read_config import build_config
 from runtime.config import DecodeConfig
 from runtime.config_parts import GPU_SHARE
@@ -29,7 +30,7 @@ def check_memory(device: torch.device) -> str:
         facts = torch.cuda.get_device_properties(device)
         total, card = facts.total_memory, find_card(facts.name, facts.total_memory)
         config = complete(DecodeConfig(model=name), shape, card, total)
-    limits, largest, seen = limits_of(config, shape.vocab_size, total), largest_step_of(config), [0]
+    limits, largest, seen = limits_of(config, shape.vocab_size, most_logits(total)), largest_step_of(config), [0]
 
     def size(
         context: int, page_bytes: int, num_ranks: int, memory: tuple[int, int, int] | None, mapped_bytes: int,

@@ -39,7 +39,10 @@ class CapturedForwards(Forwards):
 
 @torch.inference_mode()
 def _finish(runner: Runner, graph: DecodeGraph, step: Prepared, rows: Ints) -> Launched:
-    """rows: of the step's outputs among the graph's."""
+    """rows: of the step's outputs among the graph's.
+
+    Log-probabilities are of a product of the scored rows alone: their last bits may differ from what was sampled.
+    """
     chunk = step.chunks[0]
     tokens, scores = graph.choose(step, rows), []
     if chunk.scored:

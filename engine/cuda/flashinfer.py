@@ -3,7 +3,8 @@
 The only file that imports FlashInfer; imported only where a GPU is chosen. `plan` passes host lengths in pinned memory
 and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may capture
 them and replays them with the last plan. Answers, which a step begins with, are planned apart from prompts: FlashInfer
-chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one.
+chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one. Answers with drafts, and those
+after them, count as prompts where no graph takes the step.
 
     new tokens of a step   | 1 | 1 | 1 | 1 | 512            | 300      |
     plans                  | decode        | prefill, by fa2 or fa3    |
@@ -235,7 +236,7 @@ class FlashInferAttention:
 
 
 def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
-    """The faster kernels for a step with so many new tokens. Prompts want fa3, and answers beside a chunk fa2."""
+    """The faster kernels for prompts with so many new tokens. Short ones want fa2."""
     return "fa3" if has_fa3 and num_tokens >= FA3_TOKENS * num_sequences else "fa2"
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.experts.ops import SLOT_TILES
 from engine.layer_config import Routing
 
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
@@ -24,10 +25,10 @@ TILE = (8, 512)
 STAGES = 4  # tiles in flight
 SUM_TILE = 256  # outputs
 SORT_BLOCK = 1024  # slots that a program compares at once
-# Of `mix_many`: outputs and depth of a tile, and the most slots, of which an expert's average is taken.
-MANY_TILE, MOST_SLOTS = (64, 64), 128
+MANY_TILE = (64, 64)  # outputs and depth of a tile of `mix_many`
 MANY_STAGES = 3
-TORCH_GENERATIONS, TORCH_SLOTS = (9, 10), 64  # where torch multiplies groups on the device, and an expert's from which
+TORCH_GENERATIONS = (9, 10)  # compute capabilities where torch multiplies groups without a wait
+TORCH_SLOTS = 64  # of an expert on average, from which that is faster
 
 WIDTHS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -52,12 +53,12 @@ def choose_experts(
     (num_rows, num_experts), top_k = logits.shape, routing.top_k
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
-    is_rounded = {"logits": logits.dtype, "rounded": dtype or logits.dtype}.get(routing.precision, torch.float32)
+    rounded = {"logits": logits.dtype, "rounded": dtype or logits.dtype}.get(routing.precision, torch.float32)
     choose_kernel[(num_rows,)](
         logits.contiguous(), bias, expert_scale, ids, weights, num_experts, routing.epsilon, routing.scale,
         top_k, triton.next_power_of_2(top_k), routing.num_groups, routing.top_groups, routing.group_peaks,
         routing.scoring == "sigmoid", routing.scores_all, routing.renormalise, routing.precision == "logits",
-        WIDTHS[is_rounded], triton.next_power_of_2(num_experts),
+        WIDTHS[rounded], triton.next_power_of_2(num_experts),
     )  # fmt: skip
     return ids, weights
 
@@ -105,7 +106,7 @@ def mix_many(
     if rows.stride(1) != 1 or gate_up.shape != (num_experts, 2 * width, rows.shape[1]) or depth != rows.shape[1]:
         raise ValueError(f"weights are {tuple(gate_up.shape)} and {tuple(down.shape)} for rows of {rows.shape[1]}")
     num_slots = num_rows * top_k
-    tile = min(MOST_SLOTS, max(16, triton.next_power_of_2(triton.cdiv(num_slots, num_experts))))
+    tile = SLOT_TILES[num_slots > SLOT_TILES[0] * num_experts]
     num_tiles = num_slots // tile + num_experts
     order, starts, experts = (
         torch.empty(size, dtype=torch.int32, device=rows.device) for size in (num_slots, num_experts + 1, num_tiles)
@@ -169,9 +170,10 @@ def choose_kernel(
     places = tl.arange(0, KEPT)
     is_place = places < TOP_K
     chosen = tl.full((KEPT,), float("-inf"), tl.float32)
+    mine = tl.zeros((KEPT,), tl.int64)
     for place in tl.static_range(TOP_K):
         best = tl.minimum(tl.argmax(choice, 0, tie_break_left=True), num_experts - 1)  # NaN chooses an expert, too
-        tl.store(ids + row * TOP_K + place, best.to(tl.int64))
+        mine = tl.where(places == place, best.to(tl.int64), mine)
         chosen = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0)), chosen)
         choice = tl.where(experts == best, float("-inf"), choice)
     if not SCORES_ALL:
@@ -181,8 +183,8 @@ def choose_kernel(
         chosen = narrow(tl.div_rn(chosen, narrow(total + epsilon, ROUNDED, ROUNDS_ALL)), ROUNDED, ROUNDS_ALL)
     chosen = narrow(chosen * factor, ROUNDED, ROUNDS_ALL)
     if expert_scale is not None:
-        mine = tl.load(ids + row * TOP_K + places, mask=is_place, other=0)
         chosen *= tl.load(expert_scale + mine)
+    tl.store(ids + row * TOP_K + places, mine, mask=is_place)
     tl.store(weights + row * TOP_K + places, narrow(chosen, ROUNDED, True), mask=is_place)
 
 

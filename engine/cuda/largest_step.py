@@ -53,16 +53,17 @@ def run(step: LargestStep, runner: Runner, rows: InputBatch) -> None:
     for row, count in enumerate(counts):
         rows.open(row, np.zeros(count, np.int32), SAMPLING, count)
         rows.write_pages(row, 0, [0] * -(-count // rows.page_tokens))
-    runner.launch([ForwardRow(row, 0, count, num_logits=1, state_to=0) for row, count in enumerate(counts)]).collect()
+    asked = [ForwardRow(row, 0, count, 1, chosen_logprobs=0, state_to=0) for row, count in enumerate(counts)]
+    runner.launch(asked).collect()
     for row in range(len(counts)):
         rows.close(row)
 
 
 def split(step: LargestStep, context_tokens: int) -> list[int]:
-    """New tokens of each sequence: as few prompts as hold the chunk, then one token each."""
+    """New tokens of each sequence: one each, then as few prompts as hold the chunk."""
     counts: list[int] = []
     left = step.chunk_tokens
     while len(counts) < step.num_sequences:
         counts.append(max(1, min(left, context_tokens)))
         left -= counts[-1]
-    return counts
+    return counts[::-1]

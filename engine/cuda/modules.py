@@ -21,6 +21,7 @@ FA3_HEAD_DIMS = (64, 128, 256)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
 JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
 NO_JIT = "FLASHINFER_DISABLE_JIT"
+LEAST_CAPABILITY = (8, 0)  # engine/cuda/splits.py knows the tiles of no older one
 FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 
 Capability = tuple[int, int]  # compute capability, such as (9, 0)
@@ -91,6 +92,8 @@ def choose_kernels(
 
     fa3 takes our pages: their keys and values have equal strides. It multiplies e4m3 keys only by e4m3 queries.
     """
+    if capability < LEAST_CAPABILITY:
+        return (), "FlashInfer is used from compute capability 8.0 on"
     if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype), built, capability, no_compiler):
         return (), gap
     if capability != FA3_CAPABILITY or kv_dtype != dtype or shape.head_dim not in FA3_HEAD_DIMS:

@@ -1,6 +1,7 @@
 """A mixture of experts in the place of an MLP: how rows choose experts, and the experts' products.
 
-The order of operations and the dtypes of routing are those of transformers' routers: equal logits give equal bits.
+The order of operations and the dtypes of routing are those of transformers' routers: equal logits give equal bits, but
+for the weights that a GPU's kernel computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +64,8 @@ class GroupedExperts:
     Shapes depend on the number of rows alone and nothing waits for the GPU, so that steps can be captured as CUDA
     graphs. A row's experts are added in the order of its ids. The GPU paths have not run on a card yet.
 
-    On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, and on CPUs, its
-    products are those of torch, whose blocking depends on how many rows share an expert.
+    On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, and on CPUs, the
+    blocking of its products depends on how many rows share an expert.
     """
 
     gate_up: Tensor  # [E, 2 I, H], each expert's gate before its up. All tensors are of one dtype and contiguous,
@@ -72,7 +73,7 @@ class GroupedExperts:
     activation: Activation = "silu"
     gate_up_bias: Tensor | None = None  # [E, 2 I]
     down_bias: Tensor | None = None  # [E, H]
-    kernels: Any = None  # the module kernels.gpu_experts, where there is Triton
+    kernels: Any = None  # the module engine.cuda.gpu_experts, where there is Triton
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.kernels is not None and not self.kernels.is_for_torch(rows, ids.numel(), self.down):

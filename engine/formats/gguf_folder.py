@@ -79,10 +79,14 @@ def _write(folder: Path, first: Path, headers: Sequence[GgufHeader], open_: Open
 
 
 def _write_tokenizer(folder: Path, metadata: Metadata) -> None:
-    """By transformers' converter. `AutoTokenizer` would read the metadata once more, and needs torch for that."""
-    from transformers import TokenizersBackend  # seconds
+    """By transformers' converter. `AutoTokenizer` would read the metadata once more, and needs torch for that.
+
+    To load it transformers checks the configuration too: so it does here, where the file can be named.
+    """
+    from transformers import AutoConfig, TokenizersBackend  # seconds
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 
+    AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     build: Any = TokenizersBackend
     vocabulary, settings = (
         {theirs: metadata[f"tokenizer.{key}"] for key, theirs in keys.items() if f"tokenizer.{key}" in metadata}

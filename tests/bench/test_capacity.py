@@ -21,6 +21,7 @@ from cli import main
 from cli.bench import load_shape
 from cli.service import CommandError
 from cli.sources import use_sources
+from engine.layer_config import most_logits
 from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError
@@ -142,7 +143,9 @@ def test_a_proposal_is_within_its_own_limits(
 @pytest.mark.parametrize("gpu", ["l4", "h100", "b200"])
 def test_what_fits_is_what_a_worker_allocates(gpu: CardName) -> None:
     limits = limits_of(
-        DecodeConfig(max_running=64, local_prefill_chunk_tokens=2048), EIGHT.vocab_size, int(CARDS[gpu].memory_bytes)
+        DecodeConfig(max_running=64, local_prefill_chunk_tokens=2048),
+        EIGHT.vocab_size,
+        most_logits(CARDS[gpu].memory_bytes),
     )
     for tp in (1, 2, 4):
         room = estimate_room(EIGHT, limits, CARDS[gpu].memory_bytes, tp)

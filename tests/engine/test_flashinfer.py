@@ -222,6 +222,7 @@ def test_heads_of_512_are_attended_by_fa2_alone() -> None:
     for size, kernels in ((shape, ("fa2",)), (AttentionShape(8, 2, 256, 0.1), ("fa2", "fa3"))):
         built = BuiltAhead(frozenset(), ())
         assert choose_kernels(size, [None], "bfloat16", "bfloat16", built, (9, 0), "")[0] == kernels
+        assert "8.0" in choose_kernels(size, [None], "bfloat16", "bfloat16", built, (7, 5), "")[1]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from engine.batch import ForwardRow
 from engine.compose import _measure_step, build_engine
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.cuda.largest_step import LargestStep, find_step_bytes, split
+from engine.layer_config import MAX_LOGITS_AT_ONCE as LEAST
+from engine.layer_config import most_logits
 from engine.models.config import FallbackConfig
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
@@ -71,7 +73,9 @@ def test_limits_of_cards(
     assert (other.local_prefill_chunk_tokens, other.max_running) == decode
     memory_bytes = CARDS[name].memory_bytes
     most = 512 if memory_bytes >= 40e9 else 256  # 128,256 tokens: 2^27 logits, 2^25
-    assert limits_of(other, SHAPES[model].vocab_size, memory_bytes).graph_rows == min(most, other.max_running)
+    assert limits_of(other, SHAPES[model].vocab_size, most_logits(memory_bytes)).graph_rows == min(
+        most, other.max_running
+    )
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -80,7 +84,7 @@ def test_what_limits_take_fits_every_card_that_holds_the_weights(name: CardName)
         card, shape = CARDS[name], replace(SHAPES[model], context_tokens=context)
         prefill, decode = complete_on(card, shape, tp)
         for config in (prefill, decode):
-            found = limits_of(config, shape.vocab_size, card.memory_bytes)
+            found = limits_of(config, shape.vocab_size, most_logits(card.memory_bytes))
             assert estimate_step_bytes(shape, found, tp) <= card.memory_bytes / 8
             room = estimate_room(shape, found, card.memory_bytes, tp)
             num_tokens = room.left_bytes(0.9) // shape.kv_token_bytes_of(tp)
@@ -121,11 +125,11 @@ def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> N
 
 def test_settings_that_capture() -> None:
     config = DecodeConfig(max_running=700, local_prefill_chunk_tokens=99)
-    assert limits_of(config, 32_000, 0) == Limits(700, 99, 512, 8, PIECE_TOKENS)
-    assert limits_of(replace(config, speculate="off"), 32_000, 0).max_drafts == 0
-    assert limits_of(replace(config, draft_model="some/model"), 32_000, 0).num_captured == 2
-    assert limits_of(replace(config, cuda_graphs=False), 32_000, 0) == Limits(700, 99)
-    assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000, 0) == Limits(3, 99, 0, 0, PIECE_TOKENS)
+    assert limits_of(config, 32_000, LEAST) == Limits(700, 99, 512, 8, PIECE_TOKENS)
+    assert limits_of(replace(config, speculate="off"), 32_000, LEAST).max_drafts == 0
+    assert limits_of(replace(config, draft_model="some/model"), 32_000, LEAST).num_captured == 2
+    assert limits_of(replace(config, cuda_graphs=False), 32_000, LEAST) == Limits(700, 99)
+    assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000, LEAST) == Limits(3, 99, 0, 0, PIECE_TOKENS)
 
 
 def test_adapters_take_their_slots_and_a_second_set_of_graphs(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_adapters_take_their_slots_and_a_second_set_of_graphs(tmp_path: Path) ->
         DecodeConfig(max_running=64, local_prefill_chunk_tokens=99, speculate="off"),
     )
     with_loras, without = (
-        limits_of(replace(config, max_loras=count, max_lora_rank=8), shape.vocab_size, 0) for count in (3, 0)
+        limits_of(replace(config, max_loras=count, max_lora_rank=8), shape.vocab_size, LEAST) for count in (3, 0)
     )
     taken = [estimate_room(shape, one, GIB, 1).taken_bytes for one in (with_loras, without)]
     assert taken[0] - taken[1] == slot_bytes
@@ -159,7 +163,7 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
     config = locate(DecodeConfig(max_running=100_000, local_prefill_chunk_tokens=2048))
     shape = with_context(read_shape(config), config)
     card = replace(CARDS["h100"], memory_bytes=40 * GIB)
-    found = limits_of(config, shape.vocab_size, card.memory_bytes)
+    found = limits_of(config, shape.vocab_size, most_logits(card.memory_bytes))
     step_bytes = estimate_step_bytes(shape, found, 1)
     room = estimate_room(shape, found, card.memory_bytes, 1)
     page_bytes = shape.kv_token_bytes * config.page_tokens

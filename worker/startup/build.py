@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from engine.adapters.slots import AdapterLimits
-from engine.compose import FullEngine, build_engine, open_device
+from engine.compose import FullEngine, build_engine
 from engine.engine import Place, choose_device
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
@@ -54,7 +54,7 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         AdapterLimits(config.max_loras, config.max_lora_rank),
         config.vision,
     )
-    limits = limits_of(config, engine.config.vocab_size, open_device(engine.device).memory_bytes)
+    limits = limits_of(config, engine.config.vocab_size, engine.rows.max_logits)
     report = partial(on_progress, what="graphs")
     engine.warm_up(limits.graph_rows, limits.max_drafts, limits.piece_tokens, report)
     return engine

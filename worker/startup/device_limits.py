@@ -11,6 +11,7 @@ import torch
 from engine.compose import open_any_model, resolve_model_folder
 from engine.cuda.largest_step import LargestStep
 from engine.engine import resolve_kv_dtype
+from engine.layer_config import most_logits
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.load import choose_dtype
 from engine.weights.files import list_shards
@@ -74,7 +75,7 @@ def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
     facts = torch.cuda.get_device_properties(device)
     shape = read_shape(config)
     completed = complete(config, shape, find_card(facts.name, facts.total_memory), facts.total_memory)
-    limits = limits_of(completed, shape.vocab_size, facts.total_memory)
+    limits = limits_of(completed, shape.vocab_size, most_logits(facts.total_memory))
     log.info(
         "limits", device=facts.name, max_running=limits.max_running, chunk_tokens=limits.chunk_tokens,
         graph_rows=limits.graph_rows,
@@ -103,7 +104,7 @@ def size_pool_here(
     if gpu_memory is not None:
         total_bytes, taken_bytes, step_bytes = gpu_memory
         shape = read_shape(config)
-        limits = limits_of(config, shape.vocab_size, total_bytes)
+        limits = limits_of(config, shape.vocab_size, most_logits(total_bytes))
         room = GpuRoom(total_bytes, taken_bytes, reserve_bytes(shape, limits, config.tp, step_bytes))
         log.info(
             "memory of the GPU", total_mib=total_bytes // MIB, weights_and_rows_mib=taken_bytes // MIB,

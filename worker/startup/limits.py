@@ -43,7 +43,8 @@ MOST_GRAPH_ROWS = 512  # above, a step's KV takes the GPU longer than the launch
 LOGITS_COPIES = 3  # of a step's logits: the product, with penalties and biases, and what sampling keeps of blocks
 GRAPH_BYTES = 8 * MIB  # of a size's graphs, the forward's and the sampling's: some 12 kernels a layer
 PIECE_BYTES = MIB // 2  # of a layer's graph of prompts
-WORKSPACE_BYTES = 160 * MIB  # of attention: scratch memory, and plans of answers and prompts, with a window and without
+SCRATCH_BYTES = 128 * MIB  # of attention
+WORKSPACE_BYTES = SCRATCH_BYTES + 32 * MIB  # that and plans of answers and prompts, with a window and without
 OUTSIDE_BYTES = 512 * MIB  # CUDA's context and libraries, outside torch's allocator
 LINKS_BYTES = 512 * MIB  # NCCL's buffers, where ranks exchange sums
 MARGIN_BYTES = 128 * MIB  # a step that needs more than the largest one that was run: other lengths, other kernels
@@ -228,7 +229,9 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
 
     def left_bytes(sessions: int) -> int:
         given = replace(config, max_running=sessions, local_prefill_chunk_tokens=chunk)
-        room = estimate_room(shape, limits_of(given, shape.vocab_size, memory_bytes), memory_bytes, config.tp)
+        room = estimate_room(
+            shape, limits_of(given, shape.vocab_size, most_logits(memory_bytes)), memory_bytes, config.tp
+        )
         left = room.left_bytes(config.gpu_memory_share or GPU_SHARE)
         return min(left, config.kv_memory_mib * MIB // config.tp) if config.kv_memory_mib else left
 
@@ -244,11 +247,11 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
     return next((size for size in fewer if left_bytes(size) >= context_bytes + size * states_bytes), wanted)
 
 
-def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, memory_bytes: float) -> Limits:
-    """Of completed settings. memory_bytes: of the GPU; 0: on a CPU."""
+def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, max_logits: int) -> Limits:
+    """Of completed settings. max_logits: see `most_logits`."""
     pieces = PIECE_TOKENS if config.cuda_graphs else ()
     num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
-    lora_rows, max_logits = config.max_loras * config.max_lora_rank, most_logits(memory_bytes)
+    lora_rows = config.max_loras * config.max_lora_rank
     if isinstance(config, PrefillConfig):
         return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured, lora_rows, max_logits)
     most = min(MOST_GRAPH_ROWS, 1 << (max(1, max_logits // vocab_size).bit_length() - 1))
@@ -303,7 +306,10 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     piece_bytes = len(limits.piece_tokens) * shape.num_layers * PIECE_BYTES
     token_bytes = int(max(limits.piece_tokens, default=0) * estimate_token_bytes(shape, tp))
     num_sets = limits.num_captured + (limits.lora_rows > 0)
-    return num_sets * own_bytes + limits.num_captured * (logits_bytes + piece_bytes + token_bytes)
+    scratch_bytes = 4 * limits.graph_rows * (16 * shape.kv_width + shape.query_width) // shape.num_layers // tp
+    if scratch_bytes <= SCRATCH_BYTES:  # engine/cuda/splits.py; graphs that need more have it to themselves
+        scratch_bytes = 0
+    return num_sets * own_bytes + limits.num_captured * (logits_bytes + piece_bytes + token_bytes + scratch_bytes)
 
 
 def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -> int:

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from engine.layer_config import most_logits
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card
@@ -48,7 +49,9 @@ def plan_pools(
     settings, room = complete(config, None if card is None else shape, card, memory_bytes), None
     if card is not None:
         own = with_context(shape, settings)
-        room = estimate_room(own, limits_of(settings, shape.vocab_size, memory_bytes), memory_bytes, config.tp)
+        room = estimate_room(
+            own, limits_of(settings, shape.vocab_size, most_logits(memory_bytes)), memory_bytes, config.tp
+        )
     slot_bytes = shape.slot_bytes_of(config.tp)
     return PoolPlan(
         settings,

@@ -230,7 +230,7 @@ def test_kernels_with_depths_of_several_tiles(hidden: int, width: int) -> None:
 def test_experts_of_many_rows_have_tiles_of_their_own(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Depths and outputs of several tiles, too; slots are compared in several blocks."""
     monkeypatch.setattr(gpu_experts, "SORT_BLOCK", 16)
-    monkeypatch.setattr(gpu_experts, "MOST_SLOTS", 16)
+    monkeypatch.setattr(gpu_experts, "SLOT_TILES", (16, 16))
     stacked = random_experts("silu", True, 150, 70)
     stacked.gate_up[-1] = 0.5
     ids = torch.tensor([expert for expert, count in enumerate(counts) for _ in range(count)])
