@@ -343,7 +343,7 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: FullEngine, monkeypatch:
     monkeypatch.setattr(worker.ranks.leader, "end_process", lambda: pytest.fail("the process ended without a word"))
     monkeypatch.setattr(Runner, "_run", fail)
     ours, theirs = open_links(1)
-    runner = LedRunner(Leader(StepSender(ours)), 0, *(None, None, alone.pool.tensor, alone.rows))
+    runner = LedRunner(Leader(StepSender(ours)), 0, alone.runner.model, None, alone.pool.tensor, alone.rows)
     with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
         replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
     for end in (*ours, *theirs):
