@@ -13,6 +13,7 @@ ImageAttention = Literal["causal", "windows", "all"]  # layers where the tokens 
 Precision = Literal["float32", "rounded", "logits"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES
 MAX_LOGITS_AT_ONCE = 1 << 25  # of a step: 128 MiB of float32, 262 rows of 128,000 tokens
+SLOT_TILES = (16, 64)  # rows an expert multiplies at once on a GPU: where it has up to so many on average, and more
 LARGE_DEVICE_BYTES = 38 << 30  # a GPU of 40 GB or more computes four times as many: all answers fit one captured step
 
 

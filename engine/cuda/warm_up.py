@@ -10,7 +10,7 @@ from engine.cuda.captured import capture_graphs, capture_pieces, choose_shapes_o
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
 from engine.engine import Engine
-from engine.experts.ops import SLOT_TILES
+from engine.layer_config import SLOT_TILES
 from engine.models.config import ModelConfig
 from engine.out_of_memory import explain_failed_warm_up
 from engine.runner import Runner
