@@ -156,11 +156,13 @@ def _check_captured(device: torch.device, dtype: torch.dtype, groups: Sequence[i
     is_gpu = device.type == "cuda"
     lens = LONG if is_gpu else (150, 40)
     worst, num_steps = 0.0, 0
-    steps = [
+    steps: list[tuple[int, int, int | None, tuple[int, ...]]] = [
         (group, new, window, lens)
         for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20))
     ]
-    for group, new, window, lengths in [*steps, *((groups[-1], 1, None, AMONG_MANY) for _ in range(is_gpu))]:
+    if is_gpu:
+        steps.append((groups[-1], 1, None, AMONG_MANY))
+    for group, new, window, lengths in steps:
         contexts = tuple((new, one) for one in lengths)
         problem = build_problem(Case("", contexts, (group * KV_HEADS, KV_HEADS), 128, window), device, dtype)
         backend = choose_attention(problem.shape, [window], device, dtype).backend
@@ -182,14 +184,13 @@ def time_fa3(device: torch.device) -> str:
         return "skipped: fa3 is for compute capability 9.0"
     from engine.cuda.flashinfer import FlashInferAttention
 
-    found, is_faster = [], True
+    found, is_faster, processors = [], True, torch.cuda.get_device_properties(device).multi_processor_count
     for context in (8192, 32_768):
         problem = build_problem(Case("", ((2048, context),), (32, 8), 128), device, torch.bfloat16)
         if "fa3" not in (reason := choose_attention(problem.shape, [None], device, torch.bfloat16).reason):
             return f"skipped: {reason}"
         times, outs = [], []
         for has_fa3 in (False, True):
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
             backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, processors, has_fa3)
             outs.append(problem.run(backend, problem.pool.clone(), LAYER).float())
             times.append(time_calls(partial(backend.attend, LAYER, problem.heads, None), device))

@@ -17,6 +17,7 @@ from worker.table import num_rows_for
 
 CPU = torch.device("cpu")
 PROMPT = 300  # tokens: many rows for each expert, several chunks of a recurrence
+ROW_PAGES = PROMPT // PAGE_TOKENS + 2
 STEPS = (1, 16, 17, 64)  # answers of a step: experts by the kernel for few rows, and by that for many
 ERROR = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3}  # of a log-probability of a random model
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,10 +25,9 @@ CASES = [*(("qwen3_moe", dtype) for dtype in HALVES), ("gpt_oss", torch.bfloat16
 
 
 def build(folder: Path, dtype: torch.dtype, device: torch.device, size: int) -> FullEngine:
-    num_pages = size * (PROMPT // PAGE_TOKENS + 2)
     engine = build_engine(
         str(folder), "", name_dtype(dtype), device.type, 1, PAGE_TOKENS, num_rows_for(size),
-        lambda *_: (num_pages, 4 * num_rows_for(size)), lambda _done, _total: None, PROMPT + 1,
+        lambda *_: (size * ROW_PAGES, 4 * num_rows_for(size)), lambda _done, _total: None, PROMPT + 1,
     )  # fmt: skip
     engine.warm_up(size if device.type == "cuda" else 0, 0)
     return engine
@@ -35,21 +35,19 @@ def build(folder: Path, dtype: torch.dtype, device: torch.device, size: int) -> 
 
 def peaks(engine: FullEngine, size: int) -> torch.Tensor:
     """[S] the largest log-probability after each prompt, and after one more token of all, in steps of STEPS."""
-    sampling, row_pages = SamplingParams(temperature=0.0), PROMPT // PAGE_TOKENS + 2
-    found = list[float]()
-    for row in range(size):
-        length = 1 if row % 7 == 3 else PROMPT - 3 * row
+    sampling, found = SamplingParams(temperature=0.0), list[float]()
+    lengths = [1 if row % 7 == 3 else PROMPT - 3 * row for row in range(size)]
+    for row, length in enumerate(lengths):
         tokens = np.random.default_rng(row).integers(0, engine.config.vocab_size, length + 1).astype(np.int32)
         engine.rows.open(row, tokens, sampling, length)
-        engine.rows.write_pages(row, 0, range(row * row_pages, (row + 1) * row_pages))
+        engine.rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
         step = engine.runner.launch([ForwardRow(row, 0, length, num_logits=1, chosen_logprobs=0, state_to=row)])
         found += [one.logprob for one in step.collect().logprobs if one is not None]
         engine.rows.write_tokens(row, length, tokens[length:])
     for count in (count for count in STEPS if count <= size):
-        lengths = [1 if row % 7 == 3 else PROMPT - 3 * row for row in range(count)]
         rows = [
             ForwardRow(row, length, 1, num_logits=1, chosen_logprobs=0, state_from=row, state_to=size + row)
-            for row, length in enumerate(lengths)
+            for row, length in enumerate(lengths[:count])
         ]
         found += [one.logprob for one in engine.runner.launch(rows).collect().logprobs if one is not None]
     return torch.tensor(found)
