@@ -277,6 +277,14 @@ class AnswerKeeper:
 
     async def _read(self, answer: Answer, begin: int) -> Events:
         """Events of an answer in the store, made again from its tokens."""
+        at = 0
+        async with aclosing(self._read_all(answer)) as groups:
+            async for events in groups:
+                first, at = max(begin - at, 0), at + len(events)
+                if shown := b"".join(events[first:]):
+                    yield shown
+
+    async def _read_all(self, answer: Answer) -> AsyncGenerator[list[bytes], None]:
         asked = msgspec.msgpack.decode(answer.asked, type=Asked)
         body, one, totals = await self._prepare(answer, asked)
         tokens = StoredTokens(self._reads, answer)
@@ -284,20 +292,13 @@ class AnswerKeeper:
         stored = Stored(answer.id, answer.created_s, asked.is_background, lambda: tokens.result)
         writer = ResponseWriter(totals, body, one.tokenizer.token_bytes, stored)
         stops = iter([each.stop_token_ids for each in totals.job.generations])
-        at = 0
-
-        def show(events: list[bytes]) -> bytes:
-            nonlocal at
-            first, at = max(begin - at, 0), at + len(events)
-            return b"".join(events[first:])
-
-        yield show(writer.begin())
+        yield writer.begin()
         try:
             async with aclosing(stream_choices(reader, totals, lambda stream: _split(stream, next(stops)))) as pieces:
                 async for index, piece in pieces:
-                    yield show(writer.events(index, piece))
+                    yield writer.events(index, piece)
         except EndedError as ended:
-            yield show(writer.end_as(ended.result))
+            yield writer.end_as(ended.result)
 
     async def _prepare(
         self, answer: Answer, asked: Asked, kept: Sequence[ChoiceTokens] = ()
