@@ -158,7 +158,7 @@ async def _serve(
         await keeper.drain()
     await shutdown.wait()
     if keeper:
-        await keeper.close()
+        await keeper.let_go()
     watch.close()
     for router in routers.values():
         router.admission.cut_off()
@@ -170,6 +170,8 @@ async def _serve(
     await discovery.close()
     await fleet.close()
     await served.close()
+    if keeper:
+        await keeper.close()
     if store:
         store.close()
 

@@ -1,5 +1,5 @@
-"""Keeps answers of the Responses API: computes them whoever listens, writes them behind, takes over those of gateways
-that died, and reads them back."""
+"""Keeps answers of the Responses API: computes them though nobody may listen, writes them behind, takes over those of
+gateways that died, and reads them back."""
 
 import asyncio
 import time
@@ -99,17 +99,18 @@ class AnswerKeeper:
         """Another gateway goes on with the answers, if there is one."""
         self._is_draining = True
         if self._num_others:
-            await self._let_go()
+            await self.let_go()
 
     async def close(self) -> None:
-        await self._let_go()
+        await self.let_go()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._writes.close()
         self._reads.close()
 
-    async def _let_go(self) -> None:
+    async def let_go(self) -> None:
+        """Whoever comes goes on with the answers; clients may read here meanwhile what they write. Idempotent."""
         runs = [run for run in self._runs.values() if not run.is_over]
         await asyncio.gather(*(run.pause() for run in runs))
         with suppress(StoreError):
@@ -161,6 +162,7 @@ class AnswerKeeper:
                 del self._runs[answer.id]
                 raise unavailable(error) from error
         run.start()
+        self._due.set()  # others are to know it before its client does
         if body.stream:
             has_grammar = any(each.grammar for each in job.generations)
             hold_s = 0.0 if is_background else PING_S if has_grammar else HOLD_S

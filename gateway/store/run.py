@@ -83,7 +83,7 @@ def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceToken
 
 
 class Run:
-    """Computes an answer until its end, whoever listens."""
+    """Computes an answer until its end, though nobody may listen."""
 
     def __init__(
         self,

@@ -5,8 +5,9 @@ import pwd
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -62,22 +63,23 @@ class Postgres:
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
         for pid in (self._process.pid, *pids):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self._process.wait(30)
 
 
 @contextmanager
-def run_postgres(folder: Path) -> Iterator[Postgres]:
-    """Skips the test where there is no PostgreSQL; in CI it fails. `folder`: does not exist; others can reach it."""
+def run_postgres() -> Iterator[Postgres]:
+    """Skips the test where there is no PostgreSQL; in CI it fails."""
     binaries = find_binaries()
     if binaries is None:
         message = "PostgreSQL is not installed (Debian: postgresql)"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(message)
-    server = Postgres(binaries, folder)
-    try:
-        yield server
-    finally:
-        server.kill()
+        is_needed = os.environ.get("CI") == "true" and "BATON_WITHOUT_POSTGRES" not in os.environ
+        (pytest.fail if is_needed else pytest.skip)(message)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # for its user
+        server = Postgres(binaries, Path(folder) / "cluster")
+        try:
+            yield server
+        finally:
+            server.kill()

@@ -128,7 +128,7 @@ class CountInputRequest(Body):
         for name in ("store", "background", "previous_response_id"):
             if getattr(self, name, None):
                 why = f"{name} needs a store of answers: start the gateway with --state-dir DIR, or --state-url URL"
-                raise bad_request(why, name, "no_store")
+                raise bad_request(why, name, "unsupported_field")
 
     def called(self) -> CalledByName:
         """What the client calls the tools that the model sees."""
@@ -185,7 +185,9 @@ class ResponsesRequest(_SampledInput, OrderFields):
     }
 
     store: bool | None = Field(None, description="Keep the answer; where a store is configured, true if not given.")
-    background: bool | None = Field(None, description="Answer at once, and compute it whoever listens.")
+    background: bool | None = Field(
+        None, description="Answer at once with the id; GET it while and after it is computed."
+    )
     seed: int | None = SEED_FIELD
     include: Texts | None = Field(None, description=f"{_LOGPROBS}; what else OpenAI names, answers here do not have.")
     top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})

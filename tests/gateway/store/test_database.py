@@ -13,13 +13,10 @@ LEASE_S = 60.0
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
-    folder = tmp_path_factory.mktemp("state")
     if request.param == "sqlite":
-        yield folder / "answers"
+        yield tmp_path_factory.mktemp("state") / "answers"
         return
-    for path in (folder, *folder.parents[:2]):
-        path.chmod(0o755)
-    with run_postgres(folder / "cluster") as server:
+    with run_postgres() as server:
         yield server.url
 
 
