@@ -36,7 +36,7 @@ class Postgres:
         self.url = f"postgresql://{USER}@{HOST}:{self._port}/postgres"
         folder.mkdir()
         if self._as:
-            shutil.chown(folder, USER, self._as["group"])
+            shutil.chown(folder, USER)
         command = [binaries / "initdb", "-D", folder / "data", "-U", USER, "-A", "trust", "--no-sync", "-E", "UTF8"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/", **self._as)  # type: ignore[call-overload]
         self.start()

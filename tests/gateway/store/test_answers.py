@@ -86,7 +86,7 @@ def test_kept_and_deleted(served: Served, other: Served) -> None:
 
 
 def test_of_other_keys(served: Served) -> None:
-    told, foreign = ask(served).json(), {"authorization": f"Bearer {KEYS[1]}".encode()}
+    told, foreign = ask(served).json(), {b"authorization": f"Bearer {KEYS[1]}".encode()}
     path = f"{PATH}/{told['id']}"
     for method, where in (("GET", path), ("DELETE", path), ("POST", f"{path}/cancel"), ("GET", f"{path}/input_items")):
         reply = served.http.request(method, where, headers=foreign)
@@ -138,7 +138,8 @@ def test_without_a_store(tmp_path: Path) -> None:
         plain.engine.reset(plain.script(ANSWER))
         assert ask(plain).json()["store"] is False
         for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_x")):
-            error = ask(plain, **{name: value}).json()["error"]
+            wanted: dict[str, Any] = {name: value}
+            error = ask(plain, **wanted).json()["error"]
             assert (error["param"], error["code"]) == (name, "unsupported_field") and "--state-dir" in error["message"]
         assert "--state-dir" in plain.http.get(f"{PATH}/resp_x").json()["error"]["message"]
 
