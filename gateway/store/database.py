@@ -80,6 +80,8 @@ class Change:
 
     answer: Answer
     is_new: bool  # it has no row yet
+    has_changed: bool = True  # the row itself, not only its tokens
+    num_bytes: int = 0  # by which the answer has grown since its row changed
     parts: list[TokenPart] = field(default_factory=list)
 
 
@@ -143,27 +145,31 @@ class Database:
     def write(self, changes: Sequence[Change], gateway: str, lease_s: float) -> set[str]:
         """All of them or none; once more changes nothing. Returns ids of answers that are not this gateway's any more:
         nothing is written there."""
-        lost: set[str] = set()
         with self._transaction(is_written=True):
             for change in changes:
-                answer, num_bytes = change.answer, sum(len(part.ids) + len(part.logprobs) for part in change.parts)
-                values = {name: getattr(answer, name) for name in Answer.__slots__}
-                new, size = values | {"status": RUNNING[0]}, len(answer.body) + len(answer.asked)
                 if change.is_new:
+                    answer = change.answer
+                    new = {name: getattr(answer, name) for name in Answer.__slots__} | {"status": RUNNING[0]}
+                    size = len(answer.body) + len(answer.asked)
                     self._do(
                         f"INSERT INTO answers ({_COLUMNS}, gateway, lease_until, wants_cancel, num_bytes) VALUES"
-                        f" ({', '.join(f':{name}' for name in values)}, :gateway, {self._now} + :lease_s, 0, :size)"
+                        f" ({', '.join(f':{name}' for name in new)}, :gateway, {self._now} + :lease_s, 0, :size)"
                         " ON CONFLICT DO NOTHING",
                         **new, gateway=gateway, lease_s=lease_s, size=size,
                     )  # fmt: skip
-                changed = self._do(
-                    "UPDATE answers SET status = :status, result = :result, computes = :computes,"
-                    f" num_bytes = num_bytes + :num_bytes WHERE id = :id AND gateway = :gateway AND {_OPEN}",
-                    **values, gateway=gateway, num_bytes=num_bytes,
-                )  # fmt: skip
-                if not changed.rowcount:
-                    lost.add(answer.id)
+            sql = f"SELECT id FROM answers WHERE gateway = :gateway AND {_OPEN}{' FOR UPDATE' if self._url else ''}"
+            own = {row[0] for row in self._do(sql, gateway=gateway).fetchall()}  # until the end of the transaction
+            for change in changes:
+                answer = change.answer
+                if answer.id not in own:
                     continue
+                if change.has_changed:
+                    self._do(
+                        "UPDATE answers SET status = :status, result = :result, computes = :computes,"
+                        " num_bytes = num_bytes + :size WHERE id = :id",
+                        id=answer.id, status=answer.status, result=answer.result, computes=answer.computes,
+                        size=change.num_bytes,
+                    )  # fmt: skip
                 for part in change.parts:
                     self._do(
                         "INSERT INTO tokens (answer, choice, first, ids, logprobs, finish)"
@@ -172,7 +178,7 @@ class Database:
                         " SET ids = excluded.ids, logprobs = excluded.logprobs, finish = excluded.finish",
                         answer=answer.id, **{name: getattr(part, name) for name in TokenPart.__slots__},
                     )  # fmt: skip
-        return lost
+        return {change.answer.id for change in changes} - own
 
     def renew(self, gateway: str, lease_s: float) -> tuple[set[str], set[str], int]:
         """Keep what the gateway works on. Returns ids of that, ids of what is to be cancelled of it, and how many other

@@ -32,6 +32,9 @@ def singly(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:
     The end is a part of its own, unless a stop token makes it.
     """
     ids, last = tokens.token_ids, len(tokens.token_ids) - 1
+    if not last and tokens.finish_reason is None:
+        yield tokens
+        return
     is_stopped = tokens.finish_reason == "stop" and stop_token_ids.issuperset(ids[-1:]) and bool(ids)
     for at, token_id in enumerate(ids):
         finish = tokens.finish_reason if is_stopped and at == last else None
@@ -109,8 +112,9 @@ class Run:
         self.choices = kept
         self._served, self._writer = served, writer
         self._is_stopped = False  # its task, by us
-        self._saved_status = answer.status
-        self._changed = asyncio.Event()
+        self._saved_state = answer.status, answer.computes  # in its row
+        self._waiting: list[asyncio.Future[None]] = []  # for a change
+        self._saved_bytes = 0  # of tokens and result, as the row knows them
         self.log = writer.begin()  # events, by number
         self.num_begun = len(self.log)
         self._task: asyncio.Task[None] | None = None
@@ -123,7 +127,7 @@ class Run:
     @property
     def is_saved(self) -> bool:
         """The store has all of it, or is not to have it."""
-        return self.is_lost or (not self.is_new and self.answer.status == self._saved_status not in RUNNING)
+        return self.is_lost or (not self.is_new and self.answer.status == self._saved_state[0] not in RUNNING)
 
     @property
     def num_unsaved(self) -> int:
@@ -185,8 +189,15 @@ class Run:
             self._on_due()
         elif self.answer.status == "queued" and any(one.ids for one in self.choices):
             self.answer.status, self.answer.result = "in_progress", encode(self._writer.so_far())
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        waiting, self._waiting = self._waiting, []
+        for woken in waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+    async def _wait_changed(self) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
+        await woken
 
     async def follow(self, begin: int) -> AsyncGenerator[bytes, None]:
         """Yields events from number `begin` on, those that are there at once. Ends at the end, or where it is lost.
@@ -196,19 +207,18 @@ class Run:
         while True:
             if self.is_refused and self.error is not None:
                 raise self.error
-            changed = self._changed
             if begin < len(self.log):
                 data, begin = b"".join(self.log[begin:]), len(self.log)
                 yield data
             elif self.is_over:
                 return
             else:
-                await changed.wait()
+                await self._wait_changed()
 
     async def wait(self) -> None:
         """Until it is over."""
         while not self.is_over:
-            await self._changed.wait()
+            await self._wait_changed()
 
     async def pause(self) -> None:
         """No more tokens come; it is not over."""
@@ -231,12 +241,17 @@ class Run:
         """What the store lacks, and what to tell `mark_saved` when it has that. None: nothing."""
         sizes = [(len(one.ids), one.finish is not None) for one in self.choices]
         parts = [one.take_part(choice, one.num_saved) for choice, one in enumerate(self.choices)]
-        if self.is_saved or not (self.is_new or any(parts) or self.answer.status != self._saved_status):
+        state = self.answer.status, self.answer.computes
+        has_changed = self.is_new or state != self._saved_state
+        if self.is_saved or not (has_changed or any(parts)):
             return None
         answer = Answer(*(getattr(self.answer, name) for name in Answer.__slots__))
-        return Change(answer, self.is_new, [part for part in parts if part is not None]), sizes
+        size = 4 * sum(num_tokens for num_tokens, _ in sizes) + len(answer.result)
+        grown = size - self._saved_bytes if has_changed else 0
+        return Change(answer, self.is_new, has_changed, grown, [part for part in parts if part is not None]), sizes
 
     def mark_saved(self, change: Change, sizes: Sequence[tuple[int, bool]]) -> None:
-        self.is_new, self._saved_status = False, change.answer.status
+        self.is_new, self._saved_state = False, (change.answer.status, change.answer.computes)
+        self._saved_bytes += change.num_bytes
         for one, (num_tokens, has_end) in zip(self.choices, sizes, strict=True):
             one.num_saved, one.is_end_saved = num_tokens, has_end

@@ -42,8 +42,8 @@ def part(first: int, ids: bytes, finish: str = "") -> TokenPart:
 
 def test_round_trip_and_only_the_owner_writes(database: Database, place: str | Path) -> None:
     other = Database(place)
-    assert database.write([Change(answer(), True, [part(0, b"aaaa")])], "g1", LEASE_S) == set()
-    assert other.write([Change(answer(), False, [part(1, b"bbbb")])], "g2", LEASE_S) == {"a"}
+    assert database.write([Change(answer(), True, parts=[part(0, b"aaaa")])], "g1", LEASE_S) == set()
+    assert other.write([Change(answer(), False, parts=[part(1, b"bbbb")])], "g2", LEASE_S) == {"a"}
     found = other.find("a")
     assert found == answer()
     assert other.find_tokens("a") == [part(0, b"aaaa")]
@@ -52,8 +52,8 @@ def test_round_trip_and_only_the_owner_writes(database: Database, place: str | P
 
 def test_written_once_more(database: Database) -> None:
     """A call whose reply was lost is repeated, with what has come since."""
-    database.write([Change(answer(), True, [part(0, b"aaaa")])], "g1", LEASE_S)
-    database.write([Change(answer(), True, [part(0, b"aaaabbbb", "stop")])], "g1", LEASE_S)
+    database.write([Change(answer(), True, parts=[part(0, b"aaaa")])], "g1", LEASE_S)
+    database.write([Change(answer(), True, parts=[part(0, b"aaaabbbb", "stop")])], "g1", LEASE_S)
     assert database.find_tokens("a") == [part(0, b"aaaabbbb", "stop")]
     assert database.find_tokens("a", 0, 1) == database.find_tokens("a", 1) == []
 
@@ -76,10 +76,10 @@ def test_over_is_over(database: Database) -> None:
     """An answer that has ended is not written to, renewed or taken."""
     ended = answer()
     ended.status, ended.result = "completed", b"whole"
-    database.write([Change(ended, True, [part(0, b"aaaa", "stop")])], "g1", LEASE_S)
+    database.write([Change(ended, True, parts=[part(0, b"aaaa", "stop")])], "g1", LEASE_S)
     database.release("g1")
     assert database.claim("g2", LEASE_S, 9) == []
-    assert database.write([Change(answer(), False, [part(1, b"bbbb")])], "g1", LEASE_S) == {"a"}
+    assert database.write([Change(answer(), False, parts=[part(1, b"bbbb")])], "g1", LEASE_S) == {"a"}
     assert database.find("a") == ended
 
 
@@ -99,7 +99,7 @@ def test_cleaned(database: Database) -> None:
     for at, name in enumerate("abcd"):
         one = answer(name, created_s=2_000_000_000 + at)
         one.status = "in_progress" if name == "b" else "completed"
-        database.write([Change(one, True, [part(0, bytes(100), "")])], "g1", LEASE_S)
+        database.write([Change(one, True, num_bytes=100, parts=[part(0, bytes(100), "")])], "g1", LEASE_S)
     size = 107
     assert database.clean(1e9, 4 * size) == 4 * size
     assert database.clean(1e9, 2 * size) == 2 * size
