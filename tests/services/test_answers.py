@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
+from tests.support.fleet import HOST, Process, ProcessFleet, run_fleet
 from tests.support.live import WAIT_S, wait_until
 from tests.support.postgres import Postgres, run_postgres
 from tests.support.surface import MODEL
@@ -36,12 +36,7 @@ def fleet(postgres: Postgres) -> Iterator[ProcessFleet]:
     """With two gateways."""
     flags = [f"--state-url={postgres.url}", f"--state-lease-s={LEASE_S:g}"]
     with run_fleet(1, 2, {"gateway": flags}, lease_s=60, forks=True, starts=False) as running:
-        first = running.gateway
-        port, ops_port, grpc_port = free_ports(3)
-        own = [flag for flag in first.flags if not flag.startswith(("--port=", "--ops-port=", "--grpc-port="))]
-        own += [f"--port={port}", f"--ops-port={ops_port}", f"--grpc-port={grpc_port}"]
-        log = first.log.with_name("gateway-b.log")
-        running.processes["gateway-b"] = Process("gateway-b", "gateway", port, ops_port, tuple(own), log, forks=True)
+        running.add_gateway("gateway-b")
         running.start()
         yield running
 
