@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
@@ -79,12 +78,13 @@ class StepExtras:
         return {}
 
 
-class StepCounter(Protocol):
-    """Metrics of steps."""
+class StepCounter:
+    """Counts steps for metrics; this one does not."""
 
     def count_step(
         self, planned: Seq[ScheduledSequence], updates: Seq[Update], failed: Collection[int], seconds: float
-    ) -> None: ...
+    ) -> None:
+        """A step is over. failed: indices of `planned`."""
 
 
 class WorkerLoop:
@@ -123,7 +123,7 @@ class WorkerLoop:
             updates += self._collect()
         self._complete(updates)
         if updates:
-            self._publish(self.thread.progress().steps, updates)
+            self._publish(self.thread.steps, updates)
         return is_busy or bool(updates)
 
     def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:

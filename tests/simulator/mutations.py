@@ -32,10 +32,11 @@ from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, loop, receiving
 from worker.kv_cache import Hit, KVCacheManager, Restore
+from worker.params import SequenceParams
 from worker.peers import other_ranks
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import NO_STATE, Phase, ScheduledSequence, SequenceParams, Update
+from worker.sequences import NO_STATE, Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
 from worker.table import SequenceTable

@@ -47,12 +47,12 @@ from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
+from worker.params import SequenceParams
 from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
 from worker.process import build_worker
 from worker.role import Worker
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams
 from worker.table import num_rows_for
 from worker.tiers.loans import Borrower, SharedTiers
 
