@@ -40,8 +40,7 @@ from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layer_config import most_logits
-from engine.layers.additions import NO_ADDITIONS, Additions
-from engine.layers.linear import Quantization
+from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
 from engine.models.config import FallbackConfig, ModelConfig

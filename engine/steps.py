@@ -10,7 +10,7 @@ import structlog
 from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
 from engine.runner import Begun, Launched, Masks, ModelOutput
-from engine.sampling.logits import NOT_A_NUMBER
+from engine.sampling.sample import NOT_A_NUMBER
 from wire.logprobs import TokenLogprobs
 
 log = structlog.get_logger()

@@ -15,10 +15,8 @@ from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import NO_SLOT, AdapterTiles, AdapterWeights, HostTiles, divide_columns, sort_rows
 from engine.batch import Batch, Layout, StepFeature
 from engine.input_batch import RowFeature
-from engine.layers.additions import Additions, ProductKey
-from engine.layers.linear import Gated, Linear, interleave_panels
-from engine.ranges import Ints
-from engine.staging import upload
+from engine.layers.linear import Additions, Gated, Linear, ProductKey, interleave_panels
+from engine.staging import Ints, upload
 
 
 class SiteAdapter(NamedTuple):

@@ -22,8 +22,7 @@ from engine.formats.groups import Groups, join_groups
 from engine.formats.ops import FormatOps
 from engine.formats.products import find_groups
 from engine.layer_config import Activation
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Gated, Linear, Quantization
+from engine.layers.linear import Embedding, Gated, Linear, Quantization
 from engine.weights.cache import Weights
 from engine.weights.formats import PlainFormat
 from engine.weights.table import Product

@@ -18,8 +18,7 @@ from torch.nn import functional
 from engine.cpu import cpu_adapters
 from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_math import choose_math
-from engine.layers.embedding import Embedding
-from engine.layers.linear import interleave_panels
+from engine.layers.linear import Embedding, interleave_panels
 from engine.weights.cache import Weights
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32

@@ -17,6 +17,8 @@ from engine.cuda import (
     gpu_states,
 )
 from engine.cuda import sampling as gpu
+from engine.cuda.field_ops import FieldOps
+from engine.cuda.fields import SamplingTensors
 from engine.experts.ops import ExpertOps
 from engine.formats.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
 from engine.formats.groups import Groups, StoredGroups
@@ -27,10 +29,9 @@ from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
 from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import SamplingTensors
 
 
-class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps):
+class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps, FieldOps):
     """See `Ops`."""
 
     expert_kernels = gpu_experts

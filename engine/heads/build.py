@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from engine.heads.decoder import HeadDecoder, HeadInputs
-from engine.layers.embedding import Embedding
+from engine.layers.linear import Embedding
 from engine.models.assemble import LayerBuilder, LayerParts, as_stored
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layer_config import Activation
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
+from engine.layers.linear import Embedding, Linear
 from engine.ops.base import Ops, activate
 
 

@@ -7,9 +7,16 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from engine.layers.additions import NO_ADDITIONS, Additions, ProductKey
-from engine.layers.embedding import Embedding, SummedEmbedding
-from engine.layers.linear import Linear, Mlp, SummedLinear
+from engine.layers.linear import (
+    NO_ADDITIONS,
+    Additions,
+    Embedding,
+    Linear,
+    Mlp,
+    ProductKey,
+    SummedEmbedding,
+    SummedLinear,
+)
 from engine.layers.mixer import Mixer
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig

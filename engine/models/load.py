@@ -13,8 +13,7 @@ import torch
 
 from engine.device import Device
 from engine.json_values import Json
-from engine.layers.additions import NO_ADDITIONS, Additions
-from engine.layers.linear import Quantization
+from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models.assemble import LayerParts, build_decoder, check_tensors, refuse
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder

@@ -24,8 +24,7 @@ from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.checks import check_sampling
 from engine.sampling.fields import SEEN_BIT
-from engine.sampling.logits import adjust_logits_
-from engine.sampling.sample import sample_slowly
+from engine.sampling.sample import adjust_logits_, sample_slowly
 from tests.support.batches import build_sampling_batch
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
