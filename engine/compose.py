@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine import hub
 from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
@@ -16,7 +17,8 @@ from engine.attention import choose
 from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.cpu.device import CpuDevice
-from engine.cpu.format import PackedFormat
+from engine.cpu.format import build_packed, is_packed
+from engine.cuda.advice import explain_failed_step, explain_full_gpu
 from engine.cuda.device import CudaDevice
 from engine.cuda.graphs import OnCaptured
 from engine.cuda.largest_step import LargestStep, find_step_bytes, measure_peak
@@ -45,17 +47,15 @@ from engine.models import load
 from engine.models.assemble import LayerParts
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import Parts
+from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.models.read_config import has_native_code, load_config
 from engine.ops.base import Ops
-from engine.out_of_memory import explain_failed_step, explain_full_gpu
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import ImageRows, ImageRules
 from engine.vision.tower import VisionTower, load_tower
-from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
 from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import PlainFormat
@@ -78,10 +78,8 @@ def open_ranks(device: torch.device) -> OpenRanks:
     return opened.open_ranks if isinstance(opened, CudaDevice) else GroupRanks
 
 
-def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
-    """weights: memory for packed ones; None: they are not packed. In float32, a file's codes become floats."""
-    if weights is not None:
-        return PackedFormat(reader, ops, weights, quantization)
+def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization) -> PlainFormat:
+    """Of weights that are not packed. In float32, a file's codes become floats."""
     if quantization == "int8":
         return Int8Format(reader, ops)
     if quantization == "fp8":
@@ -90,13 +88,19 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, wei
     return GpuFormat(reader, ops, quantization) if is_coded else PlainFormat(reader, ops)
 
 
+def build_weights(build: Callable[[OpenFormat], DecoderT], source: Source) -> DecoderT:
+    """See `BuildWeights`."""
+    if is_packed(source):
+        return build_packed(build, source, read_header)
+    return build(lambda reader, ops: choose_format(reader, ops, source.quantization))
+
+
 LAYER_PARTS = LayerParts(build_mixer, build_mixture)
-PARTS = Parts(
-    LAYER_PARTS, choose_format, open_gguf, read_scheme, decode,
-    lambda path: make_gguf_folder(path, gguf_cache()), read_header,
-)  # fmt: skip
+PARTS = Parts(LAYER_PARTS, build_weights, open_gguf, read_scheme, decode, read_header)
 open_model = partial(load.open_model, parts=PARTS)
-resolve_model_folder = partial(load.resolve_model_folder, parts=PARTS)
+resolve_model_folder = partial(
+    hub.resolve_model_folder, make_gguf_folder=lambda path: make_gguf_folder(path, gguf_cache())
+)
 
 
 def choose_attention(

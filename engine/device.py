@@ -26,10 +26,6 @@ class Device:
         """Its own, not this machine's; 0: none."""
         return 0
 
-    def can_pack(self) -> bool:
-        """Whether weights of bfloat16 models are packed for kernels."""
-        return False
-
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,

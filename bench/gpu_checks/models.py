@@ -26,7 +26,7 @@ def load_random(
     config = build_config({**SHAPES[shape], "max_position_embeddings": longest})
     checkpoint = RandomCheckpoint(config, device)
     reader = ShardReader(checkpoint, torch.bfloat16, device, lambda done, total: None)
-    format = choose_format(reader, open_device(device).ops, quantization, None)
+    format = choose_format(reader, open_device(device).ops, quantization)
     decoder = build_decoder(config, format, LAYER_PARTS)
     return Loaded(Path(shape), shape, decoder, config.kv_parts)
 

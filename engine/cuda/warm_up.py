@@ -6,13 +6,13 @@ from itertools import count
 import numpy as np
 
 from engine.batch import ForwardRow
+from engine.cuda.advice import explain_failed_warm_up
 from engine.cuda.captured import capture_graphs, capture_pieces, choose_shapes_of, has_pieces, is_capturable
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
 from engine.engine import Engine
 from engine.layer_config import SLOT_TILES
 from engine.models.config import ModelConfig
-from engine.out_of_memory import explain_failed_warm_up
 from engine.runner import Runner
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 

@@ -1,7 +1,6 @@
 """Loads the draft head of a model."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +14,9 @@ from engine.layers.linear import Quantization
 from engine.models.assemble import check_tensors
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import Parts, build_packed, name_weights
+from engine.models.load import OpenFormat, Parts, Source
 from engine.models.read_config import load_config
 from engine.models.sizes import check_sizes
-from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, RenamedCheckpoint, SafetensorsCheckpoint
 from engine.weights.files import list_shards
 from engine.weights.reader import ShardReader
@@ -62,15 +60,15 @@ def load_head(
     with named(list_shards(folder)[0]):
         check_tensors(config, checkpoint)
 
-    def build(weights: Weights | None) -> HeadDecoder:
+    def build(open_format: OpenFormat) -> HeadDecoder:
         """See `load_model`."""
         shard = Shard(ranks.rank, ranks.size)
         reader = ShardReader(checkpoint, model.dtype, model.device, lambda done, total: None, shard)
-        format = parts.choose_format(reader, model.ops, quantization, weights)
-        return build_head(config, format, model, target_ids, parts.layers)
+        return build_head(config, open_format(reader, model.ops), model, target_ids, parts.layers)
 
-    name = partial(name_weights, folder, quantization, ranks, parts.read_header, "mtp" if is_mtp else "head")
-    return build_packed(build, name, checkpoint, model.dtype, device, quantization, ranks), config.kv_parts
+    part = "mtp" if is_mtp else "head"
+    source = Source(folder, checkpoint, model.dtype, device, quantization, ranks, part)
+    return parts.build(build, source), config.kv_parts
 
 
 def _read_target_ids(stored: Checkpoint, config: ModelConfig, device: torch.device) -> Tensor | None:

@@ -59,9 +59,7 @@ class Built:
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(config, CUDA)
         reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None)
-        decoder = build_decoder(
-            config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None), LAYER_PARTS
-        )
+        decoder = build_decoder(config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none"), LAYER_PARTS)
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         if way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132)
