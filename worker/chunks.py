@@ -29,9 +29,6 @@ class ChunkSizer(ChunkSizes):
         super().__init__(most, fewest)
         self._ceiling = fewest  # of chunks: what may be tried next
         self._growth = GROWTH
-        self.quiet_s = 0.0  # a step with answers alone takes, on average; 0 before the first
-        self.token_s = 0.0  # each prompt token adds to a step; 0 before the first
-        self.fixed_s = 0.0  # a chunk of any size adds to a step with answers, on average
         self._last = (0, 0.0)  # tokens of the last chunk beside answers, seconds that it added
 
     @property

@@ -21,6 +21,9 @@ class ChunkSizes:
     def __init__(self, most: int, fewest: int = FEWEST) -> None:
         """`fewest`: the smallest chunk that is worth a step."""
         self._most, self._fewest = most, fewest
+        self.quiet_s = 0.0  # a step with answers alone takes, on average; 0: not known
+        self.token_s = 0.0  # each prompt token adds to a step; 0: not known
+        self.fixed_s = 0.0  # a chunk of any size adds to a step with answers, on average
 
     @property
     def alone(self) -> int:

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from bench.roofline import SHAPES
+from engine.catalogue import build_config
 from engine.compose import LAYER_PARTS, FullEngine, assemble_engine, choose_format, open_device
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.engine import Loaded
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
-from engine.models.read_config import build_config
 from engine.weights.reader import ShardReader
 from tests.support.random_models import RandomCheckpoint
 from worker.table import num_rows_for

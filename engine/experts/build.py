@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.experts.config import moe_of
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts
 from engine.experts.ops import ExpertOps
 from engine.layer_config import Activation
@@ -35,7 +36,12 @@ class Normed:
 
 def build_mixture(builder: LayerBuilder) -> Linear:
     """A layer's experts. All ranks choose the same ones."""
-    reader, config, moe, products = builder.format.reader, builder.config, builder.config.moe, builder.table.products
+    reader, config, moe, products = (
+        builder.format.reader,
+        builder.config,
+        moe_of(builder.config),
+        builder.table.products,
+    )
     assert moe is not None
     weight, bias = reader.fuse(products["router"]), reader.bias(products["router"])
     kernels = builder.format.ops.find(ExpertOps).expert_kernels

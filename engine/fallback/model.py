@@ -15,9 +15,9 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch
+from engine.fallback.config import FallbackConfig
 from engine.fallback.hooks import SERVE, build_cache, find_cache_name, load_states, store_states
 from engine.layers.linear import NO_ADDITIONS, Embedding, WidenedLinear
-from engine.models.config import FallbackConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from engine.staging import find_starts, join_ranges, upload

@@ -1,13 +1,15 @@
 """Loads the draft head of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.catalogue import load_config
 from engine.device import Device
 from engine.heads.build import build_head
+from engine.heads.config import OF_EITHER, build_head_table, head_of
 from engine.heads.decoder import HeadDecoder
 from engine.heads.read_head import name_eagle3, name_mtp, read_head
 from engine.layers.linear import Quantization
@@ -15,14 +17,30 @@ from engine.models.assemble import check_tensors
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import OpenFormat, Parts, Source
-from engine.models.read_config import load_config
-from engine.models.sizes import check_sizes
-from engine.weights.checkpoint import Checkpoint, RenamedCheckpoint, SafetensorsCheckpoint
+from engine.models.table import check_sizes
+from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredMatrix
 from engine.weights.files import list_shards
 from engine.weights.reader import ShardReader
 from engine.weights.table import Shard
 from wire.files import named
 from wire.kv_layout import KvPart
+
+
+class RenamedCheckpoint(Checkpoint):
+    """Some tensors of another checkpoint, under other names."""
+
+    def __init__(self, stored: Checkpoint, names: Mapping[str, str]) -> None:
+        """names: here |-> there."""
+        self.dtypes = stored.dtypes
+        self.entries = {name: stored.entries[theirs] for name, theirs in names.items()}
+        self._stored, self._names = stored, names
+
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        return self._stored.tensor(self._names[name], is_kept=is_kept)
+
+    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
+        return self._stored.coded(self._names[name], index)
+
 
 BuildForeign = Callable[[ModelConfig, Checkpoint, Decoder], HeadDecoder]
 
@@ -58,7 +76,7 @@ def load_head(
     if is_mtp and not is_native:
         return build_foreign(config, checkpoint, model), config.kv_parts
     with named(list_shards(folder)[0]):
-        check_tensors(config, checkpoint)
+        check_tensors(config, checkpoint, build_head_table, OF_EITHER)
 
     def build(open_format: OpenFormat) -> HeadDecoder:
         """See `load_model`."""
@@ -73,8 +91,7 @@ def load_head(
 
 def _read_target_ids(stored: Checkpoint, config: ModelConfig, device: torch.device) -> Tensor | None:
     """[draft vocabulary] int64: the model's ids of a head's tokens; None: they are the same. `d2t` has differences."""
-    head = config.draft_head
-    assert head is not None
+    head = head_of(config)
     if "d2t" not in stored.entries:
         if head.vocab_size != config.vocab_size:
             raise ValueError(f"d2t is missing, for draft_vocab_size {head.vocab_size} of {config.vocab_size}")

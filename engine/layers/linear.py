@@ -153,12 +153,6 @@ class WidenedLinear:
         return multiply_widened(rows, self.weight)
 
 
-def interleave_panels(parts: Sequence[Tensor], width: int) -> Tensor:
-    """[n, ...] of each part |-> [N padded, ...]: their panels of `width`, the last of each padded by zeros, in turn."""
-    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % width)) for part in parts]
-    return torch.stack([part.view(-1, width, *part.shape[1:]) for part in padded], 1).flatten(0, 2)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
     """A whole table."""

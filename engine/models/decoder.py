@@ -4,7 +4,7 @@ The order of operations is transformers'. The backend decides how attention acce
 of weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,14 @@ from engine.batch import Batch, EmbeddedRows
 from engine.layers.linear import NO_ADDITIONS, Additions, Embedding, Linear, SummedLinear
 from engine.layers.mixer import Mixer, StateRows
 from engine.layers.rope import build_rope_tables
-from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import ModelConfig
 from engine.models.width_norm import norm_width_
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from wire.sampling import MAX_DRAFT_TOKENS
+
+TokenInputs = Callable[[Tensor, Tensor], Tensor]  # [T] token ids, [T, H] first rows |-> [T, L, P] of all layers
+InputBlock = Callable[[Tensor, Tensor], Tensor]  # [T, H], [T, P] of the layer |-> [T, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,10 @@ class Decoder:
     is_capturable = True  # a CUDA graph can capture its steps, if it can capture attention
 
     def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        lm_head: Linear,
-        ops: Ops,
-        ranks: Ranks = ONE_RANK,
-        token_inputs: TokenInputs | None = None,
+        self, config: ModelConfig, embedding: Embedding, layers: Sequence[DecoderLayer], final_norm: Tensor,
+        lm_head: Linear, ops: Ops, ranks: Ranks = ONE_RANK, token_inputs: TokenInputs | None = None,
         additions: Additions = NO_ADDITIONS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 
         lm_head: H -> this rank's part of the vocabulary, in float32.

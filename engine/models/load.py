@@ -11,11 +11,10 @@ from engine.device import Device
 from engine.json_values import Json
 from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models.assemble import LayerParts, build_decoder, check_tensors, refuse
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.read_config import load_config
-from engine.models.sizes import check_sizes
-from engine.models.table import shard_config
+from engine.models.read_config import PLAIN, Catalogue, load_config
+from engine.models.table import check_sizes, shard_config
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
@@ -70,11 +69,12 @@ class Parts:
     read_scheme: Callable[[Json], Any] = refuse  # `ModelConfig.quantization` |-> what `decode` is given
     decode: Callable[[ModelConfig, Any, Checkpoint], Checkpoint] = refuse  # of a checkpoint in few bits
     read_header: ReadHeader = read_safetensors
+    catalogue: Catalogue = PLAIN
 
 
 def open_model(folder: Path, parts: Parts) -> tuple[ModelConfig, Checkpoint]:
     """Reads configurations and headers. Raises FileNotFoundError for a missing file, ValueError for a bad one."""
-    config, shards = load_config(folder), list_shards(folder)
+    config, shards = load_config(folder, parts.catalogue), list_shards(folder)
     if shards[0].suffix == GGUF:
         return parts.open_gguf(config, shards)
     plain = SafetensorsCheckpoint(folder)
@@ -116,7 +116,8 @@ def load_model(
     with named(source):
         check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
-    chosen = torch.bfloat16 if quantization in ("int8", "int4") else choose_dtype(config, checkpoint, dtype)
+    embedding = f"{config.prefix}embed_tokens.weight"
+    chosen = torch.bfloat16 if quantization in ("int8", "int4") else choose_dtype(checkpoint, dtype, embedding)
     num_reported = 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # formats may read tensors twice
@@ -133,8 +134,8 @@ def load_model(
         return parts.build(build, Source(folder, checkpoint, chosen, device, quantization, ranks))
 
 
-def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:
-    """The dtype of a model; "auto" is that of its embedding, or of its largest tensor; bfloat16 if quantised.
+def choose_dtype(checkpoint: Checkpoint, dtype: str, embedding: str) -> torch.dtype:
+    """The dtype of a model; "auto" is that of `embedding`, or of its largest tensor; bfloat16 if quantised.
 
     Raises ValueError naming what is supported.
     """
@@ -145,8 +146,8 @@ def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, d
             )
     if dtype == "auto":
         entries = checkpoint.entries
-        name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""
-        entry = entries.get(name) or max(entries.values(), key=lambda entry: entry.num_bytes)
+        largest = max(entries.values(), key=lambda entry: entry.num_bytes)
+        entry = entries.get(embedding, largest)
         return FLOATS.get(entry.dtype, torch.bfloat16)
     check_dtype(dtype)
     return DTYPES[dtype]

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from engine.weights.entry import TensorEntry
-from engine.weights.files import ReadHeader, list_shards, read_safetensors
+from engine.weights.files import ReadHeader, TensorEntry, list_shards, read_safetensors
 from engine.weights.folders import SMALLEST_FILE_BYTES, CannotShareError, cache_folder, locked
 from wire.files import read_json_object
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.catalogue import build_config, load_config
 from engine.compose import load_model, open_model
 from engine.cpu import format as packed
 from engine.formats.gguf_blocks import QUANTISED, read_dense, read_groups
@@ -24,7 +25,6 @@ from engine.formats.groups import Groups
 from engine.layers.linear import Quantization
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
 from engine.llm import LLM
-from engine.models.read_config import build_config, load_config
 from engine.weights.fingerprint import weight_fingerprint
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint

@@ -22,8 +22,8 @@ from worker.params import SequenceParams
 PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "protos", "runtime", "wire", "worker")
 SATELLITES = {
     "engine": (
-        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids", "rank_group.py",
-        "vision",
+        "adapters", "catalogue.py", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids",
+        "rank_group.py", "varied", "vision",
     ),
     "worker": ("adapters", "chunks.py", "images", "itl_goal.py", "ranks", "startup", "states", "tiers"),
     "decode_worker": ("grammar", "speculation"),

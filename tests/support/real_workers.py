@@ -23,11 +23,11 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.catalogue import load_config
 from engine.compose import FullEngine
 from engine.cuda.gpu import Gpu
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
-from engine.models.read_config import load_config
 from engine.runner import Forwards, Launched, ModelOutput, Runner
 from engine.vision.image_rows import ImageRows, ImageRules
 from prefill_worker.kv_sender import KVSender
