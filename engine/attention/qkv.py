@@ -42,6 +42,15 @@ class QKV(NamedTuple):
         return query_key[:, : self.num_heads], query_key[:, self.num_heads :], self.value
 
 
+class Attend(NamedTuple):
+    """The arguments of `AttentionBackend.attend`."""
+
+    layer: int  # whose KV, among those with KV of their own
+    heads: QKV
+    window: int | None
+    sinks: Tensor | None
+
+
 def apply_rope_slowly(query_key: Tensor, rope: RopeArgs) -> Tensor:
     """[T, Hq + Hkv, D] |-> the same, contiguous."""
     if rope.norm is not None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attend, AttentionBackend
-from engine.attention.qkv import QKV
+from engine.attention.base import AttentionBackend
+from engine.attention.qkv import QKV, Attend
 from engine.batch import Batch
 from engine.cuda.graphs import Capture, Compute
 from engine.models.config import ModelConfig

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from engine.heads.config import OF_EITHER, build_head_table, head_of
+from engine.heads.config import OF_EITHER, head_of
 from engine.heads.decoder import HeadDecoder, HeadInputs
 from engine.layers.linear import Embedding
 from engine.models.assemble import LayerBuilder, LayerParts, as_stored
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.table import shard_config
+from engine.models.table import build_table, shard_config
 from engine.weights.formats import PlainFormat
 from engine.weights.table import Shard
 
@@ -19,7 +19,7 @@ def build_head(
     """A draft head of `model`, from which it takes what its checkpoint, which has passed `check_tensors`, lacks."""
     reader, ranks, head = format.reader, model.ranks, head_of(config)
     config = as_stored(config, reader.checkpoint)
-    table = build_head_table(config)
+    table = build_table(config)
     config = shard_config(config, Shard(ranks.rank, ranks.size))
     top = LayerBuilder(config, format, ranks, table, parts)
     layer = LayerBuilder(config, format, ranks, table.layers[0], parts).build_layer(config.layers[0])

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.models.config import ConfigPart, ModelConfig
-from engine.models.table import Table, build_table
+from engine.models.table import Table
 from engine.weights.table import Axis, Product, Vector, module, undivided
 
 OF_EITHER = ("embedding", "lm_head")  # what a draft head may take from its model
@@ -28,31 +28,28 @@ class DraftHead(ConfigPart):
     def divisible(self) -> dict[str, int]:
         return {"draft_vocab_size": self.vocab_size}
 
+    def complete(self, model: ModelConfig, table: Table) -> Table:
+        products, vectors, (layer,) = dict(table.products), dict(table.vectors), table.layers
+        hidden = undivided(model.hidden_size)
+        joined, taps = undivided(2 * model.hidden_size), undivided(len(self.taps) * self.tap_size)
+        vectors["hidden_norm"] = Vector(f"{model.prefix}hidden_norm.weight", hidden)
+        products["lm_head"] = Product((module(model.head, Axis(self.vocab_size)),), hidden)
+        if self.kind == "mtp":
+            vectors["embedding_norm"] = Vector(f"{model.prefix}embedding_norm.weight", hidden)
+            products["fc"] = Product((module(f"{model.prefix}fc", hidden),), joined)
+            return Table(products, vectors, layers=(layer,))
+        products["fc"] = Product((module(f"{model.prefix}fc", hidden),), taps)
+        if self.norm_before_fc:
+            vectors["input_norm"] = Vector(f"{model.prefix}input_norm.weight", taps)
+        if self.fc_norm:
+            for index in range(len(self.taps)):
+                vectors[f"fc_norm.{index}"] = Vector(f"{model.prefix}fc_norm.{index}.weight", undivided(self.tap_size))
+        qkv = replace(layer.products["qkv_proj"], inputs=joined)
+        layer = replace(layer, products={**layer.products, "qkv_proj": qkv})
+        return Table(products, vectors, layers=(layer,))
+
 
 def head_of(config: ModelConfig) -> DraftHead:
     """Of a draft head's config."""
     assert isinstance(config.draft_head, DraftHead)
     return config.draft_head
-
-
-def build_head_table(config: ModelConfig) -> Table:
-    """A decoder's, and what a draft head has beside its layer."""
-    head, plain = head_of(config), build_table(config)
-    products, vectors, (layer,) = dict(plain.products), dict(plain.vectors), plain.layers
-    hidden = undivided(config.hidden_size)
-    joined, taps = undivided(2 * config.hidden_size), undivided(len(head.taps) * head.tap_size)
-    vectors["hidden_norm"] = Vector(f"{config.prefix}hidden_norm.weight", hidden)
-    products["lm_head"] = Product((module(config.head, Axis(head.vocab_size)),), hidden)
-    if head.kind == "mtp":
-        vectors["embedding_norm"] = Vector(f"{config.prefix}embedding_norm.weight", hidden)
-        products["fc"] = Product((module(f"{config.prefix}fc", hidden),), joined)
-        return Table(products, vectors, layers=(layer,))
-    products["fc"] = Product((module(f"{config.prefix}fc", hidden),), taps)
-    if head.norm_before_fc:
-        vectors["input_norm"] = Vector(f"{config.prefix}input_norm.weight", taps)
-    if head.fc_norm:
-        for index in range(len(head.taps)):
-            vectors[f"fc_norm.{index}"] = Vector(f"{config.prefix}fc_norm.{index}.weight", undivided(head.tap_size))
-    qkv = replace(layer.products["qkv_proj"], inputs=joined)
-    layer = replace(layer, products={**layer.products, "qkv_proj": qkv})
-    return Table(products, vectors, layers=(layer,))

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.catalogue import load_config
 from engine.device import Device
 from engine.heads.build import build_head
-from engine.heads.config import OF_EITHER, build_head_table, head_of
+from engine.heads.config import OF_EITHER, head_of
 from engine.heads.decoder import HeadDecoder
 from engine.heads.read_head import name_eagle3, name_mtp, read_head
 from engine.layers.linear import Quantization
@@ -76,7 +76,7 @@ def load_head(
     if is_mtp and not is_native:
         return build_foreign(config, checkpoint, model), config.kv_parts
     with named(list_shards(folder)[0]):
-        check_tensors(config, checkpoint, build_head_table, OF_EITHER)
+        check_tensors(config, checkpoint, OF_EITHER)
 
     def build(open_format: OpenFormat) -> HeadDecoder:
         """See `load_model`."""

@@ -186,15 +186,12 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
     return is_other or name.startswith(IGNORED_PREFIX) or name.endswith(IGNORED_SUFFIX)
 
 
-def check_tensors(
-    config: ModelConfig, checkpoint: Checkpoint, build: Callable[[ModelConfig], Table] = build_table,
-    may_lack: Collection[str] = (),
-) -> None:  # fmt: skip
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint, may_lack: Collection[str] = ()) -> None:
     """Raises ValueError naming every tensor that is missing, unexpected or mis-shaped (with both shapes).
 
     may_lack: products, beside the lm_head of a tied model.
     """
-    table, entries = build(as_stored(config, checkpoint)), checkpoint.entries
+    table, entries = build_table(as_stored(config, checkpoint)), checkpoint.entries
     expected = {stored.name: stored.shape for stored in table.stored()}
     lacking = [*may_lack, *(["lm_head"] if config.is_tied else [])]
     optional = {stored.name for name in lacking for stored in table.products[name].stored()}

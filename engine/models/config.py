@@ -65,8 +65,9 @@ class ConfigPart:
     def add_weights(self, layer: Any) -> None:
         """Name the weights of its part of a layer, in a `table.LayerTable`."""
 
-    def add_top(self, model: "ModelConfig", products: Any, vectors: Any) -> None:
-        """Name the weights that it has once, in those of a `table.Table`."""
+    def complete(self, model: "ModelConfig", table: Any) -> Any:
+        """A `table.Table` of the model with the weights that it has once."""
+        return table
 
     def check_size(self, model: "ModelConfig", num_bytes: int) -> None:
         """ValueError if a checkpoint of so many bytes cannot be of such a model."""

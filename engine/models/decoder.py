@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import Attend, AttentionBackend
-from engine.attention.qkv import QKV, RopeArgs, Rotations
+from engine.attention.base import AttentionBackend
+from engine.attention.qkv import QKV, Attend, RopeArgs, Rotations
 from engine.batch import Batch, EmbeddedRows
 from engine.layers.linear import NO_ADDITIONS, Additions, Embedding, Linear, SummedLinear
 from engine.layers.mixer import Mixer, StateRows

@@ -33,17 +33,18 @@ class Table:
 
 
 def build_table(config: ModelConfig) -> Table:
-    """config: of the whole model."""
+    """config: of the whole model, or of a draft head."""
     hidden, words, prefix = undivided(config.hidden_size), Axis(config.vocab_size), config.prefix
     products = {
         "embedding": Product((module(f"{prefix}embed_tokens", words),), hidden),
         "lm_head": Product((module(config.head, words),), hidden),
     }
     vectors = {"final_norm": Vector(f"{prefix}{config.norms.final}.weight", hidden)}
-    if config.token_inputs is not None:
-        config.token_inputs.add_top(config, products, vectors)
     layers = tuple(LayerTable(config, index).build() for index in range(config.num_layers))
-    return Table(products, vectors, layers=layers)
+    table = Table(products, vectors, layers=layers)
+    for part in (config.token_inputs, config.draft_head):
+        table = table if part is None else part.complete(config, table)
+    return table
 
 
 class LayerTable:

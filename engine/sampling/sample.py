@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.draw import draw
 from engine.sampling.fields import MOST, SEEN_BIT
+from engine.sampling.noise import draw
 from wire.sampling import LEAST_TEMPERATURE
 
 NO_TOKEN = -1  # in place of a token: the mask allows none

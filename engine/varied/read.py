@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.json_values import Json, collection, flag, integer
 from engine.models.config import ConfigPart, LayerConfig, ModelConfig
-from engine.models.table import LayerTable
+from engine.models.table import LayerTable, Table
 from engine.weights.table import Axis, Product, Vector, module, undivided
 
 HEAD_KEYS = ("num_key_value_heads", "head_dim")
@@ -68,12 +68,15 @@ class TokenInputSize(ConfigPart):
 
     size: int  # P
 
-    def add_top(self, model: ModelConfig, products: dict[str, Product], vectors: dict[str, Vector]) -> None:
+    def complete(self, model: ModelConfig, table: Table) -> Table:
         of_all, words, prefix = undivided(model.num_layers * self.size), Axis(model.vocab_size), model.prefix
         embedding, projection = f"{prefix}embed_tokens_per_layer", f"{prefix}per_layer_model_projection"
-        products["token_embedding"] = Product((module(embedding, words),), of_all)
-        products["token_projection"] = Product((module(projection, of_all),), undivided(model.hidden_size))
-        vectors["token_norm"] = Vector(f"{prefix}per_layer_projection_norm.weight", undivided(self.size))
+        products = {
+            "token_embedding": Product((module(embedding, words),), of_all),
+            "token_projection": Product((module(projection, of_all),), undivided(model.hidden_size)),
+        }
+        vectors = {"token_norm": Vector(f"{prefix}per_layer_projection_norm.weight", undivided(self.size))}
+        return replace(table, products={**table.products, **products}, vectors={**table.vectors, **vectors})
 
     def add_weights(self, layer: LayerTable) -> None:
         own = undivided(self.size)

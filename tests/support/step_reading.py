@@ -1,11 +1,12 @@
 """What somebody reads who follows one decode step: a worker's greedy step of the demo model, by torch alone, with the
 core's own objects in the place of a role's additions, of metrics and of chunks that are learnt.
 
-    python -m tests.support.step_reading
+    python -m tests.support.step_reading [--json]
 
 Files are those of which a function runs; their lines count whole. Types are those of which the step makes objects.
 """
 
+import json
 import os
 import sys
 import time
@@ -69,6 +70,9 @@ def main() -> None:
     for _ in range(STEP - 1):
         loop.step()
     files, types = read_step(loop.step)
+    if "--json" in sys.argv:
+        print(json.dumps([files, sorted(types)]))
+        return
     for path, count in sorted(files.items()):
         print(f"{count:5} {path}")
     print(f"{sum(files.values()):5} lines in {len(files)} files; {len(types)} types: {', '.join(sorted(types))}")
