@@ -43,7 +43,7 @@ from engine.heads.read_head import is_draft_head
 from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
-from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.kv.pool import PoolShape, PoolShare
 from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
@@ -320,17 +320,12 @@ def assemble_engine(
 
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
-    pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, opened.open_memory(),
-        share(place.pool_fds[0], parts), place.lends,
-    )  # fmt: skip
+    pages = shapes[0].with_pages(num_pages + has_padding)
+    pool = opened.build_pool(pages, draft_shape, share(place.pool_fds[0], parts), place.lends)
     states = None
     if config.state_parts:
-        whole = slots.page_parts(model.state_parts)
-        states = Pool(
-            slots.with_pages(num_slots + has_padding), device, gpu=opened.open_memory(),
-            share=share(place.pool_fds[1], whole), lends=place.lends,
-        )  # fmt: skip
+        whole = share(place.pool_fds[1], slots.page_parts(model.state_parts))
+        states = opened.build_pool(slots.with_pages(num_slots + has_padding), share=whole, lends=place.lends)
         rows.states = states.shape.split(states.pages)
     additions, read_adapter = decoder.additions, None
     adapters = additions if isinstance(additions, Adapters) else None

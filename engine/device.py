@@ -7,7 +7,7 @@ import torch
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kv.memory import DeviceMemory
+from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.ops.base import Ops
 
 
@@ -37,6 +37,8 @@ class Device:
         """
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {self.torch.type}", is_fallback=False)
 
-    def open_memory(self) -> DeviceMemory | None:
-        """Where pages are; None: in main memory."""
-        return None
+    def build_pool(
+        self, shape: PoolShape, draft_shape: PoolShape | None = None, share: PoolShare | None = None, lends: bool = True
+    ) -> Pool:
+        """See `Pool`."""
+        return Pool(shape, draft_shape, share, lends)
