@@ -17,8 +17,8 @@ MoeLayers = Literal["all", "sparse_step", "after_first"]
 class ReadExperts:
     """An `Extend`: the mixtures of experts of a family."""
 
-    moe: Fields  # of config.Moe, without its routing
-    routing: Fields  # of layers.config.Routing
+    moe: Fields  # of Moe, without its routing
+    routing: Fields  # of Routing
     layers: MoeLayers = "all"
     enabled: str | None = None  # key; false: the model has none
 

@@ -33,6 +33,7 @@ HEADS = {  # prefix of a language model beside other parts |-> its head
 
 
 OpenFormat = Callable[[ShardReader, Ops], PlainFormat]
+"""(a rank's part of a checkpoint, the device's operations) |-> how products keep their weights"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from wire.files import named, read_json_object
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see ops/base.py
 
-
 OpenWhole = Callable[[Json], tuple[Json, Extend] | None]
 """A config.json |-> the part that is a language model, and what the rest adds to it; None: it is one itself."""
 
