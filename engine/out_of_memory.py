@@ -2,8 +2,12 @@
 
 import os
 import sys
+from collections.abc import Sequence
 
+import structlog
 import torch
+
+log = structlog.get_logger()
 
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")  # of torch's allocators and the system
 
@@ -13,6 +17,13 @@ class StepFailedError(Exception):
 
     A new exception: the original's traceback would keep the memory of the failed step alive.
     """
+
+
+class NotNumbersError(Exception):
+    """The model computed NaN."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits are NaN: its weights are damaged, or too large for its --dtype")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -43,3 +54,11 @@ def end_process() -> None:
         sys.stderr.flush()
     finally:
         os._exit(1)
+
+
+def report_failure(error: Exception, setting: str, value: int, request_ids: Sequence[str]) -> StepFailedError:
+    """Log a failed step. If memory ran out, the message names the one `setting` to lower and its current `value`."""
+    failure = explain_failure(error, setting, value)
+    trace = None if is_out_of_memory(error) else error
+    log.error("step not computed", reason=str(failure), request_ids=request_ids, exc_info=trace)
+    return failure

@@ -18,8 +18,8 @@ from threading import Lock
 
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
-from engine.out_of_memory import StepFailedError
-from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step, report_failure
+from engine.out_of_memory import StepFailedError, report_failure
+from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step
 from wire.logprobs import TokenLogprobs
 from worker.plan import TokenBudget, schedule
 from worker.rows import RowWriter

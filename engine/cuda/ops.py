@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
+from engine.cpu import sampling_checks as checks
 from engine.cpu.packed_groups import round_groups
 from engine.cuda import (
     gpu_adapters,
@@ -27,7 +28,6 @@ from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
 from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
-from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 
 

@@ -176,21 +176,6 @@ class Embedding:
         return functional.embedding(token_ids, self.weight)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SummedEmbedding(Embedding):
-    """A table divided over ranks by rows: each rank contributes zeros for rows it lacks, and the results are added."""
-
-    own: Embedding  # the rows of the tokens from `first` on
-    first: int
-    ranks: Ranks
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        own = token_ids - self.first
-        is_here = (own >= 0) & (own < len(self.own))
-        rows = self.own(torch.where(is_here, own, 0))
-        return self.ranks.all_reduce_(rows.mul_(is_here[:, None]))
-
-
 class Additions:
     """What may be added to a decoder's products: adapters (LoRA). This class: nothing is added."""
 

@@ -14,7 +14,6 @@ from engine.layers.linear import (
     Linear,
     Mlp,
     ProductKey,
-    SummedEmbedding,
     SummedLinear,
 )
 from engine.layers.mixer import Mixer
@@ -71,6 +70,21 @@ def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Pro
         return embedding
     is_copy = config.is_tied and torch.equal(*map(checkpoint.tensor, names))
     return embedding if is_copy else head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedEmbedding(Embedding):
+    """A table divided over ranks by rows: each rank contributes zeros for rows it lacks, and the results are added."""
+
+    own: Embedding  # the rows of the tokens from `first` on
+    first: int
+    ranks: Ranks
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        own = token_ids - self.first
+        is_here = (own >= 0) & (own < len(self.own))
+        rows = self.own(torch.where(is_here, own, 0))
+        return self.ranks.all_reduce_(rows.mul_(is_here[:, None]))
 
 
 def refuse(*_parts: object) -> NoReturn:

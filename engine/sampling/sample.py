@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import MOST, SEEN_BIT
 from engine.sampling.noise import draw
@@ -35,8 +34,6 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose | None = None) -
     no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not wait.
     Where the first logit is NaN it is NOT_A_NUMBER.
     """
-    if checks.ARE_ON:
-        checks.check_sampling(batch, logits)
     tokens = (choose or sample_slowly)(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
         raise ValueError(f"the masks of rows {(tokens == NO_TOKEN).nonzero()[:, 0].tolist()} allow no token")

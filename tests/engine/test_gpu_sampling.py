@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.cpu.sampling_checks import check_sampling
 from engine.cuda import gpu_noise
 from engine.cuda.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.cuda.gpu_sampling import choose_tokens
@@ -22,7 +23,6 @@ from engine.cuda.gpu_values import scale
 from engine.cuda.sampling import sample, upload_batch
 from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.checks import check_sampling
 from engine.sampling.fields import SEEN_BIT
 from engine.sampling.sample import adjust_logits_, sample_slowly
 from tests.support.batches import build_sampling_batch
