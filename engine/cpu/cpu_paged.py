@@ -1,6 +1,6 @@
 """Attention by the C++ kernel in cpu_paged.cpp: reads pages in place, uses torch's thread count.
 
-The kernel checks nothing: see engine/attention/checks.py.
+The kernel checks nothing: see engine/cpu/checks.py.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import checks
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
+from engine.cpu import checks
 from engine.cpu.cpu_layers import apply_rope
 from engine.cpu.cpu_math import Math
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch
 from engine.fallback.model import FallbackModel, attend
+from engine.heads.config import head_of
 from engine.heads.decoder import HeadDecoder, HeadInputs
 from engine.layers.linear import Linear, PlainLinear, WidenedLinear
 from engine.models.config import ModelConfig
@@ -23,10 +24,10 @@ class FallbackHead(HeadDecoder):
 
     def __init__(self, config: ModelConfig, model: FallbackModel, lm_head: Linear, norm: Tensor, inputs: HeadInputs):
         """config: of `read_foreign_mtp`. Takes the layer over that `model` has for it."""
-        assert config.draft_head is not None and model.mtp_layer is not None
+        assert model.mtp_layer is not None
         nothing = DecoderLayer(None, _absent, None, None, _absent, None, None, _absent, None)
         super().__init__(
-            config, config.draft_head, model.embedding, nothing, norm, lm_head, model.ops, model.ranks, inputs, None
+            config, head_of(config), model.embedding, nothing, norm, lm_head, model.ops, model.ranks, inputs, None
         )
         self._layer, self._rotary = model.mtp_layer.eval().requires_grad_(False), model.rotary
         self._attention: AttentionBackend | None = None  # of the running step

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.device import Device
+from engine.fallback.config import FallbackConfig
 from engine.heads.decoder import HeadDecoder
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import DTYPES, check_dtype
 from engine.ranks import Ranks

@@ -1,16 +1,15 @@
 """A model as one frozen value: all that its tensors and its order of operations depend on. Imports no torch."""
 
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, Self
 
 from engine.attention.shape import AttentionShape, group_layers
 from engine.json_values import Json
-from engine.layer_config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
+from engine.layer_config import Activation, ImageAttention, RopeConfig
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ExpertLayout = Literal["per_expert", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,48 +35,42 @@ class MlpNames:
     down: str = "down_proj"
 
 
-@dataclass(frozen=True, slots=True)
-class MoeNorms:
-    """Names of the norms where experts and a dense MLP take the same rows, each with norms of its own (Gemma 4)."""
+class ConfigPart:
+    """What a family has that the core knows nothing of: data of a satellite, and what is asked of it."""
 
-    router: str  # tensor; times H ** -0.5, it is the weight of a norm
-    after_mlp: str
-    before_experts: str
-    after_experts: str
+    __slots__ = ()
 
+    @property
+    def has_mlp(self) -> bool:
+        """Whether its layers have a dense MLP, too."""
+        return False
 
-@dataclass(frozen=True, slots=True)
-class Moe:
-    """A mixture of experts in the place of MLPs, or beside them. Modules: names below the layer's."""
+    @property
+    def divisible(self) -> dict[str, int]:
+        """What ranks divide: its name |-> size."""
+        return {}
 
-    routing: Routing
-    inner_size: int  # of each expert
-    router: str  # module of the product whose outputs are scored
-    experts: str
-    layout: ExpertLayout
-    has_biases: bool = False  # of the router and of all products
-    choice_bias: str | None = None  # tensor; None: scores alone decide
-    has_wide_router: bool = False  # logits are computed in float32
-    shared: str | None = None  # module of an MLP for all rows
-    shared_size: int = 0  # its inner size
-    shared_gate: str | None = None  # module of a product with one output, whose sigmoid multiplies what the MLP gives
-    expert_scale: str | None = None  # tensor; multiplies the weights of the chosen experts
-    norms: MoeNorms | None = None  # given: the shared MLP is the layer's own
+    def divide(self, size: int) -> Self:
+        """What one of `size` ranks has."""
+        return self
 
+    def state_parts(self, num_layers: int) -> tuple[StatePart, ...]:
+        """What so many layers keep of a sequence."""
+        return ()
 
-@dataclass(frozen=True, slots=True)
-class DraftHead:
-    """What makes a decoder of one layer a draft head. Its row at position i is of the model's hidden rows there and of
-    the token after it, and predicts the token after that."""
+    def as_stored(self, names: Collection[str]) -> Self:
+        """As a checkpoint with tensors of these names has it."""
+        return self
 
-    kind: Literal["eagle3", "mtp"]  # the layer's attention takes both side by side; or their product is the layer's row
-    taps: tuple[int, ...]  # the model's layers whose input it takes; the number of its layers: the last rows, normed
-    tap_size: int  # of one such row
-    vocab_size: int  # of its own lm_head
-    norm_before_fc: bool = False  # one norm of all taps together
-    fc_norm: bool = False  # a norm of each tap
-    norm_before_residual: bool = False
-    norm_output: bool = False  # drafts go on from normed rows
+    def add_weights(self, layer: Any) -> None:
+        """Name the weights of its part of a layer, in a `table.LayerTable`."""
+
+    def complete(self, model: "ModelConfig", table: Any) -> Any:
+        """A `table.Table` of the model with the weights that it has once."""
+        return table
+
+    def check_size(self, model: "ModelConfig", num_bytes: int) -> None:
+        """ValueError if a checkpoint of so many bytes cannot be of such a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,7 @@ class ModelConfig:
     qk_norm: QkNorm = "none"
     has_v_norm: bool = False  # over each head of values, without weights
     has_output_gate: bool = False  # q_proj gives each head a gate too, whose sigmoid multiplies what is attended
-    recurrent: Recurrent | None = None  # in the place of attention; None: all layers have it
+    recurrent: ConfigPart | None = None  # in the place of attention; None: all layers have it
     norms: Norms = Norms()
     mlp: MlpNames = MlpNames()
     output_module: str = "o_proj"  # after attention
@@ -132,16 +125,16 @@ class ModelConfig:
     rounds_multiplier: bool = False  # to the dtype of the weights
     residual_multiplier: float = 1.0  # of what a layer adds
     has_layer_scale: bool = False  # a number per layer that multiplies what leaves it
-    token_input_size: int = 0  # P, of what each layer is given of each token beside the hidden row; 0: nothing
+    token_inputs: ConfigPart | None = None  # what each layer is given of each token beside the hidden row
     logits_divisor: float = 1.0
     packs_qkv: bool = False  # one tensor in the checkpoint
     packs_gate_up: bool = False
     rope_is_interleaved: bool = False  # pairs are (2i, 2i + 1) in the checkpoint
-    moe: Moe | None = None
+    moe: ConfigPart | None = None  # in the place of MLPs, or beside them
     quantization: Json | None = None  # what the file says of quantised weights; None: plain, or a format of its own
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
-    draft_head: DraftHead | None = None  # of a draft head
+    draft_head: ConfigPart | None = None  # of a draft head
     whole: str | None = None  # model_type of a model with other parts, whose language model this is
     image_token: int | None = None  # its rows come from an encoding; None: the model takes no images
     image_attention: ImageAttention = "causal"
@@ -199,54 +192,8 @@ class ModelConfig:
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
-        if self.draft_head is not None:
-            sizes["draft_vocab_size"] = self.draft_head.vocab_size
-        if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.norms):
+        if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.has_mlp):
             sizes["intermediate_size"] = self.intermediate_size
-        if self.moe is not None:
-            sizes["moe_intermediate_size"] = self.moe.inner_size
-        if self.moe is not None and self.moe.shared_size:
-            sizes["shared experts' intermediate_size"] = self.moe.shared_size
-        return sizes | (self.recurrent.divisible if self.recurrent else {})
-
-
-class KeptState(NamedTuple):
-    """One state tensor of one layer, in transformers' cache."""
-
-    layer: int
-    number: int  # among the layer's states of that kind
-    is_conv: bool  # else recurrent
-    sizes: tuple[int, ...]  # of one sequence
-    is_wide: bool  # float32 whatever the model's dtype
-
-
-@dataclass(frozen=True, slots=True)
-class FallbackConfig:
-    """A model that runs by transformers' own code; what `ModelConfig` says of native ones. Built by fallback_probe."""
-
-    family: str  # the model_type of transformers
-    vocab_size: int  # V, logits of a token
-    context_tokens: int  # most in a sequence
-    attention_shapes: tuple[AttentionShape, ...]  # L values
-    windows: tuple[int | None, ...]  # L values, as in ModelConfig
-    has_sinks: bool  # some layers pass sinks to attention
-    attention_modules: tuple[str, ...]  # L names in transformers' module tree
-    kept_states: tuple[KeptState, ...] = ()  # of layers without attention, or beside it
-    hidden_size: int = 0  # H
-    depth: int = 0  # all layers
-
-    @property
-    def num_layers(self) -> int:
-        """L, layers with attention."""
-        return len(self.attention_shapes)
-
-    @property
-    def kv_parts(self) -> tuple[KvPart, ...]:
-        return group_layers(self.attention_shapes)
-
-    @property
-    def state_parts(self) -> tuple[StatePart, ...]:
-        """In the order of their first state. What the heads are is up to transformers: each part has one."""
-        return tuple(
-            StatePart(count, 1, size) for size, count in Counter(one.sizes for one in self.kept_states).items()
-        )
+        for part in (self.draft_head, self.moe, self.recurrent):
+            sizes |= part.divisible if part else {}
+        return sizes
