@@ -39,6 +39,7 @@ class Case:
     heads: tuple[int, int]  # query, KV
     head_dim: int
     window: int | None = None
+    has_sinks: bool = False
 
 
 DECODE = ((1, 1), (1, 500), (1, 16), (1, 2049))
@@ -50,6 +51,8 @@ CASES = [
     Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
     Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
     Case("drafts", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
+    Case("sinks", DECODE, (64, 8), 64, 128, has_sinks=True),
+    Case("prompts, sinks", ((700, 700), (100, 1100)), (64, 8), 64, has_sinks=True),
 ]
 
 
@@ -70,7 +73,8 @@ class Problem:
         """[T, Hq, D]; writes into `pool`."""
         backend.plan(pool, self.batch)
         query_key, value, rope = self.heads
-        return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window)
+        sinks = torch.linspace(-1, 4, self.case.heads[0], device=pool.device) if self.case.has_sinks else None
+        return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window, sinks)
 
 
 def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_layers: int = NUM_LAYERS) -> Problem:
@@ -107,7 +111,7 @@ def check_attention(device: torch.device) -> str:
     worst, name = 0.0, ""
     for case in CASES:
         problem = build_problem(case if device.type == "cuda" else shorten(case), device, dtype_for(device))
-        choice = choose_attention(problem.shape, [case.window], device, problem.pool.dtype)
+        choice = choose_attention(problem.shape, [case.window], device, problem.pool.dtype, has_sinks=case.has_sinks)
         assert not choice.is_fallback, choice.reason
         name = choice.backend.name
         strided, contiguous = problem.pool.clone(), problem.pool.narrow(LAYERS, LAYER, 1).contiguous()

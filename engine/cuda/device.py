@@ -41,12 +41,14 @@ class CudaDevice(Device):
             return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
         own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
         capability = torch.cuda.get_device_capability(self.torch)
-        kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
+        kernels, reason = choose_kernels(
+            shape, windows, own, kv, find_built(), capability, explain_no_compiler(), has_sinks
+        )
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
         processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
         backend = flashinfer.FlashInferAttention(
-            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels
+            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels, kv_dtype if has_sinks else None
         )  # fmt: skip
         return AttentionChoice(backend, reason, is_fallback=False)
 

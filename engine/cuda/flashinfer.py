@@ -13,11 +13,12 @@ after them, count as prompts where no graph takes the step.
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.jit.attention.variants import attention_sink_decl
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
@@ -25,7 +26,7 @@ from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
-from engine.cuda.modules import HEAD_DIMS, Kernels
+from engine.cuda.modules import HEAD_DIMS, Kernels, specify_sinks
 from engine.cuda.splits import choose_part, scratch_bytes
 from engine.ranges import Ints, find_starts
 from engine.staging import mark, pin
@@ -38,7 +39,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
 FA3_TOKENS = 128
-NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
@@ -117,24 +117,28 @@ class FlashInferAttention:
         device: torch.device,
         num_processors: int,
         has_fa3: bool = False,
+        sinks_kv: torch.dtype | None = None,
         workspace: Workspace | None = None,
         graph: GraphSize | None = None,
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
-        num_processors: multiprocessors of the device. has_fa3: its modules can be used. graph: the size of captured
-        steps; None: steps of any size.
+        num_processors: multiprocessors of the device. has_fa3: its modules can be used. sinks_kv: the type of
+        pages, if layers have sinks; their modules are loaded here. graph: the size of captured steps; None: steps of
+        any size.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
         self._workspace, self._num_processors = workspace or Workspace(device), num_processors
         share = self._workspace.share
+        self._sinks_kv = sinks_kv
+        self._no_sinks = None if sinks_kv is None else torch.full([shape.num_heads], -torch.inf, device=device)
         self._num_tokens = 1 if graph is None else graph.num_tokens
         self._workspace.reserve(0 if graph is None else scratch_bytes(shape, *graph[:2], num_processors))
         self._scratch_bytes = self._workspace.scratch.numel()
-        self._decode = {window: share(self._build_decode(graph), window) for window in windows}
+        self._decode = {window: share(self._build_decode(window, graph), window) for window in windows}
         kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
         self._prefill = {
-            kind: {window: share(self._build_prefill(kind), window) for window in windows} for kind in kinds
+            kind: {window: share(self._build_prefill(window, kind), window) for window in windows} for kind in kinds
         }
         self._has_loaded = False  # every prefill module
         self._planned: list[tuple[slice, Mapping[Window, Wrapper]]] = []  # of which new tokens
@@ -143,10 +147,10 @@ class FlashInferAttention:
         graph = GraphSize(num_sequences, num_tokens, num_pages)
         return FlashInferAttention(
             self._shape, self._windows, self._dtype, self._device, self._num_processors,
-            workspace=self._workspace, graph=graph,
+            sinks_kv=self._sinks_kv, workspace=self._workspace, graph=graph,
         )  # fmt: skip
 
-    def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
+    def _build_decode(self, window: Window, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
         """By tensor cores: the other kernels are at best as fast."""
         buffers = {}
         if graph is not None:
@@ -159,11 +163,20 @@ class FlashInferAttention:
             }
         return BatchDecodeWithPagedKVCacheWrapper(
             self._workspace.scratch, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
-            backend="fa2", **buffers,
+            backend="fa2", jit_args=self._specify(window), **buffers,
         )  # fmt: skip
 
-    def _build_prefill(self, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
-        return BatchPrefillWithPagedKVCacheWrapper(self._workspace.scratch, "HND", backend=kind)
+    def _build_prefill(self, window: Window, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
+        return BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace.scratch, "HND", backend=kind, jit_args=self._specify(window)
+        )
+
+    def _specify(self, window: Window) -> list[Any] | None:
+        """None: FlashInfer chooses its own module when it plans."""
+        if self._sinks_kv is None:
+            return None
+        dtypes = self._dtype, self._sinks_kv
+        return specify_sinks(self._shape, window, dtypes, torch.int32, attention_sink_decl["fa2"])
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         self._batch = batch
@@ -221,8 +234,9 @@ class FlashInferAttention:
         return choose_part(num_pages, page_tokens, self._num_tokens, self._shape, self._num_processors)
 
     def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
-        if sinks is not None:
-            raise ValueError(NO_SINKS)
+        if sinks is not None and self._sinks_kv is None:
+            raise ValueError("a layer has sinks: build its backend with `sinks_kv`")
+        extra = () if self._sinks_kv is None else (self._no_sinks if sinks is None else sinks, self._shape.scale)
         keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
         batch, rope = self._batch, heads.rope or NO_ROPE
@@ -231,7 +245,7 @@ class FlashInferAttention:
         )  # fmt: skip
         out = query.new_empty(query.shape)  # without it, FlashInfer's prefill fills its own with zeros first
         for tokens, wrappers in self._planned:
-            wrappers[window].run(query[tokens], (keys, values), out=out[tokens])
+            wrappers[window].run(query[tokens], (keys, values), *extra, out=out[tokens])
         return out
 
 
@@ -242,8 +256,8 @@ def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernel
 
 def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:
     """Why FlashInfer does not support such a model; None if it does."""
-    if has_sinks:
-        return NO_SINKS
+    if has_sinks and shape.softcap:
+        return "FlashInfer has no module for both sinks and a soft cap"
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
     if shape.head_dim not in HEAD_DIMS:

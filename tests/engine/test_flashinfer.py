@@ -161,7 +161,9 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
     assert find_obstacle(shape, torch.bfloat16) is find_obstacle(shape, torch.float16) is None
     assert "float32" in str(find_obstacle(shape, torch.float32))
     assert "80 dimensions" in str(find_obstacle(AttentionShape(4, 2, 80, 0.1), torch.bfloat16))
-    with_sinks = choose_attention(shape, [None], torch.device("cuda"), torch.bfloat16, has_sinks=True)
+    assert find_obstacle(shape, torch.bfloat16, has_sinks=True) is None
+    capped = AttentionShape(4, 2, 64, 0.125, softcap=50.0)
+    with_sinks = choose_attention(capped, [None], torch.device("cuda"), torch.bfloat16, has_sinks=True)
     assert with_sinks.backend.name == "torch_sdpa" and with_sinks.is_fallback and "sinks" in with_sinks.reason
     with pytest.raises(ValueError, match="sinks"):
         FlashInferAttention(shape, [None], torch.bfloat16, CPU, H100).attend(
@@ -169,7 +171,22 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
         )
 
 
-WITHOUT = {"gpt_oss": "sinks", "phi3": "heads of 96", "lfm2": "heads of 80"}  # of transformers' own sizes
+@pytest.mark.parametrize(("lens", "window"), [(DECODE, 20), (PROMPT, None), (MIXED, 20), (DECODE, None)], ids=str)
+def test_sinks_join_the_softmax_of_answers_and_prompts(
+    lens: list[tuple[int, int]], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(modules.SHORT, "float32", "f32")  # the doubles'
+    problem = Problem(lens, head_dim=16)
+    problem.sinks = torch.linspace(-1, 4, 6)
+    backend = FlashInferAttention(problem.shape, [None, 20], torch.float32, CPU, H100, sinks_kv=torch.float32)
+    check(problem, backend, window)
+    if lens is DECODE:
+        check(problem, backend.for_graph(4, 1, 7), window)
+    problem.sinks = None  # a layer without any
+    check(problem, backend, window)
+
+
+WITHOUT = {"phi3": "heads of 96", "lfm2": "heads of 80"}  # of transformers' own sizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,7 +255,11 @@ def test_the_choice_for_a_gpu_says_which_kernels(
     monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
     shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")
     assert choose_attention(shape, [None], device, BF16, kv_dtype).reason == reason
-    assert built == [shape, frozenset([None]), BF16, device, H100, kv_dtype is None]
+    assert built == [shape, frozenset([None]), BF16, device, H100, kv_dtype is None, None]
+    built.clear()
+    small = AttentionShape(64, 8, 64, 0.1)
+    assert choose_attention(small, [None], device, BF16, kv_dtype, has_sinks=True).reason == "FlashInfer, fa2"
+    assert built[-2:] == [False, kv_dtype or BF16]
 
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
@@ -288,6 +309,8 @@ def test_a_module_that_is_missing_is_compiled_or_named() -> None:
     large = name_modules(AttentionShape(8, 2, 256, 0.1), [None], "bfloat16", "bfloat16")
     built = BuiltAhead(NEEDED, ("9.0a",))
     assert find_gap(large, built, (9, 0), "") is find_gap(large, built, (8, 9), "") is None
+    with_sinks = name_modules(SHAPE, [9], "bfloat16", "bfloat16", has_sinks=True)
+    assert "heads of 128, a window, sinks, and" in str(find_gap(with_sinks, built, (9, 0), "there is no nvcc"))
     gap = str(find_gap(large, built, (9, 0), "there is no nvcc"))
     assert "for bf16 with KV in bf16, heads of 256, and" in gap and "there is no nvcc: build it (docs/GPU.md)" in gap
 

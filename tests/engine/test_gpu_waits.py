@@ -43,6 +43,7 @@ CONFIG = build_config(
 EXPERTS = build_config(
     tiny_config("qwen3_moe", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024).to_dict()
 )
+SINKS = build_config(tiny_config("gpt_oss", hidden=256, head_dim=64, intermediate=512, vocab=1024).to_dict())
 BF16, FP16 = torch.bfloat16, torch.float16
 EVERYONE, PROMPT, ROW_PAGES, PAGE_TOKENS = range(len(SAMPLINGS)), 20, 4, 16
 PADDING_PAGE = len(SAMPLINGS) * ROW_PAGES
@@ -64,7 +65,10 @@ class Built:
         )
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         if way != "torch_sdpa":
-            attention = flashinfer.FlashInferAttention(config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132)
+            attention = flashinfer.FlashInferAttention(
+                config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132,
+                sinks_kv=dtype if config.has_sinks else None,
+            )  # fmt: skip
         sizes = pool_sizes(
             num_pages=PADDING_PAGE + 1, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
             page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
@@ -183,14 +187,19 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((8, 0), BF16), ((8, 9), BF16), ((9, 0), FP16), ((9, 0), BF16), ((12, 0), BF16)], ids=str
-)
+    ("capability", "dtype", "config"),
+    [
+        ((8, 0), BF16, EXPERTS), ((8, 9), BF16, EXPERTS), ((9, 0), FP16, EXPERTS), ((9, 0), BF16, EXPERTS),
+        ((12, 0), BF16, EXPERTS), ((9, 0), BF16, SINKS),
+    ],
+    ids=["sm_80", "sm_89", "float16", "sm_90", "sm_120", "sinks"],
+)  # fmt: skip
 def test_steps_of_experts_are_captured_on_every_card(
-    capability: tuple[int, int], dtype: torch.dtype, choices: Choices
+    capability: tuple[int, int], dtype: torch.dtype, config: ModelConfig, choices: Choices
 ) -> None:
     gpu = ShapeGpu(capability)
     with gpu.on():
-        built = Built(gpu, "graphs", EXPERTS, dtype)
+        built = Built(gpu, "graphs", config, dtype)
         checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE if not SAMPLINGS[row].has_penalties]
         assert built.launch(PROMPTS, plain(20), checked) == 2
         assert {"multiply_slots", "multiply_tiles"} <= {*gpu.launched}  # few rows and many

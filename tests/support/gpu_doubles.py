@@ -33,7 +33,7 @@ class _Plans(Wrapper):
             self.planned[name].to(CUDA, non_blocking=True)
         self.planned["indices"].to(CUDA)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert keys.is_cuda and values.is_cuda
         return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
