@@ -13,7 +13,7 @@ import torch
 
 from bench.products import check_products
 from cli.doctor_facts import GpuFacts, Machine, Model
-from engine.compose import choose_for_layers, load_any_config
+from engine.compose import choose_for_layers, load_any_config, pad_parts
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import choose_device
 from engine.formats.checks import check_kv_dtype
@@ -100,7 +100,7 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
-        shape = PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype)
+        shape = PoolShape(1, pad_parts(one.kv_parts, device), config.page_tokens, kv_dtype)
         parts += shape.page_parts(shape.parts)
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks

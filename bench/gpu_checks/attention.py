@@ -15,7 +15,7 @@ from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
-from engine.compose import choose_attention
+from engine.compose import choose_attention, open_device
 from engine.cuda.graphs import Capture, CudaCapture
 from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
@@ -51,6 +51,7 @@ CASES = [
     Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
     Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
     Case("drafts", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
+    Case("heads of 96", DECODE, (32, 8), 96),
     Case("sinks", DECODE, (64, 8), 64, 128, has_sinks=True),
     Case("prompts, sinks", ((700, 700), (100, 1100)), (64, 8), 64, has_sinks=True),
 ]
@@ -88,10 +89,11 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_laye
     num_heads, num_kv_heads = case.heads
     sizes = pool_sizes(
         num_pages=sum(counts), num_kv_heads=num_kv_heads, num_layers=num_layers, page_tokens=PAGE_TOKENS,
-        head_dim=case.head_dim,
+        head_dim=open_device(device).pad_head(case.head_dim),
     )  # fmt: skip
     num_tokens = sum(query for query, _ in case.lens)
     pool = torch.empty(sizes, dtype=dtype, device=device).normal_()
+    pool[..., case.head_dim :] = 0
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, case.head_dim, generator=generator).to(device, dtype)
     heads = QKV(qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :])
     return Problem(case, pack(parts, PAGE_TOKENS, device), pool, heads)

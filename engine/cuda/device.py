@@ -1,6 +1,7 @@
 """An NVIDIA GPU: Triton's kernels, and FlashInfer's where it has some."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.cuda.gpu import Gpu
-from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
+from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built, pad_head
 from engine.device import Device
 from engine.ops.base import Ops
 from engine.rank_group import GroupRanks
@@ -28,6 +29,9 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch).total_memory)
 
+    def pad_head(self, head_dim: int) -> int:
+        return pad_head(head_dim)
+
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,
@@ -41,8 +45,9 @@ class CudaDevice(Device):
             return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
         own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
         capability = torch.cuda.get_device_capability(self.torch)
+        padded = replace(shape, head_dim=pad_head(shape.head_dim))
         kernels, reason = choose_kernels(
-            shape, windows, own, kv, find_built(), capability, explain_no_compiler(), has_sinks
+            padded, windows, own, kv, find_built(), capability, explain_no_compiler(), has_sinks
         )
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)

@@ -13,6 +13,7 @@ after them, count as prompts where no graph takes the step.
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,13 +21,14 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.jit.attention.variants import attention_sink_decl
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.base import FP8_LIMIT
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
-from engine.cuda.modules import HEAD_DIMS, Kernels, specify_sinks
+from engine.cuda.modules import HEAD_DIMS, PADDED_HEAD_DIMS, Kernels, pad_head, specify_sinks
 from engine.cuda.splits import choose_part, scratch_bytes
 from engine.ranges import Ints, find_starts
 from engine.staging import mark, pin
@@ -127,7 +129,9 @@ class FlashInferAttention:
         pages, if layers have sinks; their modules are loaded here. graph: the size of captured steps; None: steps of
         any size.
         """
-        self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._own_shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._shape = shape = replace(shape, head_dim=pad_head(shape.head_dim))  # of pages
+        self._padding = shape.head_dim - self._own_shape.head_dim
         self._workspace, self._num_processors = workspace or Workspace(device), num_processors
         share = self._workspace.share
         self._sinks_kv = sinks_kv
@@ -146,7 +150,7 @@ class FlashInferAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
         return FlashInferAttention(
-            self._shape, self._windows, self._dtype, self._device, self._num_processors,
+            self._own_shape, self._windows, self._dtype, self._device, self._num_processors,
             sinks_kv=self._sinks_kv, workspace=self._workspace, graph=graph,
         )  # fmt: skip
 
@@ -243,10 +247,12 @@ class FlashInferAttention:
         query = rope_and_write(
             heads.query_key, heads.value, *rope, keys, values, batch.slot_mapping, limit,
         )  # fmt: skip
+        if self._padding:
+            query = functional.pad(query, (0, self._padding))
         out = query.new_empty(query.shape)  # without it, FlashInfer's prefill fills its own with zeros first
         for tokens, wrappers in self._planned:
             wrappers[window].run(query[tokens], (keys, values), *extra, out=out[tokens])
-        return out
+        return out[..., : self._own_shape.head_dim].contiguous() if self._padding else out
 
 
 def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
@@ -260,6 +266,6 @@ def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = F
         return "FlashInfer has no module for both sinks and a soft cap"
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, HEAD_DIMS))}"
+    if shape.head_dim not in (dims := {*HEAD_DIMS, *PADDED_HEAD_DIMS}):
+        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, sorted(dims)))}"
     return None

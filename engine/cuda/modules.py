@@ -17,6 +17,7 @@ from engine.attention.shape import AttentionShape
 
 ARCHITECTURES = "architectures.txt"  # in the folder of modules: one line, such as "8.0 8.9 9.0a"
 HEAD_DIMS = (64, 128, 256, 512)  # that fa2 has
+PADDED_HEAD_DIMS = (80, 96, 112)  # attended as 128: fa2 compiles for 96, but its rows would meet in shared memory
 SINK_HEAD_DIMS = (64,)  # of models with sinks: gpt-oss
 FA3_HEAD_DIMS = (64, 128, 256)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
@@ -27,6 +28,11 @@ FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no la
 
 Capability = tuple[int, int]  # compute capability, such as (9, 0)
 Kernels = Literal["fa2", "fa3"]
+
+
+def pad_head(head_dim: int) -> int:
+    """The dimensions of a head of keys or values in a GPU's pages, zeros last."""
+    return 128 if head_dim in PADDED_HEAD_DIMS else head_dim
 
 
 class BuiltAhead(NamedTuple):
