@@ -15,6 +15,7 @@ from bench.products import check_products
 from cli.doctor_facts import GpuFacts, Machine, Model
 from engine.compose import choose_for_layers, load_any_config, pad_parts
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
+from engine.cuda.toolkit import explain_no_compiler
 from engine.engine import choose_device
 from engine.formats.checks import check_kv_dtype
 from engine.heads.read_head import is_draft_head, read_head
@@ -74,6 +75,7 @@ def examine_machine() -> Machine:
         gpus=gpus,
         triton=find_version("triton"),
         flashinfer=find_version("flashinfer-python"),
+        no_cuda_compiler=explain_no_compiler(),
         nixl=find_version("nixl-cu13") or find_version("nixl-cu12"),
         rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )

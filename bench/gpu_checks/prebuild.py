@@ -29,9 +29,9 @@ from engine.cuda.modules import (
     FA3_HEAD_DIMS,
     HEAD_DIMS,
     SINK_HEAD_DIMS,
-    find_nvcc,
     specify_sinks,
 )
+from engine.cuda.toolkit import find_nvcc, link_toolkit
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]
@@ -77,15 +77,7 @@ def build_environment(folder: Path, architectures: tuple[str, ...]) -> dict[str,
     return {
         "FLASHINFER_CUDA_ARCH_LIST": " ".join(architectures),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}",
     }
-
-
-def write_driver_stub(folder: Path) -> None:
-    """An empty libcuda to link against: the real one comes with a GPU's driver."""
-    out = folder / "libcuda.so"
-    command = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", str(out)]
-    subprocess.run(command, check=True, timeout=60)
 
 
 def build_specs(
@@ -140,7 +132,7 @@ def main(
     check_folder(folder, targets)
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
         os.environ.update(build_environment(Path(scratch), targets))
-        write_driver_stub(Path(scratch))
+        link_toolkit(Path(scratch))
         names = "core", "attention.modules", "attention.variants"
         core, modules, variants = (importlib.import_module(f"flashinfer.jit.{name}") for name in names)
         sinks = variants.attention_sink_decl["fa2"]

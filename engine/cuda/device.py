@@ -10,7 +10,8 @@ from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.cuda.gpu import Gpu
-from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built, pad_head
+from engine.cuda.modules import choose_kernels, find_built, pad_head
+from engine.cuda.toolkit import choose_toolkit, explain_no_compiler
 from engine.device import Device
 from engine.ops.base import Ops
 from engine.rank_group import GroupRanks
@@ -36,6 +37,7 @@ class CudaDevice(Device):
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,
     ) -> AttentionChoice:  # fmt: skip
+        choose_toolkit()
         try:
             from engine.cuda import flashinfer
         except ImportError as error:

@@ -14,11 +14,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import structlog
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.jit import env as jit_environment
 from flashinfer.jit.attention.variants import attention_sink_decl
 from torch import Tensor
 from torch.nn import functional
@@ -28,12 +32,23 @@ from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
-from engine.cuda.modules import HEAD_DIMS, PADDED_HEAD_DIMS, Kernels, pad_head, specify_sinks
+from engine.cuda.modules import (
+    HEAD_DIMS,
+    PADDED_HEAD_DIMS,
+    Kernels,
+    describe,
+    find_built,
+    name_modules,
+    pad_head,
+    specify_sinks,
+)
 from engine.cuda.splits import choose_part, scratch_bytes
+from engine.cuda.toolkit import JIT_CACHE
 from engine.ranges import Ints, find_starts
 from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
+log = structlog.get_logger()
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
 PLANS_AHEAD = 6  # plans of each kind on their way to the device: of two steps of a model, and what drafts for each
@@ -126,24 +141,19 @@ class FlashInferAttention:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
         num_processors: multiprocessors of the device. has_fa3: its modules can be used. sinks_kv: the type of
-        pages, if layers have sinks; their modules are loaded here. graph: the size of captured steps; None: steps of
-        any size.
+        pages, if layers have sinks. graph: the size of captured steps; None: steps of any size.
         """
         self._own_shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
         self._shape = shape = replace(shape, head_dim=pad_head(shape.head_dim))  # of pages
         self._padding = shape.head_dim - self._own_shape.head_dim
         self._workspace, self._num_processors = workspace or Workspace(device), num_processors
-        share = self._workspace.share
-        self._sinks_kv = sinks_kv
+        self._graph, self._sinks_kv = graph, sinks_kv
         self._no_sinks = None if sinks_kv is None else torch.full([shape.num_heads], -torch.inf, device=device)
         self._num_tokens = 1 if graph is None else graph.num_tokens
         self._workspace.reserve(0 if graph is None else scratch_bytes(shape, *graph[:2], num_processors))
         self._scratch_bytes = self._workspace.scratch.numel()
-        self._decode = {window: share(self._build_decode(window, graph), window) for window in windows}
-        kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
-        self._prefill = {
-            kind: {window: share(self._build_prefill(window, kind), window) for window in windows} for kind in kinds
-        }
+        self._kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
+        self._is_new = graph is None
         self._has_loaded = False  # every prefill module
         self._planned: list[tuple[slice, Mapping[Window, Wrapper]]] = []  # of which new tokens
 
@@ -154,9 +164,21 @@ class FlashInferAttention:
             sinks_kv=self._sinks_kv, workspace=self._workspace, graph=graph,
         )  # fmt: skip
 
-    def _build_decode(self, window: Window, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
+    @cached_property
+    def _decode(self) -> Mapping[Window, Wrapper]:
+        """Built by the first plan, as modules with sinks are loaded, or compiled, with their wrapper."""
+        return {window: self._workspace.share(self._build_decode(window), window) for window in self._windows}
+
+    @cached_property
+    def _prefill(self) -> Mapping[Kernels, Mapping[Window, Wrapper]]:
+        return {
+            kind: {window: self._workspace.share(self._build_prefill(window, kind), window) for window in self._windows}
+            for kind in self._kinds
+        }
+
+    def _build_decode(self, window: Window) -> BatchDecodeWithPagedKVCacheWrapper:
         """By tensor cores: the other kernels are at best as fast."""
-        buffers = {}
+        graph, buffers = self._graph, {}
         if graph is not None:
             sizes = {
                 "indptr": graph.num_sequences + 1, "indices": graph.num_pages, "last_page_len": graph.num_sequences
@@ -183,6 +205,9 @@ class FlashInferAttention:
         return specify_sinks(self._shape, window, dtypes, torch.int32, attention_sink_decl["fa2"])
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
+        if self._is_new:
+            self._is_new = False
+            self._announce(pool.dtype)
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
@@ -224,6 +249,20 @@ class FlashInferAttention:
                         seq_lens=host_lens, fixed_split_size=part if window is None else None,
                     )  # fmt: skip
             self._planned.append((tokens, planned[-1]))
+
+    def _announce(self, kv_dtype: torch.dtype) -> None:
+        """Says once what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, kv_dtype))
+        has_sinks = self._sinks_kv is not None
+        built, folder = find_built().modules, jit_environment.FLASHINFER_JIT_DIR
+        missing = [
+            describe(name)
+            for kind in self._kinds
+            for name in sorted(name_modules(self._shape, self._windows, own, kv, kind, has_sinks) - built)
+            if not (folder / name / f"{name}.so").exists()
+        ]
+        if missing and not find_spec(JIT_CACHE):
+            log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
 
     def _choose_prefill(self, num_tokens: int, num_sequences: int) -> list[Mapping[Window, Wrapper]]:
         """The wrappers to be planned, of which the last ones attend."""

@@ -5,9 +5,7 @@ step. So `bench.gpu_checks.prebuild` lists the architectures beside the modules,
 neither torch nor FlashInfer.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +19,6 @@ PADDED_HEAD_DIMS = (80, 96, 112)  # attended as 128: fa2 compiles for 96, but it
 SINK_HEAD_DIMS = (64,)  # of models with sinks: gpt-oss
 FA3_HEAD_DIMS = (64, 128, 256)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
-JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
-NO_JIT = "FLASHINFER_DISABLE_JIT"
 LEAST_CAPABILITY = (8, 0)  # engine/cuda/splits.py knows the tiles of no older one
 FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 
@@ -70,7 +66,8 @@ def specify_sinks(
     dtypes: torch's, of queries and of pages; variant: FlashInfer's attention_sink_decl for fa2.
     """
     own, kv = dtypes
-    (name,) = name_modules(shape, [window], *(str(one).removeprefix("torch.") for one in dtypes), has_sinks=True)
+    own_name, kv_name = (str(one).removeprefix("torch.") for one in dtypes)
+    (name,) = name_modules(shape, [window], own_name, kv_name, has_sinks=True)
     tensors_and_scalars = ["sink"], ["float"], ["sm_scale"], ["double"]
     options = 0, window is not None, False, False, False, "equal", "full"  # no positions, window, cap, halves, fp8
     return [
@@ -148,20 +145,3 @@ def find_built() -> BuiltAhead:
     listed = folder / ARCHITECTURES
     architectures = tuple(listed.read_text().split()) if listed.is_file() else ()
     return BuiltAhead(frozenset(path.stem for path in folder.glob("*/*.so")), architectures)
-
-
-def find_nvcc() -> str:
-    """Where FlashInfer would find CUDA's compiler; empty: nowhere."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return shutil.which("nvcc", path=f"{home}/bin") or ""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin") or ""
-
-
-def explain_no_compiler() -> str:
-    """Why FlashInfer cannot compile a module that is not built ahead; empty if it can."""
-    if find_spec(JIT_CACHE):
-        return ""
-    if os.environ.get(NO_JIT):
-        return f"{NO_JIT} is set"
-    return "" if find_nvcc() else "there is no nvcc"

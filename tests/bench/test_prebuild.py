@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bench.gpu_checks import prebuild
-from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete, write_driver_stub
+from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete
+from engine.cuda.toolkit import LINK_FLAGS, link_toolkit
 
 
 class Modules:
@@ -42,13 +43,20 @@ def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> 
     assert len({spec[1] for spec in others}) == len(others) == 8 and all(spec[6] == 64 for spec in others), "gpt-oss's"
 
 
-def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> None:
-    write_driver_stub(tmp_path)
+def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = tmp_path / "toolkit"
+    for file in ("bin/nvcc", "lib64/libcudart.so"):
+        (toolkit / file).parent.mkdir(parents=True)
+        (toolkit / file).touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv(LINK_FLAGS, "")
+    link_toolkit(tmp_path)
+    link_toolkit(tmp_path)
     ctypes.CDLL(str(tmp_path / "libcuda.so"))
     assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "the library that a module loads at run time"
     environment = build_environment(tmp_path, ("8.0", "9.0a"))
     assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "8.0 9.0a"
-    assert environment["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{tmp_path}"
+    assert os.environ[LINK_FLAGS] == f"-L{tmp_path}", "once"
 
 
 def test_each_nvcc_compiles_for_all_cards_it_can_name() -> None:
@@ -69,8 +77,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
     nvcc.chmod(0o755)
+    (nvcc.parents[1] / "lib64").mkdir()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    for name in build_environment(tmp_path, ()):
+    for name in (*build_environment(tmp_path, ()), LINK_FLAGS):
         monkeypatch.setenv(name, "")  # which the call below changes
 
     def specify(*arguments: Any) -> Any:

@@ -4,6 +4,7 @@ The doubles have the signatures of the real wrappers (read from the installed pa
 or would wait for, and compute attention densely. The Triton kernels around them run for real, in the interpreter.
 """
 
+import os
 import sys
 from functools import partial
 from itertools import product
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
+from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from engine.attention.shape import AttentionShape
@@ -20,7 +22,7 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.compose import choose_attention
 from engine.cuda import device as device_module
 from engine.cuda import flashinfer as backend_module
-from engine.cuda import modules
+from engine.cuda import modules, toolkit
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
 from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
 from engine.models.families import FAMILIES
@@ -34,6 +36,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "BatchDecodeWithPagedKVCacheWrapper", Decode)
     monkeypatch.setattr(backend_module, "BatchPrefillWithPagedKVCacheWrapper", Prefill)
     monkeypatch.setattr(backend_module, "WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setitem(modules.SHORT, "float32", "f32")  # in which the doubles compute
     monkeypatch.setattr(Wrapper, "plans", [])
 
 
@@ -97,8 +100,26 @@ def test_a_long_context_among_many_answers_is_divided_but_not_by_windows() -> No
 
 def test_buffers_of_another_name_are_missed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.flashinfer_doubles.inspect.getsource", lambda _method: "")
+    problem = Problem([(1, 1)], head_dim=16)
     with pytest.raises(AttributeError, match=r"no _int_workspace_buffer: install flashinfer-python"):
-        build(Problem([(1, 1)], head_dim=16), None)
+        build(problem, None).plan(problem.pool, problem.batch)
+
+
+def test_the_log_says_once_that_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("flashinfer.jit.env.FLASHINFER_JIT_DIR", tmp_path)
+    problem = Problem([(1, 1)], head_dim=16)
+    with capture_logs() as lines:
+        backend = build(problem, None, 20)
+        for _ in range(2):
+            backend.plan(problem.pool, problem.batch)
+    ((said,),) = [[line["kernels"] for line in lines if "takes minutes" in line["event"]]]
+    assert said == ["f32 with KV in f32, heads of 16", "f32 with KV in f32, heads of 16, a window"]
+    for name in name_modules(problem.shape, [None, 20], "float32", "float32"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").touch()
+    with capture_logs() as lines:
+        build(problem, None, 20).plan(problem.pool, problem.batch)
+    assert not lines, "they are there from before"
 
 
 class Copying:
@@ -173,10 +194,7 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
 
 
 @pytest.mark.parametrize(("lens", "window"), [(DECODE, 20), (PROMPT, None), (MIXED, 20), (DECODE, None)], ids=str)
-def test_sinks_join_the_softmax_of_answers_and_prompts(
-    lens: list[tuple[int, int]], window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(modules.SHORT, "float32", "f32")  # the doubles'
+def test_sinks_join_the_softmax_of_answers_and_prompts(lens: list[tuple[int, int]], window: int | None) -> None:
     problem = Problem(lens, head_dim=16)
     problem.sinks = torch.linspace(-1, 4, 6)
     backend = FlashInferAttention(problem.shape, [None, 20], torch.float32, CPU, H100, sinks_kv=torch.float32)
@@ -401,9 +419,37 @@ def test_a_gpu_without_code_attends_by_torch(
 def test_why_nothing_is_compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    assert modules.explain_no_compiler() == "there is no nvcc"
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert toolkit.explain_no_compiler() == "there is no nvcc"
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
-    assert modules.explain_no_compiler() == ""
+    for name, lacks in (("nvcc", "there is no g++"), ("gcc", "there is no g++"), ("c++", "")):
+        (tmp_path / "bin" / name).touch(mode=0o755)
+        assert toolkit.explain_no_compiler() == lacks
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert modules.explain_no_compiler() == "FLASHINFER_DISABLE_JIT is set"
+    assert toolkit.explain_no_compiler() == "FLASHINFER_DISABLE_JIT is set"
+
+
+def test_the_compiler_of_python_packages_is_that_of_torchs_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_DISABLE_JIT", toolkit.LINK_FLAGS):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    packages = tmp_path / "site" / "nvidia" / "cu13"
+    for file in ("bin/nvcc", "lib/libcudart.so.13"):
+        (packages / file).parent.mkdir(parents=True, exist_ok=True)
+        (packages / file).touch(mode=0o755)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert toolkit.find_packages() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert toolkit.find_nvcc() == str(packages / "bin/nvcc")
+    toolkit.choose_toolkit()
+    links = tmp_path / "cache/baton/cuda-links"
+    assert (os.environ["CUDA_HOME"], os.environ[toolkit.LINK_FLAGS]) == (str(packages), f"-L{links}")
+    assert (links / "libcudart.so").resolve() == packages / "lib/libcudart.so.13"
+    assert {file.name for file in links.iterdir()} == {"libcudart.so", "libcuda.so"}
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    toolkit.choose_toolkit()
+    assert os.environ["CUDA_HOME"] == str(tmp_path), "what is set counts"
