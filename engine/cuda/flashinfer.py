@@ -22,6 +22,7 @@ import numpy as np
 import structlog
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import utils as flashinfer_utils
 from flashinfer.jit import env as jit_environment
 from flashinfer.jit.attention.variants import attention_sink_decl
 from torch import Tensor
@@ -50,6 +51,7 @@ from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 log = structlog.get_logger()
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+LARGEST_RANGE = 1 << 13  # more than the sequences of any step
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
 PLANS_AHEAD = 6  # plans of each kind on their way to the device: of two steps of a model, and what drafts for each
 DTYPES = (torch.bfloat16, torch.float16)
@@ -81,6 +83,9 @@ class Workspace:
         self.scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._mark: Callable[[], torch.cuda.Event | None] = mark if device.type == "cuda" else lambda: None
+        if device.type == "cuda":
+            _pin_ranges()
+        self._unused = torch.empty(LARGEST_RANGE, dtype=torch.int32)
         self._planned: dict[tuple[Window, bool], Tensor] = {}
         self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
 
@@ -98,8 +103,11 @@ class Workspace:
         return wrapper
 
     @contextmanager
-    def stage(self, wrapper: Wrapper) -> Iterator[None]:
-        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that."""
+    def stage(self, wrapper: Wrapper, keeps_starts: bool) -> Iterator[None]:
+        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that.
+
+        keeps_starts: the plan would write once more, from unpinned memory, where each sequence's queries begin.
+        """
         copied = self._staged[0][1] if self._staged else None
         is_free = copied is None or copied.query()  # type: ignore[no-untyped-call]
         if not self._staged or not (is_free or len(self._staged) == PLANS_AHEAD * len(self._planned)):
@@ -109,8 +117,23 @@ class Workspace:
             if copied is not None and not is_free:
                 copied.synchronize()
         _replace(wrapper, "_pin_memory_int_workspace_buffer", pinned)
+        starts = wrapper._qo_indptr_buf if keeps_starts else None
+        if starts is not None:
+            _replace(wrapper, "_qo_indptr_buf", self._unused[: len(starts)])
         yield
+        if starts is not None:
+            _replace(wrapper, "_qo_indptr_buf", starts)
         self._staged.append((pinned, self._mark()))
+
+
+def _pin_ranges() -> None:
+    """Plans of answers copy 0, 1, 2, ... from FlashInfer's cache: unpinned, the copy might wait for the device."""
+    for size in (1 << power for power in range(LARGEST_RANGE.bit_length())):
+        flashinfer_utils._get_range_buf(size, "cpu")  # type: ignore[arg-type]
+    ranges = flashinfer_utils._cache_buf
+    for key, values in ranges.items():
+        if key[0].startswith("range_") and not values.is_cuda:
+            ranges[key] = torch.arange(len(values), dtype=values.dtype, pin_memory=True)
 
 
 def _replace(wrapper: Wrapper, name: str, buffer: Tensor) -> None:
@@ -187,10 +210,13 @@ class FlashInferAttention:
                 f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=self._device)
                 for name, size in sizes.items()
             }
-        return BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
             self._workspace.scratch, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
             backend="fa2", jit_args=self._specify(window), **buffers,
         )  # fmt: skip
+        if self._num_tokens > 1:
+            wrapper._qo_indptr_buf.mul_(self._num_tokens)  # where each sequence's queries begin, for all plans
+        return wrapper
 
     def _build_prefill(self, window: Window, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
         return BatchPrefillWithPagedKVCacheWrapper(
@@ -240,7 +266,7 @@ class FlashInferAttention:
             mask = {"q_len_per_req": self._num_tokens} if is_answer else {"causal": True}
             part = self._choose_part(num_pages[begin:end], page_tokens) if is_answer else None
             for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
-                with self._workspace.stage(wrapper):
+                with self._workspace.stage(wrapper, is_answer and self._num_tokens > 1):
                     wrapper.plan(
                         *starts_of_queries, host_starts, indices[own_starts[0] : own_starts[-1]], host_last_lens,
                         self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,

@@ -34,9 +34,13 @@ class Wrapper:
         assert self.made["kv_layout"] == "HND" and self.made["backend"] in self.backends
         self.module = self._load(self.made["jit_args"])
         self.planned: dict[str, Any] = {}
+        source = inspect.getsource(self.real.__init__)
         for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
-            if f"self.{name} = " in inspect.getsource(self.real.__init__):
+            if f"self.{name} = " in source:
                 setattr(self, name, None)
+        if self.made["use_cuda_graph"] and "self._qo_indptr_buf = torch.arange(" in source:
+            count = len(self.made["paged_kv_indptr_buffer"])
+            self._qo_indptr_buf = torch.arange(count, dtype=torch.int32, device=workspace.device)
 
     def _load(self, jit_args: list[Any] | None) -> dict[str, Any]:
         """The arguments of a module with sinks by name; empty: the wrapper has none of its own."""

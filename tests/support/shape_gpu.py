@@ -32,6 +32,9 @@ KERNEL_DTYPES = {
 }  # argument of a kernel |-> how the kernel reads it, contiguous
 
 
+PINNED: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice; a library may keep some too
+
+
 class WaitsError(AssertionError):
     """The host waits for the GPU, or uses memory of the other side."""
 
@@ -48,7 +51,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._step_begin = 0  # products launched before the last step
-        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice
+        self._pinned = PINNED
         self._is_step = self.is_captured = False
 
     @contextmanager
