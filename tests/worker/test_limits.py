@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from cli.bench import load_shape
 from engine.adapters.slots import AdapterLimits
@@ -22,6 +23,7 @@ from engine.cuda.largest_step import LargestStep, find_step_bytes, split
 from engine.layer_config import MAX_LOGITS_AT_ONCE as LEAST
 from engine.layer_config import most_logits
 from engine.models.config import FallbackConfig
+from engine.models.read_config import build_config
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
@@ -240,3 +242,14 @@ def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.Monk
         assert found.max_running == (config.max_running or 1024)
         assert largest_step_of(found).chunk_tokens >= 512
     assert complete_here(DecodeConfig(model="/nowhere"), torch.device("cpu")).max_running == 64, "nothing is read"
+
+
+def test_experts_count_in_the_bits_that_a_gpu_keeps_and_with_their_float32_products() -> None:
+    """gpt-oss-120b: a file of 65 GB, of which all but 2 are experts."""
+    config = build_config(AutoConfig.for_model("gpt_oss").to_dict())
+    shape = limits.shape_of(config, 65_000_000_000)
+    kept_bytes = shape.num_weights * shape.weight_bytes
+    assert 2.2e11 < kept_bytes < 2 * shape.num_weights, "experts in 16 bits"
+    assert limits.shape_of(config, 2 * shape.num_weights).weight_bytes == 2
+    dense = replace(shape, expert_rows=0)
+    assert limits.estimate_token_bytes(shape, 1) == limits.estimate_token_bytes(dense, 1) + 4 * 4 * 2880

@@ -73,6 +73,7 @@ class ModelShape:
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
     kv_item_bytes: int = ITEM_BYTES
+    expert_rows: int = 0  # experts that a token takes
     slot_bytes: int = 0  # of the states of a sequence, over all heads; 0: layers keep none
 
     @property
@@ -140,11 +141,13 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
     if token_embedding := table.products.get("token_embedding"):
         looked_up += sizes[next(token_embedding.stored()).name]
     num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
-    num_idle, inner_size = 0, config.intermediate_size
+    num_idle, num_experts, inner_size, expert_rows = 0, 0, config.intermediate_size, 0
     if config.moe is not None:
         expert = 3 * config.hidden_size * config.moe.inner_size
         num_moe = sum(layer.is_moe for layer in config.layers)
-        num_idle = num_moe * expert * (config.moe.routing.num_experts - config.moe.routing.top_k)
+        expert_rows = config.moe.routing.top_k
+        num_experts = num_moe * expert * config.moe.routing.num_experts
+        num_idle = num_moe * expert * (config.moe.routing.num_experts - expert_rows)
         inner_size = max(inner_size, config.moe.routing.top_k * config.moe.inner_size + config.moe.shared_size)
     return ModelShape(
         num_weights=num_weights,
@@ -158,7 +161,10 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         kv_width=sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes),
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
-        weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,
+        weight_bytes=_find_weight_bytes(file_bytes / num_weights, num_experts / num_weights)
+        if file_bytes
+        else ITEM_BYTES,
+        expert_rows=expert_rows,
         slot_bytes=slot_bytes,
     )
 
@@ -263,12 +269,19 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, max_logits:
     )  # fmt: skip
 
 
+def _find_weight_bytes(stored: float, expert_share: float) -> float:
+    """On average, where a file has `stored`: experts are kept in 16 bits (engine/experts/build.py)."""
+    return stored + expert_share * max(ITEM_BYTES - stored, 0)
+
+
 def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
     """What a step's token takes within one layer: a float32 sum, its norm and the layer's delta (8 H bytes), and the
-    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product.
+    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product, and of
+    experts what each gives, in float32.
     """
     attention = 2 * (3 * shape.query_width + 2 * shape.kv_width) / shape.num_layers / tp
-    return 8 * shape.hidden_size + max(attention, 2 * 3 * shape.inner_size / tp)
+    products = 2 * 3 * shape.inner_size / tp + 4 * shape.expert_rows * shape.hidden_size
+    return 8 * shape.hidden_size + max(attention, products)
 
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
