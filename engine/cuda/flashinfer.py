@@ -4,10 +4,10 @@ The only file that imports FlashInfer; imported only where a GPU is chosen. `pla
 and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may capture
 them and replays them with the last plan. Answers, which a step begins with, are planned apart from prompts: FlashInfer
 chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one. Answers with drafts, and those
-after them, count as prompts where no graph takes the step.
+after them, have a plan of their own where no graph takes the step.
 
-    new tokens of a step   | 1 | 1 | 1 | 1 | 512            | 300      |
-    plans                  | decode        | prefill, by fa2 or fa3    |
+    new tokens of a step   | 1 | 1 | 1 | 1 | 5 | 3 | 5 | 512            | 300      |
+    plans                  | decode        | fa2       | prefill, by fa2 or fa3    |
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,9 +49,11 @@ from engine.cuda.toolkit import JIT_CACHE
 from engine.ranges import Ints, find_starts
 from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
+from wire.sampling import MAX_DRAFT_TOKENS
 
 log = structlog.get_logger()
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+MOST_DRAFTED = 1 + MAX_DRAFT_TOKENS  # new tokens of an answer; a prompt's few count as one, too
 LARGEST_RANGE = 1 << 13  # more than the sequences of any step
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
 PLANS_AHEAD = 6  # plans of each kind on their way to the device: of two steps of a model, and what drafts for each
@@ -86,7 +89,7 @@ class Workspace:
         if device.type == "cuda":
             _pin_ranges()
         self._unused = torch.empty(LARGEST_RANGE, dtype=torch.int32)
-        self._planned: dict[tuple[Window, bool], Tensor] = {}
+        self._planned: dict[tuple[Window, str], Tensor] = {}
         self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
 
     def reserve(self, num_bytes: int) -> None:
@@ -94,9 +97,12 @@ class Workspace:
         if num_bytes > self.scratch.numel():
             self.scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def share(self, wrapper: WrapperT, window: Window) -> WrapperT:
-        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture."""
-        kind = window, isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper)
+    def share(self, wrapper: WrapperT, window: Window, name: str) -> WrapperT:
+        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture.
+
+        name: of wrappers of which a step plans one for each window.
+        """
+        kind = window, name
         if kind not in self._planned:
             self._planned[kind] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
         _replace(wrapper, "_int_workspace_buffer", self._planned[kind])
@@ -190,14 +196,20 @@ class FlashInferAttention:
     @cached_property
     def _decode(self) -> Mapping[Window, Wrapper]:
         """Built by the first plan, as modules with sinks are loaded, or compiled, with their wrapper."""
-        return {window: self._workspace.share(self._build_decode(window), window) for window in self._windows}
+        return {window: self._workspace.share(self._build_decode(window), window, "decode") for window in self._windows}
+
+    @cached_property
+    def _drafts(self) -> Mapping[Window, Wrapper]:
+        """Of answers with drafts beside prompts."""
+        return self._build_all("fa2", "drafts")
 
     @cached_property
     def _prefill(self) -> Mapping[Kernels, Mapping[Window, Wrapper]]:
-        return {
-            kind: {window: self._workspace.share(self._build_prefill(window, kind), window) for window in self._windows}
-            for kind in self._kinds
-        }
+        return {kind: self._build_all(kind, "prefill") for kind in self._kinds}
+
+    def _build_all(self, kind: Kernels, name: str) -> Mapping[Window, Wrapper]:
+        share = self._workspace.share
+        return {window: share(self._build_prefill(window, kind), window, name) for window in self._windows}
 
     def _build_decode(self, window: Window) -> BatchDecodeWithPagedKVCacheWrapper:
         """By tensor cores: the other kernels are at best as fast."""
@@ -247,10 +259,10 @@ class FlashInferAttention:
         join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         query_lens, size = batch.query_lens_host, len(seq_lens)
         answers = size if cu_seqlens_q[-1] == self._num_tokens * size else int(np.argmax(query_lens != 1))
+        prompts = size if np.all(query_lens <= MOST_DRAFTED) else int(np.argmax(query_lens > MOST_DRAFTED))
+        ends = sorted({0, answers, prompts if answers < prompts < size else answers, size})
         self._planned = []
-        for begin, end in ((0, answers), (answers, size)):
-            if begin == end:
-                continue
+        for begin, end in pairwise(ends):
             tokens = slice(int(cu_seqlens_q[begin]), int(cu_seqlens_q[end]))
             own_starts, own_query_starts = starts[begin : end + 1], cu_seqlens_q[begin : end + 1]
             host_starts, host_last_lens, host_lens, host_query_starts = pin(
@@ -261,7 +273,10 @@ class FlashInferAttention:
                 self._device,
             )  # fmt: skip
             is_answer = end == answers
-            planned = [self._decode] if is_answer else self._choose_prefill(tokens.stop - tokens.start, end - begin)
+            if is_answer or end < size:
+                planned = [self._decode if is_answer else self._drafts]
+            else:
+                planned = self._choose_prefill(tokens.stop - tokens.start, end - begin)
             starts_of_queries = () if is_answer else (host_query_starts,)
             mask = {"q_len_per_req": self._num_tokens} if is_answer else {"causal": True}
             part = self._choose_part(num_pages[begin:end], page_tokens) if is_answer else None

@@ -153,9 +153,19 @@ def test_six_steps_of_all_kinds_of_plans_are_on_their_way_before_one_waits() -> 
     assert (len(staged), Copying.waited) == (36, 6), "what has been copied is taken at once"
 
 
+def test_answers_with_drafts_are_planned_apart_from_both() -> None:
+    problem = Problem([(1, 30), (4, 9), (1, 9), (2, 2), (18, 30), (1, 5)], head_dim=16)
+    check(problem, build(problem, None), None)
+    decode, drafts, prefill = Wrapper.plans
+    assert decode["q_len_per_req"] == 1 and decode["indptr"].tolist() == [0, 2]
+    assert (drafts["backend"], drafts["qo_indptr"].tolist()) == ("fa2", [0, 4, 5, 7])
+    assert prefill["qo_indptr"].tolist() == [0, 18, 19]
+
+
 def test_answers_are_planned_apart_from_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own pages, lengths and tile; answers after a prompt, which a step never has, as prompts."""
     monkeypatch.setattr(backend_module, "FA3_TOKENS", 8)
+    monkeypatch.setattr(backend_module, "MOST_DRAFTED", 1)
     problem = Problem([(1, 30), (1, 9), (14, 30), (11, 11)], head_dim=16)
     backend = FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, H100, has_fa3=True)
     check(problem, backend, None)
