@@ -111,7 +111,7 @@ class InputBatch:
             self.counts_line[row] = self._take_line()
         if slot != NO_SLOT:
             self.adapters.open(row, token_ids, slot)
-        InputBatch.write_tokens(self, row, 0, token_ids)  # not what sends further tokens to ranks
+        InputBatch.write_tokens(self, [(row, 0, token_ids)])  # not what sends further tokens to ranks
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
@@ -125,11 +125,13 @@ class InputBatch:
             self._free_lines.append(int(self.counts_line[row]))
             self.counts_line[row] = -1
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
-        if begin + len(token_ids) > self.width:
-            raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
-        self._put(row, begin, token_ids)
+    def write_tokens(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
+        """(row, first position, tokens) of each part: a prompt or drafts. Arrays must not change afterwards."""
+        for _, begin, token_ids in parts:
+            if begin + len(token_ids) > self.width:
+                raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
+        if parts:
+            self._put(parts)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Write ids of the sequence's pages, from its `first`-th page on."""
@@ -184,8 +186,13 @@ class InputBatch:
 
     # The methods below run on the device, after everything launched before.
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
+    def _put(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
+        """In one copy."""
+        rows, begins, token_ids = zip(*parts, strict=True)
+        firsts = np.array(rows, np.int64) * self.width + np.array(begins, np.int64)
+        _, places = join_ranges(firsts, np.array([len(one) for one in token_ids], np.int64))
+        at, tokens = upload([places, np.concatenate(token_ids)], self.device)
+        self.flat_tokens.index_copy_(0, at, tokens)
 
     def _clear(self, line: int) -> None:
         self.counts[line].zero_()

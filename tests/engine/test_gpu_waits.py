@@ -96,7 +96,7 @@ class Built:
             self.rows.close(row)
             self.rows.open(row, np.arange(PROMPT, dtype=np.int32), sampling, PROMPT)
             self.rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-            self.rows.write_tokens(row, PROMPT, np.arange(4, dtype=np.int32))
+            self.rows.write_tokens([(row, PROMPT, np.arange(4, dtype=np.int32))])
 
 
 @pytest.fixture(scope="module")
