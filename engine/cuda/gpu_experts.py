@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.gpu_stacks import load_weights
 from engine.layer_config import SLOT_TILES, Routing
 
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
@@ -28,6 +29,10 @@ MANY_TILE = (64, 64)  # outputs and depth of a tile of `mix_many`
 MANY_STAGES = 3
 TORCH_GENERATIONS = (9, 10)  # compute capabilities where torch multiplies groups without a wait
 TORCH_SLOTS = 64  # of an expert on average, from which that is faster
+
+Form = tuple[str, Tensor | None, Tensor | None]  # of weights, and their tables
+PLAIN: Form = ("plain", None, None)
+HALVED = ("groups4", "minimums4", "mxfp4")  # two codes in a byte
 
 WIDTHS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -98,11 +103,17 @@ def mix(
 
 def mix_many(
     rows: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, gate_up_form: Form = PLAIN,
+    down_form: Form = PLAIN,
 ) -> Tensor:  # fmt: skip
-    """`mix` of any number of rows. The number of programs depends on it alone: nothing waits for the ids."""
-    (num_experts, depth, width), (num_rows, top_k) = down.shape, ids.shape
-    if rows.stride(1) != 1 or gate_up.shape != (num_experts, 2 * width, rows.shape[1]) or depth != rows.shape[1]:
+    """`mix` of any number of rows. The number of programs depends on it alone: nothing waits for the ids.
+
+    Weights may be in few bits, which programs widen to the rows' dtype: see gpu_stacks.
+    """
+    (num_experts, depth, columns), (num_rows, top_k) = down.shape, ids.shape
+    width = columns * (2 if down_form[0] in HALVED else 1)
+    expected = (num_experts, 2 * width, depth // (2 if gate_up_form[0] in HALVED else 1))
+    if rows.stride(1) != 1 or gate_up.shape != expected or depth != rows.shape[1]:
         raise ValueError(f"weights are {tuple(gate_up.shape)} and {tuple(down.shape)} for rows of {rows.shape[1]}")
     num_slots = num_rows * top_k
     tile = SLOT_TILES[num_slots > SLOT_TILES[0] * num_experts]
@@ -115,14 +126,19 @@ def mix_many(
     products = torch.empty(num_slots, depth, dtype=torch.float32, device=rows.device)
     outputs, columns = MANY_TILE
     multiply_tiles[num_tiles, triton.cdiv(width, outputs)](
-        rows, order, starts, experts, gate_up, gate_up_bias, gated, rows.stride(0), top_k, width, depth,
-        activation, tile, outputs, columns, MANY_STAGES,
+        rows, order, starts, experts, gate_up, *gate_up_form[1:], gate_up_bias, gated, rows.stride(0), top_k, width,
+        depth, _width_of(gate_up_form), gate_up_form[0], activation, tile, outputs, columns, MANY_STAGES,
     )  # fmt: skip
     multiply_tiles[num_tiles, triton.cdiv(depth, outputs)](
-        gated, order, starts, experts, down, down_bias, products, width, top_k, depth, width,
-        None, tile, outputs, columns, MANY_STAGES,
+        gated, order, starts, experts, down, *down_form[1:], down_bias, products, width, top_k, depth,
+        width, _width_of(down_form), down_form[0], None, tile, outputs, columns, MANY_STAGES,
     )  # fmt: skip
     return add_slots(products, weights, None, rows.dtype)
+
+
+def _width_of(form: Form) -> int:
+    """Of its tables."""
+    return 1 if form[1] is None else form[1].shape[2]
 
 
 def is_for_torch(rows: Tensor, num_slots: int, down: Tensor) -> bool:
@@ -315,8 +331,9 @@ def sort_slots(
 
 @triton.jit
 def multiply_tiles(
-    x, order, starts, experts, w, bias, y, row_stride, top_k, num_outputs, depth,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    x, order, starts, experts, w, scale, second, bias, y, row_stride, top_k, num_outputs, depth, table_width,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): block i of outputs of tile t of slots. See `sort_slots`; w, bias: as in `multiply_slots`.
 
@@ -341,7 +358,6 @@ def multiply_tiles(
         first *= 2
         sources, targets = slots // top_k, places.to(tl.int64)
     inputs = x + sources[None, :] * row_stride
-    weights, up_weights = w + (first + outputs)[:, None] * depth, w + (first + num_outputs + outputs)[:, None] * depth
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     ups = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for column in tl.range(0, depth, COLUMNS, num_stages=STAGES):
@@ -349,13 +365,16 @@ def multiply_tiles(
         is_column = columns < depth
         is_inside = is_output[:, None] & is_column[None, :]
         values = tl.load(inputs + columns[:, None], mask=is_row[None, :] & is_column[:, None], other=0.0)
-        sums = tl.dot(
-            tl.load(weights + columns[None, :], mask=is_inside, other=0.0), values, sums, input_precision="ieee"
+        weights = load_weights(
+            w, scale, second, first + outputs, columns, is_inside, depth, table_width, FORM, values.dtype
         )
+        sums = tl.dot(weights, values, sums, input_precision="ieee")
         if ACTIVATION is not None:
-            ups = tl.dot(
-                tl.load(up_weights + columns[None, :], mask=is_inside, other=0.0), values, ups, input_precision="ieee"
-            )
+            weights = load_weights(
+                w, scale, second, first + num_outputs + outputs, columns, is_inside, depth, table_width,
+                FORM, values.dtype,
+            )  # fmt: skip
+            ups = tl.dot(weights, values, ups, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + first + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:

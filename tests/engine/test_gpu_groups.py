@@ -20,10 +20,14 @@ from engine.formats.groups import Groups, StoredGroups, round_to_4_bits, store_g
 from engine.formats.linear import Fp8Linear, GroupsLinear
 from engine.formats.ops import FormatOps
 from engine.formats.products import GpuFormat
+from engine.formats.stacks import widen
 from engine.layers.linear import Linear, PlainLinear, Quantization
 from engine.models.assemble import build_decoder
+from engine.models.table import build_table
 from engine.ops.base import Ops
+from engine.weights.formats import PlainFormat
 from engine.weights.reader import ShardReader
+from engine.weights.table import Shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
 from tests.support.quantised import write_models
@@ -146,6 +150,18 @@ def test_a_checkpoint_keeps_its_bits(name: str, kinds: list[type], tmp_path: Pat
     ids = list(range(2, 40))
     truth = logits_of(load_model(plain, "float32", CPU), ids)
     torch.testing.assert_close(logits_of(decoder, ids), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_a_checkpoint_keep_its_bits(tmp_path: Path) -> None:
+    """gpt-oss's in MXFP4, of whole models and of a rank's half."""
+    config, checkpoint = open_model(write_models(tmp_path, "mxfp4")[0])
+    for shard in (Shard(0, 1), Shard(1, 2)):
+        reader = ShardReader(checkpoint, torch.float32, CPU, lambda *_: None, shard)
+        for products in zip(*build_table(config).layers[0].experts, strict=True):
+            stack = GpuFormat(reader, Ops(), "none").stack(products)
+            assert stack.form == "mxfp4" and stack.scale is not None and stack.scale.dtype is torch.uint8
+            assert torch.equal(widen(stack), PlainFormat(reader, Ops()).stack(products).codes)
+            assert 8 * (stack.codes.nbytes + stack.scale.nbytes) == 4.25 * widen(stack).numel()
 
 
 def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> None:

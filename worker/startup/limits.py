@@ -161,9 +161,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         kv_width=sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes),
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
-        weight_bytes=_find_weight_bytes(file_bytes / num_weights, num_experts / num_weights)
-        if file_bytes
-        else ITEM_BYTES,
+        weight_bytes=_find_weight_bytes(config, file_bytes / num_weights, num_experts / num_weights),
         expert_rows=expert_rows,
         slot_bytes=slot_bytes,
     )
@@ -269,8 +267,13 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, max_logits:
     )  # fmt: skip
 
 
-def _find_weight_bytes(stored: float, expert_share: float) -> float:
-    """On average, where a file has `stored`: experts are kept in 16 bits (engine/experts/build.py)."""
+def _find_weight_bytes(config: ModelConfig, stored: float, expert_share: float) -> float:
+    """On average, where a file has `stored`, or what is rounded would have; 0: unknown.
+
+    Experts keep a quantised file's bits, and are not rounded (engine/formats/products.py: stack).
+    """
+    if config.quantization is not None or not stored:
+        return stored or ITEM_BYTES
     return stored + expert_share * max(ITEM_BYTES - stored, 0)
 
 
