@@ -34,7 +34,7 @@ from tests.support.quantised import write_models
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
-SHAPES = [(1, 131, 704), (2, 130, 704), (5, 65, 1120), (16, 128, 512), (64, 70, 352)]
+SHAPES = [(1, 131, 704), (2, 130, 704), (5, 65, 1120), (16, 128, 512), (64, 70, 352), (150, 130, 352)]
 
 
 def randn(*sizes: int, seed: int = 0) -> Tensor:
@@ -98,6 +98,7 @@ def test_the_kernel_multiplies_like_torch(
 
 def test_many_rows_widen_a_part_of_the_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_groups, "WIDE_BYTES", 4 * 256 * 64)
+    monkeypatch.setattr(gpu_groups, "MAX_ROWS", 64)
     widened = list[int]()
     widen: Callable[..., Tensor] = gpu_groups.widen
 
@@ -117,12 +118,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     rows, stored = randn(2, 64), store_groups(draw(8, 64, 4, "zeros"), CPU)
     assert stored.second is not None
     faults: list[tuple[Tensor, StoredGroups]] = [
-        (randn(65, 64), stored), (randn(2, 96), stored), (randn(64, 2).T, stored), (rows, stored._replace(bits=8)),
+        (randn(257, 64), stored), (randn(2, 96), stored), (randn(64, 2).T, stored), (rows, stored._replace(bits=8)),
         (rows, stored._replace(scale=stored.scale[:, :1].contiguous())),
         (rows, stored._replace(second=stored.second.T.contiguous().T)),
     ]  # fmt: skip
     for other, weight in faults:
-        with pytest.raises(ValueError, match=r"expected at most 64 rows of \d+ and|hold no groups of"):
+        with pytest.raises(ValueError, match=r"expected at most 256 rows of \d+ and|hold no groups of"):
             gpu_groups.multiply(other, *weight)
 
 

@@ -152,7 +152,7 @@ def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:
 def launch_groups(
     num_rows: int, num_outputs: int, bits: int, has_minimums: bool, dtype: torch.dtype = torch.float16
 ) -> None:
-    """64 rows or fewer, or widening. Without minimums the middle code stands for 0."""
+    """256 rows or fewer, or widening. Without minimums the middle code stands for 0."""
     codes, scale = empty(num_outputs, 512 * bits, dtype=torch.uint8), empty(num_outputs, 128, dtype=dtype)
     second = scale if has_minimums else None
     if num_rows:
@@ -277,7 +277,7 @@ CASES: dict[str, Callable[[], None]] = {
     "bf16 row": partial(launch_product, 1, BF16, 4096),
     "bf16 rows in splits": partial(launch_product, 2, BF16, 4096),
     "4 bits row": partial(launch_groups, 1, 4096, 4, False),
-    "4 bits rows": partial(launch_groups, MAX_ROWS, 28_672, 4, False),
+    "4 bits rows": partial(launch_groups, 4 * MAX_ROWS, 28_672, 4, False),
     "4 bits rows in splits": partial(launch_groups, MAX_ROWS, 4096, 4, True, torch.float32),
     "8 bits row": partial(launch_groups, 1, 4096, 8, True, torch.float32),
     "8 bits rows in splits": partial(launch_groups, 2, 4096, 8, False),
