@@ -209,6 +209,29 @@ def test_steps_of_experts_are_captured_on_every_card(
         assert begins[1] - begins[0] <= 14, gpu.launched[begins[0] : begins[1]]
 
 
+@pytest.mark.parametrize(
+    ("way", "config", "dtype"),
+    [
+        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
+    ],
+    ids=["dense", "experts", "sinks", "fp8"],
+)  # fmt: skip
+def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
+    way: str, config: ModelConfig, dtype: torch.dtype, choices: Choices
+) -> None:
+    gpu = ShapeGpu()
+    with gpu.on():
+        built = Built(gpu, way, config, dtype)
+        for counts in ([1], [17], [32, 32], [43] * 12):  # 1, 17, 64 and 516 rows
+            before = gpu.num_products
+            built.launch([ForwardRow(row, 0, count, 1) for row, count in enumerate(counts)])
+            assert gpu.num_products > before
+        assert not gpu.wide
+        wide = torch.zeros(2, 2, device=CUDA)
+        wide.mm(wide)
+        assert gpu.wide, "one is noticed"
+
+
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(built.rows, "max_logits", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
