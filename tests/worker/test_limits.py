@@ -233,6 +233,15 @@ def test_a_model_without_native_code_has_limits_too() -> None:
     assert complete(DecodeConfig(), shape, CARDS["h100"], 80 * 10**9).max_running == 512
 
 
+def test_kv_counts_as_pages_hold_it() -> None:
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 3072}
+    padded, whole = (
+        limits.shape_of(build_config(AutoConfig.for_model("llama", head_dim=dim, **sizes).to_dict()))
+        for dim in (96, 128)
+    )
+    assert padded.kv_token_bytes == whole.kv_token_bytes and padded.query_width < whole.query_width
+
+
 def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: facts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
+from engine.cuda.modules import pad_head
 from engine.layer_config import MAX_LOGITS_AT_ONCE, most_logits
 from engine.models.config import FallbackConfig, ModelConfig
 from engine.models.table import build_table
@@ -68,7 +69,7 @@ class ModelShape:
     vocab_size: int
     num_kv_heads: int
     query_width: int  # dimensions of all heads of all layers
-    kv_width: int  # dimensions of all KV heads of all layers that have their own
+    kv_width: int  # dimensions in a GPU's pages of all KV heads of all layers that have their own
     context_tokens: int
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
@@ -131,7 +132,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         return ModelShape(
             num_weights, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
             shapes[0].num_kv_heads, sum(shape.num_heads * shape.head_dim for shape in shapes),
-            sum(shape.num_kv_heads * shape.head_dim for shape in shapes), config.context_tokens, (),
+            sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in shapes), config.context_tokens, (),
             slot_bytes=slot_bytes,
         )  # fmt: skip
     table = build_table(config)
@@ -158,7 +159,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         vocab_size=config.vocab_size,
         num_kv_heads=config.num_kv_heads,
         query_width=sum(config.num_heads * config.shape_of(layer).head_dim for layer in config.layers),
-        kv_width=sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes),
+        kv_width=sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in config.attention_shapes),
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
         weight_bytes=_find_weight_bytes(config, file_bytes / num_weights, num_experts / num_weights),
