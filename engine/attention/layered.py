@@ -1,6 +1,6 @@
 """Attention of models whose layers differ in their heads: one backend for all layers that are alike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from torch import Tensor
@@ -12,14 +12,24 @@ from engine.batch import Batch
 from wire.kv_layout import pool_sizes
 
 
+def as_is(head_dim: int) -> int:
+    """Of pages that pad nothing."""
+    return head_dim
+
+
 class LayeredAttention:
     """An `AttentionBackend` over pages of several parts: its pool is [num_pages, elements]."""
 
     def __init__(
-        self, shapes: Sequence[AttentionShape], backends: Sequence[AttentionBackend], page_tokens: int
-    ) -> None:
-        """shapes: of each layer; backends: for each distinct shape, in the order of their first layers."""
+        self, shapes: Sequence[AttentionShape], backends: Sequence[AttentionBackend], page_tokens: int,
+        pad_head: Callable[[int], int] = as_is,
+    ) -> None:  # fmt: skip
+        """shapes: of each layer; backends: for each distinct shape, in the order of their first layers.
+
+        pad_head: see `Device`.
+        """
         self._shapes, self._backends, self._page_tokens = list(shapes), list(backends), page_tokens
+        self._pad_head = pad_head
         self._distinct = list(dict.fromkeys(shapes))
         parts = [self._distinct.index(shape) for shape in shapes]
         self._places = [(part, parts[:layer].count(part)) for layer, part in enumerate(parts)]  # layer |-> part, index
@@ -39,7 +49,7 @@ class LayeredAttention:
         for shape in self._distinct:
             sizes = pool_sizes(
                 num_pages=len(pool), num_kv_heads=shape.num_kv_heads, num_layers=self._shapes.count(shape),
-                page_tokens=self._page_tokens, head_dim=shape.head_dim,
+                page_tokens=self._page_tokens, head_dim=self._pad_head(shape.head_dim),
             )  # fmt: skip
             end = begin + prod(sizes[1:])
             views.append(pool[:, begin:end].view(sizes))
@@ -48,7 +58,7 @@ class LayeredAttention:
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "LayeredAttention":
         backends = [backend.for_graph(num_sequences, num_tokens, num_pages) for backend in self._backends]
-        return LayeredAttention(self._shapes, backends, self._page_tokens)
+        return LayeredAttention(self._shapes, backends, self._page_tokens, self._pad_head)
 
     def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         part, index = self._places[layer]
