@@ -43,13 +43,9 @@ class RowWriter:
 
     def requests(self, steps: Iterable[ScheduledSequence]) -> list[ForwardRow]:
         """What the engine computes for each sequence. Writes their drafts."""
-        self._rows.write_tokens(
-            [
-                (step.sequence.row, step.begin + step.count, np.array(step.drafts, np.int32))
-                for step in steps
-                if step.drafts
-            ]
-        )
+        drafted = [step for step in steps if step.drafts]
+        ends = [(step.sequence.row, step.begin + step.count) for step in drafted]
+        self._rows.write_tokens([(*at, np.array(one.drafts, np.int32)) for at, one in zip(ends, drafted, strict=True)])
         return [self._request(step) for step in steps]
 
     def _request(self, step: ScheduledSequence) -> ForwardRow:
