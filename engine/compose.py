@@ -24,7 +24,7 @@ from engine.cuda.warm_up import warm_up
 from engine.device import Device
 from engine.engine import ALONE, Engine, KvDType, Loaded, Place, SizePool, choose_device, name_dtype, resolve_kv_dtype
 from engine.experts.build import build_mixture
-from engine.fallback.open import build_foreign_head, open_foreign, probe_foreign
+from engine.fallback.open import open_foreign, probe_foreign
 from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
 from engine.formats.gguf_file import read_header
@@ -39,6 +39,7 @@ from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.latent.attention import LatentAttention, build_projection
 from engine.layer_config import most_logits
 from engine.layers.additions import NO_ADDITIONS, Additions
 from engine.layers.linear import Quantization
@@ -91,7 +92,7 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, wei
     return GpuFormat(reader, ops, quantization) if is_coded else PlainFormat(reader, ops)
 
 
-LAYER_PARTS = LayerParts(build_mixer, build_mixture)
+LAYER_PARTS = LayerParts(build_mixer, build_mixture, build_projection)
 PARTS = Parts(
     LAYER_PARTS, choose_format, open_gguf, read_scheme, decode,
     lambda path: make_gguf_folder(path, gguf_cache()), read_header,
@@ -105,7 +106,8 @@ def choose_attention(
     kv_dtype: torch.dtype | None = None, has_sinks: bool = False,
 ) -> AttentionChoice:  # fmt: skip
     """See `Device`. kv_dtype: None: `dtype`."""
-    return open_device(device).choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
+    choice = open_device(device).choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
+    return replace(choice, backend=LatentAttention(shape, choice.backend)) if shape.value_dim else choice
 
 
 def choose_for_layers(
@@ -135,13 +137,11 @@ def load_model(
     quantization: Quantization = "none",
     ranks: Ranks = ONE_RANK,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
-    has_mtp: bool = False,
     max_context_tokens: int = 0,
 ) -> Decoder:
     """See `models.load.load_model`; any model, in any format.
 
-    Raises ValueError also for a device that does not support such weights. has_mtp: `load_head` follows, with the
-    model's own layer.
+    Raises ValueError also for a device that does not support such weights.
     """
     check_quantization(quantization, dtype, device)
     check_folder(folder)
@@ -149,7 +149,7 @@ def load_model(
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks, has_mtp)
+        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
 
     def add(dtype: torch.dtype) -> Additions:
         if not adapter_limits.num_slots:
@@ -164,7 +164,7 @@ def load_head(
 ) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
     """See `heads.load.load_head`."""
     device = open_device(model.device)
-    return heads.load_head(folder, model, device, quantization, PARTS, build_foreign_head, is_mtp=is_mtp)
+    return heads.load_head(folder, model, device, quantization, PARTS, is_mtp=is_mtp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +226,7 @@ def build_engine(
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
-        has_mtp = draft_model == MTP
-        loaded = _load(
-            folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits, has_mtp
-        )
+        loaded = _load(folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
         if draft_model:
@@ -363,12 +360,10 @@ def _resolve_context(decoder: Decoder, max_context_tokens: int) -> int:
 
 def _load(
     folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks, max_context_tokens: int,
-    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
+    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(
-        folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
-    )
+    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, max_context_tokens)
     whole, weights = decoder.config, weight_fingerprint(folder, quantization, read_header)
     if not isinstance(whole, ModelConfig):
         weights += f":transformers-{version('transformers')}"

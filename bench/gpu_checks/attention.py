@@ -69,7 +69,7 @@ class Problem:
     def run(self, backend: AttentionBackend, pool: Tensor, layer: int) -> Tensor:
         """[T, Hq, D]; writes into `pool`."""
         backend.plan(pool, self.batch)
-        query_key, value, rope = self.heads
+        query_key, value, rope, _ = self.heads
         return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window)
 
 

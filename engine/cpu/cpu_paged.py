@@ -33,7 +33,7 @@ class _BatonBatch(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slot_mapping", "blocks")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
         *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim", "value_dim")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -109,11 +109,12 @@ class CpuPagedAttention:
             page_stride=page_stride,
             head_stride=head_stride,
             layer_stride=layer_stride,
-            kv_stride=kv_stride,
+            kv_stride=0 if shape.value_dim else kv_stride,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             page_tokens=pool.shape[TOKENS],
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim or shape.head_dim,
             scale=shape.scale,
             softcap=shape.softcap,
         )
@@ -129,7 +130,7 @@ class CpuPagedAttention:
         shape, has_new = self._shape, value.shape[1] > 0
         if checks.ARE_ON:
             self._check(plan, layer, {"query": query, "key": key, "value": value}, window, sinks)
-        out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
+        out = torch.empty((num_tokens, shape.num_heads, shape.value_dim or shape.head_dim), dtype=dtype)
         arguments = _BatonLayer(
             query.data_ptr(),
             key.data_ptr() if has_new else None,
@@ -193,7 +194,7 @@ def plan_blocks(query_lens: Ints, seq_lens: Ints, block_tokens: int) -> NDArray[
 
 
 def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
-    expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 2, HEAD_DIM: shape.head_dim}
+    expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 1 if shape.value_dim else 2, HEAD_DIM: shape.head_dim}
     if pool.dim() != 6 or any(pool.shape[axis] != size for axis, size in expected.items()):
         raise ValueError(f"pool is {tuple(pool.shape)}, expected sizes {expected} by axis (wire.kv_layout)")
     if pool.dtype not in (torch.float32, torch.bfloat16):

@@ -246,6 +246,8 @@ def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = F
         return NO_SINKS
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
+    if shape.value_dim:
+        return "these kernels have values beside keys"
     if shape.head_dim not in HEAD_DIMS:
         return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, HEAD_DIMS))}"
     return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.layers.additions import NO_ADDITIONS, Additions, ProductKey
 from engine.layers.embedding import Embedding, SummedEmbedding
 from engine.layers.linear import Linear, Mlp, SummedLinear
-from engine.layers.mixer import Mixer
+from engine.layers.mixer import Mixer, Projection
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
@@ -78,10 +78,11 @@ def refuse(*_parts: object) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """How layers are built that are not attention and a dense MLP; engine/compose.py names both."""
+    """How layers are built that are not attention and a dense MLP; engine/compose.py names them."""
 
     build_mixer: Callable[["LayerBuilder"], Mixer] = refuse  # of `ModelConfig.recurrent`, in the place of attention
     build_experts: Callable[["LayerBuilder"], Linear] = refuse  # of `ModelConfig.moe`: H -> H, summed over ranks
+    build_projection: Callable[["LayerBuilder"], Projection] = refuse  # of `ModelConfig.token_kv`
 
 
 class LayerBuilder:
@@ -151,6 +152,7 @@ class LayerBuilder:
             after_input=self.optional_norm("after_input"),
             scale=self.vector("scale"),
             mixer=mixer,
+            projection=None if self.config.token_kv is None else self.parts.build_projection(self),
         )
 
     def _build_qk_norm(self, own: LayerConfig) -> Tensor | None:

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from engine.attention.shape import AttentionShape, group_layers
 from engine.json_values import Json
 from engine.layer_config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
+from engine.weights.table import Product, Vector
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
@@ -80,6 +81,20 @@ class DraftHead:
     norm_output: bool = False  # drafts go on from normed rows
 
 
+class TokenKv(Protocol):
+    """What a token's KV is where a layer's first product is not its heads: see `LayerParts.build_projection`."""
+
+    def shape(self, num_heads: int, scale: float) -> AttentionShape:
+        """For so many query heads."""
+        ...
+
+    def weights(
+        self, name: str, num_heads: int, hidden_size: int, *, has_bias: bool
+    ) -> tuple[dict[str, Product], dict[str, Vector]]:
+        """Of one layer, qkv_proj among them. name: of the module."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """What may differ from layer to layer."""
@@ -123,6 +138,7 @@ class ModelConfig:
     has_v_norm: bool = False  # over each head of values, without weights
     has_output_gate: bool = False  # q_proj gives each head a gate too, whose sigmoid multiplies what is attended
     recurrent: Recurrent | None = None  # in the place of attention; None: all layers have it
+    token_kv: TokenKv | None = None  # None: keys and values of heads; else head_dim is what ropes turn
     norms: Norms = Norms()
     mlp: MlpNames = MlpNames()
     output_module: str = "o_proj"  # after attention
@@ -173,6 +189,8 @@ class ModelConfig:
         return tuple(map(self.shape_of, self.kv_layers))
 
     def shape_of(self, layer: LayerConfig) -> AttentionShape:
+        if self.token_kv is not None:
+            return self.token_kv.shape(self.num_heads, self.attention_scale)
         num_kv_heads, head_dim = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
         return AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
 

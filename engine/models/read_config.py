@@ -79,6 +79,7 @@ def build_config(config: Json) -> ModelConfig:
     given = {
         "intermediate_size": integer(config, "intermediate_size"),
         "attention_scale": float(head_dim**-0.5),
+        "num_kv_heads": num_kv_heads,
         **fields,
     }
     return ModelConfig(
@@ -87,7 +88,6 @@ def build_config(config: Json) -> ModelConfig:
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=number(config, "rms_norm_eps", 1e-6),
         is_tied=flag(config, "tie_word_embeddings"),
@@ -166,4 +166,8 @@ def _is_moe(config: Json, experts: ExpertKeys, layer: int) -> bool:
     if experts.layers == "sparse_step":
         step = integer(config, "decoder_sparse_step", 1)
         return layer not in collection(config, "mlp_only_layers", list) and (layer + 1) % step == 0
+    if kinds := collection(config, "mlp_layer_types", list):
+        if len(kinds) <= layer:
+            raise ValueError(f"mlp_layer_types has {len(kinds)} entries, fewer than num_hidden_layers")
+        return bool(kinds[layer] == "sparse")
     return experts.layers == "all" or layer >= integer(config, "first_k_dense_replace", least=0)

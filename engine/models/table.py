@@ -133,6 +133,13 @@ class _Layer:
 
     def add_attention(self) -> None:
         config, layer, shape = self.config, self.layer, self.config.shape_of(self.layer)
+        if config.token_kv is not None:
+            products, vectors = config.token_kv.weights(
+                f"{self.prefix}self_attn.", config.num_heads, config.hidden_size, has_bias=config.has_qkv_bias
+            )
+            self.products |= products
+            self.vectors |= vectors
+            return
         dim, rotated, has_bias = shape.head_dim, config.ropes[layer.rope or 0].rotated_dims, config.has_qkv_bias
         order = rope_order(rotated, dim, is_interleaved=config.rope_is_interleaved)
         queries, keys = Axis(shape.num_heads, dim, order=order), Axis(shape.num_kv_heads, dim, order=order)

@@ -57,7 +57,7 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
     dtype = problem.query.dtype
     for backend in backends(problem.shape, dtype):
         out, pool = problem.run(backend, window)
-        assert out.dtype is dtype and out.is_contiguous() and out.shape == problem.query.shape
+        assert out.dtype is dtype and out.is_contiguous() and out.shape == expected.shape
         error = float((out.double() - expected).abs().max())
         assert error < tolerance(dtype), f"{backend.name}: {error}"
         check_writes(problem, pool)
@@ -85,6 +85,21 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 )
 def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "dims", "page_tokens"),
+    [(16, (576, 512), 16), (40, (288, 256), 32), (4, (56, 40), 16), (1, (9, 8), 5)],
+    ids=str,
+)
+def test_values_that_are_part_of_the_keys(
+    num_heads: int, dims: tuple[int, int], page_tokens: int, dtype: torch.dtype
+) -> None:
+    """As latents are: many query rows share one key."""
+    head_dim, value_dim = dims
+    lens = [(1, 1), (1, 17), (1, 300), (3, 290), (40, 40), (33, 150)]
+    check_against_truth(Problem(lens, (num_heads, 1), head_dim, page_tokens, dtype, value_dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -202,7 +217,7 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
-    (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
+    (query_key, value, *_), pool, batch = problem.heads, problem.pool, problem.batch
     strided = torch.zeros(2, 8, 128)[..., ::2]
     for layer, heads, window, message in (
         (0, QKV(query_key[:1], value), None, "query is"),

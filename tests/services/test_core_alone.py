@@ -22,7 +22,8 @@ from worker.sequences import SequenceParams
 PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "protos", "runtime", "wire", "worker")
 SATELLITES = {
     "engine": (
-        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hybrids", "rank_group.py", "vision",
+        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hybrids", "latent", "rank_group.py",
+        "vision",
     ),
     "worker": ("adapters", "images", "ranks", "startup", "states", "tiers"),
     "decode_worker": ("grammar", "speculation"),

@@ -68,7 +68,7 @@ class ModelShape:
     vocab_size: int
     num_kv_heads: int
     query_width: int  # dimensions of all heads of all layers
-    kv_width: int  # dimensions of all KV heads of all layers that have their own
+    kv_width: int  # half of what pages keep of a token: dimensions of all KV heads of all layers that have their own
     context_tokens: int
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
@@ -133,7 +133,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
             sum(shape.num_kv_heads * shape.head_dim for shape in shapes), config.context_tokens, (),
             slot_bytes=slot_bytes,
         )  # fmt: skip
-    table = build_table(config)
+    table, shapes = build_table(config), tuple(map(config.shape_of, config.layers))
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
     embedding, head = (sizes[next(table.products[name].stored()).name] for name in ("embedding", "lm_head"))
     looked_up = 0 if config.is_tied else embedding
@@ -154,8 +154,8 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         inner_size=inner_size,
         vocab_size=config.vocab_size,
         num_kv_heads=config.num_kv_heads,
-        query_width=sum(config.num_heads * config.shape_of(layer).head_dim for layer in config.layers),
-        kv_width=sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes),
+        query_width=sum(shape.num_heads * (shape.expanded[0] or shape.head_dim) for shape in shapes),
+        kv_width=sum(shape.kept_numbers for shape in config.attention_shapes) // 2,
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
         weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+import engine.latent.families  # noqa: F401  # adds its rows to those of engine.models
 from engine.formats.gguf_file import read_header
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.scheme import read_scheme

@@ -1,0 +1,170 @@
+"""Latent attention: both ways to compute give one result on every mix, the choice, what pages keep, what is refused.
+
+Every family against transformers: test_families.py. Values that are part of keys in kernels: test_attention.py.
+"""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.qkv import QKV
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.compose import load_any_config
+from engine.latent import attention as latent
+from engine.latent.attention import Costs, LatentAttention, attend_part, attend_slowly, choose_expanded
+from engine.models.read_config import build_config
+from engine.models.table import build_table, shard_config
+from engine.weights.table import Shard
+from tests.support.batches import Part, pack
+from tests.support.checkpoints import write_config
+from tests.support.forward import Steps
+from tests.support.quantised import write_models
+from wire.kv_layout import KvPart, pool_sizes
+
+CPU = torch.device("cpu")
+HEADS, RANK, PLAIN, ROTATED, VALUE = 4, 24, 12, 8, 10
+SHAPE = AttentionShape(HEADS, 1, RANK + ROTATED, 0.2, value_dim=RANK, expanded=(PLAIN + ROTATED, VALUE))
+LENS = [(1, 1), (1, 40), (3, 20), (17, 17), (50, 50), (20, 63), (33, 34)]  # new tokens, context
+NEVER, ALWAYS = Costs(expanded=1e9), Costs(absorbed=1e9)
+V3 = {  # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json, what Baton reads of it
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
+
+def draw(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+class Mix:
+    """Heads of a batch with every kind of sequence, over pages."""
+
+    def __init__(self, page_tokens: int) -> None:
+        counts = [-(-context // page_tokens) for _, context in LENS]
+        order = iter(torch.randperm(sum(counts)).tolist())
+        parts = [
+            Part([1] * new, context - new, [next(order) for _ in range(count)], 1)
+            for (new, context), count in zip(LENS, counts, strict=True)
+        ]
+        self.batch = pack(parts, page_tokens, CPU)
+        sizes = pool_sizes(
+            num_pages=sum(counts), num_kv_heads=1, num_layers=2, page_tokens=page_tokens, head_dim=SHAPE.head_dim,
+            has_values=False,
+        )  # fmt: skip
+        self.pool = draw(*sizes)
+        num_tokens = len(self.batch.token_ids)
+        self.heads = QKV(
+            draw(num_tokens, HEADS, PLAIN + ROTATED), draw(num_tokens, 1, SHAPE.head_dim),
+            weights=draw(HEADS, PLAIN + VALUE, RANK),
+        )  # fmt: skip
+
+    def run(self, costs: Costs) -> tuple[Tensor, Tensor]:
+        """[T, Hq, V], and the pool afterwards."""
+        backend, pool = LatentAttention(SHAPE, TorchSdpaAttention(SHAPE), costs), self.pool.clone()
+        backend.plan(pool, self.batch)
+        return backend.attend(1, self.heads, None), pool
+
+
+@pytest.mark.parametrize(("page_tokens", "chunk"), [(16, 1024), (16, 16), (7, 10)])
+def test_both_ways_have_one_result_on_every_mix(page_tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks and prefixes; some sequences one way, others the other."""
+    monkeypatch.setattr(latent, "CHUNK_TOKENS", chunk)
+    mix = Mix(page_tokens)
+    absorbed, pool = mix.run(NEVER)
+    for costs in (ALWAYS, Costs(absorbed=2.0)):
+        found, other = mix.run(costs)
+        assert torch.equal(other, pool) and found.is_contiguous()
+        torch.testing.assert_close(found, absorbed, rtol=1e-4, atol=1e-4)
+    ways = choose_expanded(mix.batch.query_lens_host, mix.batch.seq_lens_host, SHAPE, Costs(absorbed=2.0))
+    assert 0 < ways.sum() < len(ways)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 32), (32, 48), (32, 32)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_fast_part_is_the_slow_one(key_dim: int, value_dim: int, is_causal: bool, dtype: torch.dtype) -> None:
+    tensors = [draw(2, count, dim).to(dtype) for count, dim in ((40, key_dim), (40, key_dim), (40, value_dim))]
+    query, keys, values = tensors if is_causal else (tensors[0][:, :7], *tensors[1:])
+    fast = attend_part(query, keys, values, 0.3, is_causal=is_causal)
+    slow = attend_slowly(query, keys, values, 0.3, is_causal=is_causal)
+    error = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    for one, other in zip(fast, slow, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=error, atol=error)
+
+
+def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
+    shape = build_config(V3).attention_shapes[0]
+
+    def choose(new: int, context: int) -> bool:
+        return bool(choose_expanded(np.array([new]), np.array([context]), shape, Costs())[0])
+
+    assert [choose(1, 8000), choose(8, 8000), choose(100, 8000)] == [False] * 3
+    assert [choose(400, 8000), choose(8000, 8000), choose(512, 512)] == [True] * 3
+    for context in (200, 2000, 20_000):  # each length from some on
+        ways = [choose(new, context) for new in range(1, context + 1)]
+        assert [way for way, _ in itertools.groupby(ways)] == [False, True]
+
+
+def test_pages_keep_one_latent_a_token() -> None:
+    """DeepSeek V3: 71 times less than full heads, on each rank of a worker."""
+    config = build_config(V3)
+    assert config.kv_parts == (KvPart(61, 1, 576, has_values=False),)
+    assert config.kv_parts[0].pool_sizes(10, 16) == (10, 1, 61, 1, 16, 576)
+    (shape,) = set(config.attention_shapes)
+    assert shape.num_heads * sum(shape.expanded) / shape.head_dim == pytest.approx(71.1, abs=0.1)
+    assert shape.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert config.ropes[0].attention_factor == 1.0 and config.context_tokens == 163_840
+    assert [layer.is_moe for layer in config.layers] == [False] * 3 + [True] * 58
+    for rank in range(8):
+        own = shard_config(config, Shard(rank, 8))
+        assert own.kv_parts == config.kv_parts and own.attention_shapes[0].num_heads == 16
+    num_weights = sum(np.prod(stored.shape) for stored in build_table(config).stored())
+    assert num_weights == pytest.approx(671e9, rel=1e-3)
+
+
+def test_kimi_k2_is_the_same_family() -> None:
+    kimi = {**V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1}
+    config = build_config({**kimi, "model_type": "kimi_k2"})
+    assert replace(config, family="deepseek_v3") == build_config(kimi)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "deepseek_v2", "architectures": None, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries"),
+    ],
+)
+def test_what_is_not_supported_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_config({**V3, **change})
+
+
+def test_blocks_of_8_bits_as_v3_ships_them(tmp_path: Path) -> None:
+    """Of all products but the router, kv_b_proj among them."""
+    quantised, plain = write_models(tmp_path, "fp8-block", "deepseek_v3", layers=2)
+    own, expected = (Steps(folder).step((0, 0, 40))[0] for folder in (quantised, plain))
+    assert torch.equal(own, expected)
+
+
+def test_published_keys_and_those_of_transformers_mean_the_same(tmp_path: Path) -> None:
+    config = load_any_config(write_config(tmp_path, "glm4_moe_lite"))
+    assert [layer.is_moe for layer in config.layers] == [False, True, True]  # type: ignore[union-attr]
