@@ -13,6 +13,7 @@ from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
 from engine.attention import choose
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.cpu.device import CpuDevice
@@ -106,8 +107,15 @@ def choose_attention(
     kv_dtype: torch.dtype | None = None, has_sinks: bool = False,
 ) -> AttentionChoice:  # fmt: skip
     """See `Device`. kv_dtype: None: `dtype`."""
-    choice = open_device(device).choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
-    return replace(choice, backend=LatentAttention(shape, choice.backend)) if shape.value_dim else choice
+    opened = open_device(device)
+    choice = opened.choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
+    if not shape.value_dim:
+        return choice
+
+    def build_expanded(shape: AttentionShape) -> AttentionBackend:
+        return opened.choose_attention(shape, windows, dtype, dtype).backend
+
+    return replace(choice, backend=LatentAttention(shape, dtype, choice.backend, build_expanded))
 
 
 def choose_for_layers(

@@ -18,7 +18,7 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.compose import load_any_config
 from engine.latent import attention as latent
-from engine.latent.attention import Costs, LatentAttention, attend_part, attend_slowly, choose_expanded
+from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
 from engine.models.read_config import build_config
 from engine.models.table import build_table, shard_config
 from engine.weights.table import Shard
@@ -72,20 +72,23 @@ class Mix:
         num_tokens = len(self.batch.token_ids)
         self.heads = QKV(
             draw(num_tokens, HEADS, PLAIN + ROTATED), draw(num_tokens, 1, SHAPE.head_dim),
-            weights=draw(HEADS, PLAIN + VALUE, RANK),
+            weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
         )  # fmt: skip
 
     def run(self, costs: Costs) -> tuple[Tensor, Tensor]:
         """[T, Hq, V], and the pool afterwards."""
-        backend, pool = LatentAttention(SHAPE, TorchSdpaAttention(SHAPE), costs), self.pool.clone()
+        backend = LatentAttention(SHAPE, torch.float32, TorchSdpaAttention(SHAPE), TorchSdpaAttention, costs)
+        pool = self.pool.clone()
         backend.plan(pool, self.batch)
         return backend.attend(1, self.heads, None), pool
 
 
-@pytest.mark.parametrize(("page_tokens", "chunk"), [(16, 1024), (16, 16), (7, 10)])
-def test_both_ways_have_one_result_on_every_mix(page_tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chunks and prefixes; some sequences one way, others the other."""
-    monkeypatch.setattr(latent, "CHUNK_TOKENS", chunk)
+@pytest.mark.parametrize(("page_tokens", "scratch_bytes"), [(16, 1 << 20), (16, 1), (7, 80_000)])
+def test_both_ways_have_one_result_on_every_mix(
+    page_tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of chunks and prefixes; some sequences one way, others the other; all heads at once, or one, or two."""
+    monkeypatch.setattr(latent, "SCRATCH_BYTES", scratch_bytes)
     mix = Mix(page_tokens)
     absorbed, pool = mix.run(NEVER)
     for costs in (ALWAYS, Costs(absorbed=2.0)):
@@ -96,17 +99,16 @@ def test_both_ways_have_one_result_on_every_mix(page_tokens: int, chunk: int, mo
     assert 0 < ways.sum() < len(ways)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(48, 32), (32, 48), (32, 32)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_fast_part_is_the_slow_one(key_dim: int, value_dim: int, is_causal: bool, dtype: torch.dtype) -> None:
-    tensors = [draw(2, count, dim).to(dtype) for count, dim in ((40, key_dim), (40, key_dim), (40, value_dim))]
-    query, keys, values = tensors if is_causal else (tensors[0][:, :7], *tensors[1:])
-    fast = attend_part(query, keys, values, 0.3, is_causal=is_causal)
-    slow = attend_slowly(query, keys, values, 0.3, is_causal=is_causal)
-    error = 2e-2 if dtype is torch.bfloat16 else 1e-5
-    for one, other in zip(fast, slow, strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=error, atol=error)
+def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
+    assert [choose_num_heads(16, latent.SCRATCH_BYTES // count) for count in (100, 16, 15, 7, 2, 1)] == [
+        16,
+        16,
+        8,
+        4,
+        2,
+        1,
+    ]
+    assert choose_num_heads(20, latent.SCRATCH_BYTES * 2) == 1 and choose_num_heads(20, latent.SCRATCH_BYTES // 6) == 5
 
 
 def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
