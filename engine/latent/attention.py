@@ -39,8 +39,8 @@ BuildBackend = Callable[[AttentionShape], AttentionBackend]
 
 
 class Costs(NamedTuple):
-    """Of a multiplication in each kind of work, relative to expanding's own. Measured with AMX, DeepSeek V2-Lite's heads
-    and a context of 8k: of 233 new tokens on, expanding takes less time."""
+    """Of a multiplication in each kind of work, relative to expanding's own. Measured with AMX, the heads of DeepSeek
+    V2-Lite and a context of 8k: from 233 new tokens on, expanding takes less time."""
 
     expanded: float = 1.2
     absorbed: float = 0.87
@@ -85,7 +85,7 @@ def build_projection(builder: LayerBuilder) -> LatentProjection:
     own, config = builder.config.token_kv, builder.config
     assert isinstance(own, Latents)
     weight = builder.format.reader.fuse(builder.table.products["kv_b_proj"]).view(config.num_heads, -1, own.rank)
-    keys, values = weight.split([own.plain_dim, own.value_dim], 1)
+    keys, values = torch.split(weight, [own.plain_dim, own.value_dim], 1)
     return LatentProjection(
         own,
         Up(keys.contiguous(), values.contiguous()),

@@ -24,6 +24,7 @@ from engine.models.table import build_table, shard_config
 from engine.weights.table import Shard
 from tests.support.batches import Part, pack
 from tests.support.checkpoints import write_config
+from tests.support.families import DEEPSEEK_V3
 from tests.support.forward import Steps
 from tests.support.quantised import write_models
 from wire.kv_layout import KvPart, pool_sizes
@@ -33,20 +34,6 @@ HEADS, RANK, PLAIN, ROTATED, VALUE = 4, 24, 12, 8, 10
 SHAPE = AttentionShape(HEADS, 1, RANK + ROTATED, 0.2, value_dim=RANK, expanded=(PLAIN + ROTATED, VALUE))
 LENS = [(1, 1), (1, 40), (3, 20), (17, 17), (50, 50), (20, 63), (33, 34)]  # new tokens, context
 NEVER, ALWAYS = Costs(expanded=1e9), Costs(absorbed=1e9)
-V3 = {  # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json, what Baton reads of it
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
-    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
-    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
-    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096, "type": "yarn",
-    },
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
 
 
 def draw(*sizes: int) -> Tensor:
@@ -112,7 +99,7 @@ def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
 
 
 def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
-    shape = build_config(V3).attention_shapes[0]
+    shape = build_config(DEEPSEEK_V3).attention_shapes[0]
 
     def choose(new: int, context: int) -> bool:
         return bool(choose_expanded(np.array([new]), np.array([context]), shape, Costs())[0])
@@ -126,7 +113,7 @@ def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
 
 def test_pages_keep_one_latent_a_token() -> None:
     """DeepSeek V3: 71 times less than full heads, on each rank of a worker."""
-    config = build_config(V3)
+    config = build_config(DEEPSEEK_V3)
     assert config.kv_parts == (KvPart(61, 1, 576, has_values=False),)
     assert config.kv_parts[0].pool_sizes(10, 16) == (10, 1, 61, 1, 16, 576)
     (shape,) = set(config.attention_shapes)
@@ -142,7 +129,7 @@ def test_pages_keep_one_latent_a_token() -> None:
 
 
 def test_kimi_k2_is_the_same_family() -> None:
-    kimi = {**V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1}
+    kimi = {**DEEPSEEK_V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1}
     config = build_config({**kimi, "model_type": "kimi_k2"})
     assert replace(config, family="deepseek_v3") == build_config(kimi)
 
@@ -157,7 +144,7 @@ def test_kimi_k2_is_the_same_family() -> None:
 )
 def test_what_is_not_supported_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        build_config({**V3, **change})
+        build_config({**DEEPSEEK_V3, **change})
 
 
 def test_blocks_of_8_bits_as_v3_ships_them(tmp_path: Path) -> None:

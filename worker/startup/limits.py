@@ -74,11 +74,17 @@ class ModelShape:
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
     kv_item_bytes: int = ITEM_BYTES
     slot_bytes: int = 0  # of the states of a sequence, over all heads; 0: layers keep none
+    full_kv_width: int = 0  # kv_width if pages kept the heads that they stand for; 0: they do
 
     @property
     def kv_token_bytes(self) -> int:
         """KV of a token, over all heads."""
         return 2 * self.kv_width * self.kv_item_bytes
+
+    def describe_kv(self) -> str:
+        """What a token takes of pages, hand-offs and files."""
+        less = f", {self.full_kv_width / self.kv_width:.0f} times less than its heads" if self.full_kv_width else ""
+        return f"{self.kv_token_bytes / 1024:.3g} KiB of KV a token{less}"
 
     def kv_token_bytes_of(self, tp: int) -> int:
         """KV of a token on each of `tp` ranks. With more ranks than KV heads, several hold the same ones."""
@@ -160,6 +166,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         divisible=tuple(config.divisible.values()),
         weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,
         slot_bytes=slot_bytes,
+        full_kv_width=sum(shape.num_heads * sum(shape.expanded) for shape in config.attention_shapes) // 2,
     )
 
 
