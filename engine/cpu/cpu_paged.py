@@ -21,6 +21,7 @@ from engine.cpu.cpu_math import Math
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 BLOCK_ROWS = 256  # query rows of a work item share one packed key tile; 64 KB of output at D=64
+LEAST_SHARED_BYTES = 1 << 20  # of keys that threads share: with fewer, one is done before another is awake
 Ints = NDArray[np.int64]
 NO_WINDOW = 1 << 40  # wider than any context
 
@@ -96,6 +97,11 @@ class CpuPagedAttention:
         arguments.slot_mapping = batch.slot_mapping.data_ptr()
         arguments.page_table_width = batch.page_table.shape[1]
         arguments.num_tokens = batch.token_ids.shape[0]
+        if self._shape.num_kv_heads == 1:  # its query heads as several, which all have the same keys
+            kept_bytes = int(lens[1].sum()) * self._shape.head_dim * pool.element_size()
+            num_threads = torch.get_num_threads() if kept_bytes >= LEAST_SHARED_BYTES else 1
+            parts = count_head_parts(self._shape.num_heads, len(blocks), num_threads)
+            arguments.num_kv_heads, arguments.head_stride = parts, 0
         self._plan = _Plan(batch, pool, blocks, arguments)
 
     def _describe(self, pool: Tensor) -> _BatonBatch:
@@ -137,8 +143,10 @@ class CpuPagedAttention:
             value.data_ptr() if has_new else None,
             out.data_ptr(),
             *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
+            key.stride(0),
+            key.stride(1) if shape.num_kv_heads > 1 else 0,
+            value.stride(0),
+            value.stride(1) if shape.num_kv_heads > 1 else 0,
             layer,
             NO_WINDOW if window is None else window,
             None if sinks is None else sinks.data_ptr(),
@@ -191,6 +199,13 @@ def plan_blocks(query_lens: Ints, seq_lens: Ints, block_tokens: int) -> NDArray[
     num_keys = (seq_lens[sequences] - new_tokens) + np.minimum(firsts + block_tokens, new_tokens)
     order = np.argsort(-num_keys, kind="stable")
     return np.stack((sequences[order], firsts[order]), 1).astype(np.int32)
+
+
+def count_head_parts(num_heads: int, num_blocks: int, num_threads: int) -> int:
+    """Into how many parts the query heads of one KV head are divided, so that each thread has work: they read the same
+    keys at about the same time, so memory is read once (1.23 times as fast with 16 heads, 8k tokens, two threads)."""
+    wanted = -(-num_threads // max(num_blocks, 1))
+    return next(count for count in range(wanted, num_heads + 1) if num_heads % count == 0) if wanted < num_heads else 1
 
 
 def _check_pool(pool: Tensor, shape: AttentionShape) -> None:

@@ -22,10 +22,10 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.compose import choose_attention
-from engine.cpu import build
+from engine.cpu import build, cpu_paged
 from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_math import Math, choose_math
-from engine.cpu.cpu_paged import CpuPagedAttention
+from engine.cpu.cpu_paged import CpuPagedAttention, count_head_parts
 from engine.weights.folders import cache_folder
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import AMX, BUILDS, HAS_AMX, built_for
@@ -152,6 +152,25 @@ def test_thread_count_does_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_share_the_query_heads_of_one_kv_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_paged, "LEAST_SHARED_BYTES", 1)
+    assert [count_head_parts(12, 1, threads) for threads in (1, 2, 5, 8, 64)] == [1, 2, 6, 12, 1]
+    assert count_head_parts(12, 4, 8) == 2 and count_head_parts(12, 9, 8) == 1
+    problem, before = Problem([(1, 500)], (12, 1), 72, 16, dtype, value_dim=64), torch.get_num_threads()
+    expected = problem.truth(None)
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for backend in kernels(problem.shape, *Math):
+                out, pool = problem.run(backend)
+                assert float((out.double() - expected).abs().max()) < tolerance(dtype), (backend.name, count)
+                check_writes(problem, pool)
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_compiler
