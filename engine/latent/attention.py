@@ -33,7 +33,8 @@ from engine.ops.base import Ops
 from wire.kv_layout import KV_HEADS, TOKENS, KvPart
 
 NORM_EPS = 1e-6  # of a latent's norm, whatever the model's
-# Of a step's expanded heads at once, which are DeepSeek V3's of 20k tokens; at least one. 100 MB take a CPU twice as long.
+# Of a step's expanded heads at once, and at least one: of DeepSeek V3's one of 20k tokens. 100 MB take a CPU twice as
+# long, out of its caches.
 SCRATCH_BYTES = 16 << 20
 Bools = NDArray[np.bool_]
 BuildBackend = Callable[[AttentionShape], AttentionBackend]

@@ -17,11 +17,13 @@ from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.compose import load_any_config
+from engine.kv.pool import PoolShape
 from engine.latent import attention as latent
 from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
 from engine.models.read_config import build_config
 from engine.models.table import build_table, shard_config
 from engine.weights.table import Shard
+from kvtransfer.layout import plan_runs
 from tests.support.batches import Part, pack
 from tests.support.checkpoints import write_config
 from tests.support.families import DEEPSEEK_V3
@@ -124,6 +126,12 @@ def test_pages_keep_one_latent_a_token() -> None:
     for rank in range(8):
         own = shard_config(config, Shard(rank, 8))
         assert own.kv_parts == config.kv_parts and own.attention_shapes[0].num_heads == 16
+    pages = PoolShape(1, config.kv_parts, 16, torch.bfloat16)
+    assert pages.page_bytes == 61 * 16 * 576 * 2
+    for size, theirs in ((1, 1), (1, 8), (8, 1), (4, 2)):  # each rank reads one copy
+        for rank in range(size):
+            runs = plan_runs(pages.page_parts(config.kv_parts), rank, size, theirs)
+            assert [(run.source, run.target, run.num_bytes) for run in runs] == [(0, 0, pages.page_bytes)]
     num_weights = sum(np.prod(stored.shape) for stored in build_table(config).stored())
     assert num_weights == pytest.approx(671e9, rel=1e-3)
 
