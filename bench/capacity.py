@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 
 from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.costs import Costs, Work
-from engine.layer_config import most_logits
+from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import Card
 from worker.chunks import STRETCH

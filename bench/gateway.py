@@ -1,8 +1,9 @@
 """The gateway's cost: real REST and gRPC streams through a real gateway, with a worker that computes nothing.
 
-    python -m bench.gateway [--tree DIR ...] [--streams 64] [--rounds 3]
+    python -m bench.gateway [--tree DIR ...] [--streams 64] [--rounds 3] [--api rest|grpc|responses|stored ...]
 
-`--tree`: a checkout whose gateway is measured; several take turns, so that other load on the machine affects all.
+`stored` is `responses` with a store in SQLite. `--tree`: a checkout whose gateway is measured; several take turns, so
+that other load on the machine affects all.
 `tokens/core-s` divides the tokens by the gateway's CPU seconds. Latency is a token's time from the worker's message to
 the client's socket, at the paces of both columns: a step every 20 ms, and a step as soon as the gateway keeps up.
 """
@@ -14,9 +15,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -84,14 +86,15 @@ class NoopDecode(FakeDecode):
 
 
 @asynccontextmanager
-async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[tuple[Process, str]]:
+async def running_gateway(tree: Path, decode_address: str, has_store: bool) -> AsyncIterator[tuple[Process, str]]:
     """`baton gateway` of a checkout, ready, and its address for gRPC; stopped at the end."""
     port, ops_port, grpc_port = free_ports(3)
-    flags = (
+    flags: tuple[str, ...] = (
         f"--model={TARGET_DIR}", "--served-name=demo", f"--decode={decode_address}", f"--port={port}",
         f"--ops-port={ops_port}", f"--grpc-port={grpc_port}", "--log-level=error",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        flags = (*flags, f"--state-dir={folder}/state") if has_store else flags
         gateway = Process("gateway", "gateway", port, ops_port, flags, Path(folder) / "log", checkout=tree)
         gateway.start()
         try:
@@ -112,16 +115,29 @@ async def settle(pid: int) -> None:
 
 async def stream_rest(address: str, name: str, num_tokens: int) -> list[float]:
     """The arrival times of a streamed completion's tokens."""
+    asked = {"model": "demo", "prompt": WORDS, "max_tokens": num_tokens, "stream": True}
+    return await _stream(address, name, "completions", asked, b'"text":"')
+
+
+async def stream_responses(address: str, name: str, num_tokens: int, *, is_stored: bool = False) -> list[float]:
+    """The same of a response's."""
+    asked = {"model": "demo", "input": WORDS, "max_output_tokens": num_tokens, "stream": True, "store": is_stored}
+    times = await _stream(address, name, "responses", asked, b'"delta":"')
+    return times + times[-1:] * (num_tokens - len(times))  # some tokens show no text of their own
+
+
+async def _stream(address: str, name: str, path: str, asked: dict[str, object], mark: bytes) -> list[float]:
+    """Arrival times of what has the mark."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
-    body = json.dumps({"model": "demo", "prompt": WORDS, "max_tokens": num_tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: {name}\r\nconnection: close\r\n"
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nx-request-id: {name}\r\nconnection: close\r\n"
     kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write((head + kind).encode() + body)
     times: list[float] = []
     while data := await reader.read(1 << 16):
-        times += [time.monotonic()] * data.count(b'"text":"')
+        times += [time.monotonic()] * data.count(mark)
     writer.close()
-    return times[:num_tokens]
+    return times
 
 
 async def stream_grpc(address: str, name: str, num_tokens: int) -> list[float]:
@@ -134,6 +150,14 @@ async def stream_grpc(address: str, name: str, num_tokens: int) -> list[float]:
         async for message in call:
             times += [time.monotonic()] * len(message.token_ids)
     return times
+
+
+STREAMS: dict[str, Callable[[str, str, int], Awaitable[list[float]]]] = {
+    "rest": stream_rest,
+    "grpc": stream_grpc,
+    "responses": stream_responses,
+    "stored": partial(stream_responses, is_stored=True),
+}
 
 
 @dataclass(frozen=True)
@@ -152,10 +176,10 @@ async def measure(
     """Run streams in parallel for about SECONDS."""
     engine.step_s = step_s
     num_tokens = int(SECONDS / step_s)
-    stream, address = (stream_rest, gateway.address) if api == "rest" else (stream_grpc, grpc_address)
+    stream, address = STREAMS[api], grpc_address if api == "grpc" else gateway.address
     names = [f"{api}-{step_s}-{time.monotonic_ns()}-{index}" for index in range(streams)]
     cpu_s, started = read_cpu_s(gateway.pid), time.monotonic()
-    arrived = await asyncio.gather(*(stream(address, name, num_tokens) for name in names))
+    arrived = [times[:num_tokens] for times in await asyncio.gather(*(stream(address, n, num_tokens) for n in names))]
     took, used = time.monotonic() - started, read_cpu_s(gateway.pid) - cpu_s
     if any(len(times) != num_tokens for times in arrived):
         raise RuntimeError(f"streams ended with {sorted({len(times) for times in arrived})} tokens, not {num_tokens}")
@@ -175,15 +199,15 @@ async def run(trees: list[Path], streams: int, rounds: int, apis: list[str]) -> 
     async with serving(engine) as address:
         for _ in range(rounds):
             for tree in trees:
-                async with running_gateway(tree, address) as (gateway, grpc_address):
+                async with running_gateway(tree, address, "stored" in apis) as (gateway, grpc_address):
                     for api in apis:
                         for pace, step_s in (("quiet", QUIET_STEP_S), ("busy", BUSY_STEP_S)):
                             one = await measure(gateway, grpc_address, engine, api, streams, step_s)
                             found[api, pace, tree].append(one)
-    print(f"{'api':5}{'pace':7}{'tokens/s':>10}{'tokens/core-s':>15}{'p50 ms':>8}{'p99 ms':>8}  tree")
+    print(f"{'api':10}{'pace':7}{'tokens/s':>10}{'tokens/core-s':>15}{'p50 ms':>8}{'p99 ms':>8}  tree")
     for (api, pace, tree), all_ in sorted(found.items(), key=lambda item: item[0][:2]):
         medians = [statistics.median(getattr(one, name) for one in all_) for name in Measured.__dataclass_fields__]
-        print(f"{api:5}{pace:7}{medians[0]:10.0f}{medians[1]:15.0f}{medians[2]:8.2f}{medians[3]:8.2f}  {tree}")
+        print(f"{api:10}{pace:7}{medians[0]:10.0f}{medians[1]:15.0f}{medians[2]:8.2f}{medians[3]:8.2f}  {tree}")
 
 
 def main() -> None:
@@ -191,7 +215,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, action="append")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--api", action="append", choices=["rest", "grpc"])
+    parser.add_argument("--api", action="append", choices=[*STREAMS])
     options = parser.parse_args()
     trees = [tree.resolve() for tree in options.tree or [Path(__file__).parents[1]]]
     asyncio.run(run(trees, options.streams, options.rounds, options.api or ["rest", "grpc"]))

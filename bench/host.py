@@ -39,10 +39,11 @@ from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
+from worker.params import SequenceParams
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams, Update
+from worker.sequences import Update
 from worker.table import num_rows_for
 
 PAGE_TOKENS, VOCAB = 16, 32_000

@@ -141,7 +141,7 @@ def build_sampling(rounds: int) -> Table:
 def build_hand_off(rounds: int) -> Table:
     table = Table("", "GB/s", "x copy", title=f"hand-off, {HANDED_PAGES} pages")
     shape = PoolShape(2 * HANDED_PAGES, (KvPart(num_layers=8, num_heads=8, head_dim=128),), 16, BF16)  # 512 KiB a page
-    theirs, ours = (Pool(shape, torch.device("cpu"), lends=lends) for lends in (True, False))
+    theirs, ours = (Pool(shape, lends=lends) for lends in (True, False))
     num_bytes = HANDED_PAGES * ours.page_bytes
     source, target = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     with asyncio.Runner() as runner:

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cpu.build import find_instruction_set
+from engine.cpu.cache import Weights
 from engine.cpu.cpu_math import Math, choose_math, measure_rate, measure_reading
 from engine.cpu.packed import PackedLinear, pack
 from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from engine.formats.groups import GROUP, Groups, with_zeros
-from engine.weights.cache import Weights
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B

@@ -37,7 +37,8 @@ from gateway.text.tokenizer import Tokenizer
 from tests.support.decoding import NO_SPECULATION, Answers, decode
 from tests.support.random_models import write_pair
 from wire.sampling import SamplingParams
-from worker.sequences import Sequence, SequenceParams
+from worker.params import SequenceParams
+from worker.sequences import Sequence
 from worker.startup.models import locate_draft, locate_model
 from worker.table import num_rows_for
 

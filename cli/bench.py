@@ -13,7 +13,7 @@ from bench.load.command import contexts, interference, overload, plot, serve
 from bench.roofline import SHAPES
 from bench.simulate.settings import FleetSettings, Workload
 from cli.service import CommandError
-from engine.models.read_config import build_config, load_config
+from engine.catalogue import build_config, load_config
 from runtime.gpus import CARDS, CardName
 from runtime.hardware import wait_without_spinning
 from runtime.settings import ConfigError

@@ -16,10 +16,11 @@ from cli.doctor_facts import GpuFacts, Machine, Model
 from engine.compose import choose_for_layers, load_any_config
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.engine import choose_device
+from engine.fallback.config import FallbackConfig
 from engine.formats.checks import check_kv_dtype
 from engine.heads.read_head import is_draft_head, read_head
 from engine.kv.pool import PoolShape
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from gateway.text.trial import load_tokenizer

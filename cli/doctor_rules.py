@@ -9,7 +9,7 @@ from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
-from engine.layer_config import most_logits
+from engine.cuda.sizes import most_logits
 from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.transports import choose_transport
 from protos import kv_pb2

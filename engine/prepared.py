@@ -4,7 +4,7 @@ Each row of logits is an output: a token to sample, or a given token to score. O
 the logits of a long prompt do not fill the memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import NO_SLOTS, Batch, DraftSpec, ForwardRow, Layout, LogitsChunk, Prepared, SampleSpec, States
+from engine.batch import NO_SLOTS, Batch, ForwardRow, Layout, LogitsChunk, Prepared, SampleSpec, States
 from engine.input_batch import InputBatch
-from engine.ranges import Ints, find_starts, join_ranges
+from engine.masks import with_masks
 from engine.sampling.batch import SamplingBatch
-from engine.staging import upload
+from engine.staging import Ints, find_starts, join_ranges, upload
 
 NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -78,8 +78,9 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
         for values in (columns.row, columns.num_logits, columns.num_given, columns.num_drafted)
     )
     counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted
-    is_choosing = num_logits > num_given
-    rows.count_tokens(row[is_choosing], counted[is_choosing])
+    is_counted = (num_logits > num_given) & (rows.counts_line[row] >= 0)
+    if np.count_nonzero(is_counted):
+        rows.count_tokens(row[is_counted], counted[is_counted])
     owners, ranks = join_ranges(np.zeros(len(row), np.int64), num_logits)
     outputs = SampleSpec(
         row[owners], layout.positions[layout.logits_rows] + 1, layout.places[layout.logits_rows] + 1
@@ -97,36 +98,10 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
         own = owners[span]
         chunks.append(_plan_chunk(rows, outputs, span, counted[own], ranks[span] < num_given[own], num_top[span]))
     masks = {at: mask for at, mask in enumerate(columns.mask) if mask is not None}
-    chunks = with_masks(chunks, requests, masks, rows.vocab_size)
-    return Prepared(layout, outputs, chunks, _plan_drafts(requests, layout), bool(np.count_nonzero(num_drafted)))
-
-
-def with_masks(
-    chunks: list[LogitsChunk], requests: Sequence[ForwardRow], masks: Mapping[int, NDArray[np.int32]], vocab_size: int
-) -> list[LogitsChunk]:
-    """The chunks with masks for some requests, by index. ValueError if a mask does not fit."""
-    if not masks:
-        return chunks
-    lines: list[int] = []  # of each of the S outputs
-    num_lines = 0
-    for at, part in enumerate(requests):
-        num_chosen, mask = part.num_logits - part.num_given, masks.get(at)
-        lines += [-1] * part.num_given
-        if mask is None:
-            lines += [-1] * num_chosen
-            continue
-        expected = (num_chosen, -(-vocab_size // 32))
-        if mask.shape != expected or mask.dtype != np.int32:
-            raise ValueError(f"the mask is {mask.dtype} {mask.shape}, expected int32 {expected}")
-        lines += range(num_lines, num_lines + num_chosen)
-        num_lines += num_chosen
-    joined, of_outputs = np.concatenate([masks[at] for at in sorted(masks)]), np.array(lines, np.int32)
-    found = []
-    for chunk in chunks:
-        own = of_outputs[chunk.span]
-        sampling = chunk.sampling._replace(masks=joined, mask_line=own if chunk.chosen is None else own[chunk.chosen])
-        found.append(chunk._replace(sampling=sampling))
-    return found
+    if masks:
+        chunks = with_masks(chunks, requests, masks, rows.vocab_size)
+    num_drafts = np.maximum(num_logits - num_given - 1, 0)
+    return Prepared(layout, outputs, chunks, num_logits, num_drafts, bool(np.count_nonzero(num_drafted)))
 
 
 def _plan_chunk(
@@ -162,20 +137,3 @@ def _plan_chunk(
     )
     wanted = {output: count for output, count in enumerate(num_top) if count is not None}
     return LogitsChunk(span, chosen, sampling, has_penalties, drafts, list(wanted), list(wanted.values()))
-
-
-def _plan_drafts(requests: Sequence[ForwardRow], layout: Layout) -> DraftSpec | None:
-    """None if no request has drafts."""
-    num_drafts = np.array([part.num_drafts for part in requests], np.int64)
-    if not np.count_nonzero(num_drafts):
-        return None
-    which = num_drafts.nonzero()[0]
-    back = np.arange(-int(num_drafts.max()), 0)
-    ends = np.add.accumulate([part.num_logits for part in requests])[which] - 1  # the output after the last draft
-    return DraftSpec(
-        which,
-        np.array([part.row for part in requests], np.int64)[which],
-        num_drafts[which],
-        np.maximum(layout.cu_seqlens_q[1:][which, None] + back, 0),
-        np.maximum(ends[:, None] + back, 0),
-    )

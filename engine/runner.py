@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, ForwardRow, LogitsChunk, Prepared
 from engine.input_batch import InputBatch
+from engine.masks import with_masks
 from engine.models.decoder import Decoder
-from engine.prepared import build_batch, prepare, with_masks
+from engine.prepared import build_batch, prepare
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import download, mark, upload
@@ -147,8 +148,10 @@ class Runner:
     def choose(self, begun: Begun, masks: Masks) -> Launched:
         """The second half."""
         step = begun.step
-        chunks = with_masks(step.chunks, begun.requests, masks, self.rows.vocab_size)
-        return begun.choose(replace(step, chunks=chunks))
+        if masks:
+            chunks = with_masks(step.chunks, begun.requests, masks, self.rows.vocab_size)
+            step = replace(step, chunks=chunks)
+        return begun.choose(step)
 
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""

@@ -1,4 +1,8 @@
-"""Copies between host and device that do not block the host."""
+"""A step's arrays: ragged ranges in numpy, without a Python loop over their elements, and copies to the device and
+back that do not block the host.
+
+`np.count_nonzero` instead of `any`: on a step's few numbers it takes a quarter of the time.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -9,7 +13,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Ints = NDArray[np.int64]
 ALIGNMENT = 16  # bytes; kernels read int32 and int64 fields in vectors
+
+
+def join_ranges(begins: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """[N], [N] -> owner and value of each element of the ranges [begin, begin + count), one after the other."""
+    every = np.arange(len(counts), dtype=np.int64)
+    if not np.count_nonzero(counts != 1):  # a plain decode step
+        return every, begins
+    owners = np.repeat(every, counts)
+    firsts: Ints = counts.cumsum()
+    firsts -= counts  # index of each range's first element
+    return owners, np.arange(len(owners), dtype=np.int64) + (begins - firsts)[owners]
+
+
+def find_starts(counts: Ints) -> NDArray[np.int32]:
+    """[N] -> [N + 1] start of each part; ends with the sum."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.add.accumulate(counts, out=starts[1:])
+    return starts
 
 
 def pin(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -8,9 +8,9 @@ from typing import Protocol
 import structlog
 
 from engine.batch import ForwardRow
-from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
+from engine.out_of_memory import NotNumbersError, StepFailedError, end_process, is_device_lost
 from engine.runner import Begun, Launched, Masks, ModelOutput
-from engine.sampling.logits import NOT_A_NUMBER
+from engine.sampling.sample import NOT_A_NUMBER
 from wire.logprobs import TokenLogprobs
 
 log = structlog.get_logger()
@@ -27,13 +27,6 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
     failed: dict[int, StepFailedError]  # index of a request |-> why it was not computed
     begins: list[int]  # index of a request |-> its first row of logits
-
-
-class NotNumbersError(Exception):
-    """The model computed NaN."""
-
-    def __init__(self) -> None:
-        super().__init__("the model's logits are NaN: its weights are damaged, or too large for its --dtype")
 
 
 class Launcher(Protocol):
@@ -156,11 +149,3 @@ def _end_if_lost(error: Exception) -> None:
     if is_device_lost(error):
         log.critical("the GPU is lost; this process ends", reason=str(error))
         end_process()
-
-
-def report_failure(error: Exception, setting: str, value: int, request_ids: Sequence[str]) -> StepFailedError:
-    """Log a failed step. If memory ran out, the message names the one `setting` to lower and its current `value`."""
-    failure = explain_failure(error, setting, value)
-    trace = None if is_out_of_memory(error) else error
-    log.error("step not computed", reason=str(failure), request_ids=request_ids, exc_info=trace)
-    return failure

@@ -16,7 +16,7 @@ from gateway.api.http.errors import add_error_handlers
 from gateway.api.http.middleware import RequestScope
 from gateway.api.http.service_routes import build_page_router, build_status_router
 from gateway.api.openapi import add_document
-from gateway.api.routes import build_api_router
+from gateway.api.routes import Keeper, build_api_router
 from gateway.images.families import find_family
 from gateway.images.fetch import ImageFetcher
 from gateway.images.reader import Images
@@ -86,12 +86,12 @@ def _build_images(tokenizer: Tokenizer, options: ApiOptions, offload: Offload) -
     return Images(tokenizer.folder, family, token_id, options.max_image_pixels, fetcher, offload)
 
 
-def build_app(served: ServedModels) -> FastAPI:
-    """The REST API, to be served by uvicorn."""
+def build_app(served: ServedModels, keeper: Keeper | None = None) -> FastAPI:
+    """The REST API, to be served by uvicorn. `keeper`: keeps answers; None: none are kept."""
     app = FastAPI(title="Baton", version="1", openapi_url=None, redirect_slashes=False, responses=_ERRORS)
     access = app.state.access = Access(served.keys, served.options.cors_origins, served.options.hosts)
     app.router.default = access.refuse_path
-    app.include_router(build_api_router(served))
+    app.include_router(build_api_router(served, keeper))
     app.include_router(build_status_router(served))
     app.include_router(build_page_router(served.models[0].tokenizer.examples))
     add_error_handlers(app)

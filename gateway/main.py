@@ -36,6 +36,9 @@ from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
 from gateway.scaling.sleepers import Sleepers
+from gateway.store.database import StoreError
+from gateway.store.keeper import AnswerKeeper
+from gateway.store.routes import add_answers
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -76,7 +79,7 @@ def run(config: GatewayConfig, folders: Mapping[str, str]) -> int:
             most = config.max_context_tokens or None
             tokenizers = {name: load_tokenizer(Path(folder), most) for name, folder in folders.items()}
             uvloop.run(_serve(config, tokenizers, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StoreError) as error:
         log.error("cannot start", reason=str(error))
         return 1
     return 0
@@ -97,7 +100,9 @@ async def _serve(
     shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
-    app = build_app(served)
+    keeper = _build_keeper(config, served)
+    app = build_app(served, keeper)
+    add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
@@ -109,6 +114,8 @@ async def _serve(
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes, connections)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
+    if keeper:
+        await keeper.start()
     await discovery.start()
     following = [asyncio.create_task(return_freed_memory())]
     following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
@@ -147,7 +154,11 @@ async def _serve(
     await shutdown.begun.wait()
     if batches:
         await batches.close()  # its lines are for the next gateway: the drain does not wait for them
+    if keeper:
+        await keeper.drain()
     await shutdown.wait()
+    if keeper:
+        await keeper.let_go()
     watch.close()
     for router in routers.values():
         router.admission.cut_off()
@@ -159,6 +170,8 @@ async def _serve(
     await discovery.close()
     await fleet.close()
     await served.close()
+    if keeper:
+        await keeper.close()
     if store:
         store.close()
 
@@ -167,8 +180,18 @@ def find_openness(config: GatewayConfig) -> str | None:
     """What anyone on the network can do for want of keys, and what to set; None where that is no matter."""
     if config.api_key or config.api_keys_file or is_loopback(config.host):
         return None
-    batches = ", and read all files and batches" if config.batch_dir else ""
-    return f"every client that reaches this port can use all models{batches}: set BATON_API_KEY or --api-keys-file"
+    has_store = config.state_dir or config.state_url
+    kept = [name for name, where in (("files and batches", config.batch_dir), ("stored answers", has_store)) if where]
+    read = f", and read all {' and '.join(kept)}" if kept else ""
+    return f"every client that reaches this port can use all models{read}: set BATON_API_KEY or --api-keys-file"
+
+
+def _build_keeper(config: GatewayConfig, served: ServedModels) -> AnswerKeeper | None:
+    """What keeps answers; None: nothing does."""
+    if not (place := config.state_url or (Path(config.state_dir) if config.state_dir else None)):
+        return None
+    lease_s, max_bytes = config.state_lease_s, config.state_max_mib << 20
+    return AnswerKeeper(served, place, ttl_s=config.state_ttl, max_bytes=max_bytes, lease_s=lease_s)
 
 
 def _build_models(

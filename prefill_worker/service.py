@@ -17,8 +17,8 @@ from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images
 from wire.page_keys import TOKEN_BYTES
 from worker.features import Features, LoanRefusedError
+from worker.params import SequenceParams
 from worker.role import Worker
-from worker.sequences import SequenceParams
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
 

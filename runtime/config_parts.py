@@ -284,6 +284,18 @@ class PublicConfig(GoalConfig):
     they are refused."""
     batch_dir_mib: Annotated[int, count(1, MAX_MEMORY_MIB)] = 4096
     """Size of the files there above which no more are taken."""
+    state_dir: str = ""
+    """Folder of a SQLite file of stored answers: of /v1/responses with `store`, their conversations and those in the
+    background. Empty, without --state-url: none are stored."""
+    state_url: str = field(default="", repr=False)
+    """The same in a PostgreSQL database, for several gateways: postgresql://USER:PASSWORD@HOST/NAME; best by
+    BATON_STATE_URL."""
+    state_ttl: Seconds = 30 * 86_400.0
+    """Seconds that stored answers are kept."""
+    state_max_mib: Annotated[int, count(1, MAX_MEMORY_MIB)] = 4096
+    """Size of stored answers above which the oldest are deleted."""
+    state_lease_s: Annotated[float, needs(lambda value: 2 <= value <= 600, "2 to 600 seconds")] = 5.0
+    """Seconds without a sign of a gateway after which another one goes on with its stored answers."""
     request_timeout_s: Seconds = 600.0
     """Longest life of a request, waiting included."""
     client_timeout_s: Seconds = 60.0
@@ -315,6 +327,10 @@ class PublicConfig(GoalConfig):
         self.require(
             "served_name", is_one, f'"{ANY_NAME}" or none with several models: name each by --model NAME=MODEL'
         )
+        self.require("state_url", not (self.state_url and self.state_dir), "none with --state-dir")
+        if self.state_url:
+            self.require("state_url", self.state_url.startswith(("postgresql://", "postgres://")), "postgresql://…")
+            self.require("state_url", find_spec("psycopg") is not None, "psycopg: pip install 'baton[postgres]'")
         if self.otlp_endpoint:
             self.require("otlp_endpoint", _is_url(self.otlp_endpoint), "a URL such as http://127.0.0.1:4318")
             self.require("otlp_endpoint", _has_otel(), "OpenTelemetry's packages: pip install 'baton[otel]'")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/cpu/build.py
-CHECK_STEPS = "BATON_CHECK_STEPS"  # see engine/sampling/checks.py
+CHECK_STEPS = "BATON_CHECK_STEPS"  # see engine/cpu/sampling_checks.py
 PROC = Path("/proc/self")
 MEMORY_FILES = (  # of a control group, v2 and v1: its limit, its use, and of its memory.stat what is no lasting use
     ("memory.max", "memory.current", "inactive_file"),

@@ -6,10 +6,12 @@ machine: the first chunk is the smallest, and each may be twice as large as any 
 """
 
 from math import ceil, inf
+from typing import Any
+
+from worker.plan import FEWEST, ChunkSizes, TokenBudget
 
 CHUNK_S = 2.0  # of a step without answers, and of a step's prompts beside them; shorter than any sensible --stall-s
 STRETCH = 1.7  # times the duration of a step with answers alone
-FEWEST = 16  # tokens, whatever they take: about a page
 # On a GPU. Its products are limited by memory below about 300 tokens (H100: 1e15 FLOP/s / 3.3e12 B/s, a weight of 2
 # bytes and 2 FLOP a token), so 256 cost little more than 16, and a first chunk takes milliseconds.
 FEWEST_ON_GPU = 256
@@ -20,39 +22,22 @@ MOST_GROWTH, MOST_SHRINKING = 1.2, 1.5  # per step beside answers: one short or 
 KEPT = 0.8  # weight of the old average when a step is added
 
 
-class ChunkSizer:
+class ChunkSizer(ChunkSizes):
     """Learns from each step of a worker. Sizes are in prompt tokens. itl_goal.py has one that keeps a goal."""
 
-    has_goal = False
-
     def __init__(self, most: int, fewest: int = FEWEST) -> None:
-        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there."""
-        self._most = most
-        self._fewest = fewest
+        super().__init__(most, fewest)
         self._ceiling = fewest  # of chunks: what may be tried next
         self._growth = GROWTH
-        self.quiet_s = 0.0  # a step with answers alone takes, on average; 0 before the first
-        self.token_s = 0.0  # each prompt token adds to a step; 0 before the first
-        self.fixed_s = 0.0  # a chunk of any size adds to a step with answers, on average
         self._last = (0, 0.0)  # tokens of the last chunk beside answers, seconds that it added
 
     @property
     def alone(self) -> int:
-        """Of the next step without answers."""
         return self._fit(CHUNK_S)
 
     @property
     def beside(self) -> int:
-        """Of the next step with answers."""
         return self._fit(self._wanted_s - self.fixed_s)
-
-    def beside_by_goal(self, num_answers: int) -> int | None:
-        """Of the next step with so many answers, by the goal; None without one."""
-        return None
-
-    def most_answers(self, limit: int) -> int:
-        """Answers whose steps keep the goal, also beside the smallest chunk: from 1 to `limit`."""
-        return limit
 
     @property
     def _full_beside(self) -> int:
@@ -69,7 +54,7 @@ class ChunkSizer:
         return min(max(min(fitting, self._ceiling), self._fewest), self._most)
 
     def predict(self, num_answers: int, num_prompt_tokens: int) -> float:
-        """Seconds of a step with these numbers of answer and prompt tokens; 0 before anything was measured."""
+        """0 before anything was measured."""
         token_s = self.token_s or self.quiet_s  # before the first prompt: at most a step each
         fixed_s = self.fixed_s if num_answers and num_prompt_tokens else 0.0
         return (self._answers_s(num_answers) if num_answers else 0.0) + fixed_s + token_s * num_prompt_tokens
@@ -79,7 +64,6 @@ class ChunkSizer:
         return self.quiet_s
 
     def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with these numbers of answer and prompt tokens took `seconds`."""
         if seconds <= 0:
             return
         quiet_s = self._answers_s(num_answers)
@@ -120,3 +104,9 @@ class ChunkSizer:
             self._ceiling, self._growth = max(num_tokens // 2, self._fewest), LATER_GROWTH
         else:
             self._ceiling = max(self._ceiling, ceil(num_tokens * self._growth))
+
+
+def build_budget(prompt_tokens: int, setting: str, device: str, **others: Any) -> TokenBudget:
+    """Chunks are learnt. `device`: torch's name of its type; `others`: fields of TokenBudget."""
+    fewest = FEWEST_ON_GPU if device == "cuda" else FEWEST
+    return TokenBudget(prompt_tokens, setting, fewest, **{"build_sizer": ChunkSizer, **others})

@@ -9,6 +9,7 @@ from engine.rank_group import join_group
 from runtime.config import DecodeConfig, PrefillConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
+from worker.chunks import build_budget
 from worker.features import Features
 from worker.images.encoder import ImageEncoder
 from worker.images.spans import fit_chunk
@@ -16,7 +17,7 @@ from worker.interfaces import Adapters, States
 from worker.itl_goal import choose_sizer
 from worker.metrics import WorkerMetrics
 from worker.peers.other_ranks import ALONE, OtherRanks
-from worker.plan import TokenBudget, build_budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.ranks.children import RANKS_S, RankChildren
 from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner

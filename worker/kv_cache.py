@@ -11,8 +11,9 @@ from typing import NamedTuple
 from wire.images import name_images
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
 from worker.interfaces import States
-from worker.prefix_cache import PrefixCache, num_pages_for
-from worker.sequences import ANY_NUMBER, Phase, Sequence, SequenceParams
+from worker.params import ANY_NUMBER, SequenceParams
+from worker.prefix_cache import PrefixCache
+from worker.sequences import Phase, Sequence
 
 
 class Hit(NamedTuple):
@@ -159,3 +160,8 @@ class KVCacheManager:
         for sequence in sequences:
             if not writers.isdisjoint(sequence.pages[: sequence.computed // self.page_tokens]):
                 raise AssertionError(f"a page that sequence {sequence.id} has completed may be written to")
+
+
+def num_pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages that `num_tokens` positions fill, the last one perhaps in part."""
+    return -(-num_tokens // page_tokens)

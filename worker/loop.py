@@ -15,12 +15,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
-from engine.out_of_memory import StepFailedError
-from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step, report_failure
+from engine.out_of_memory import StepFailedError, report_failure
+from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step
 from wire.logprobs import TokenLogprobs
 from worker.plan import TokenBudget, schedule
 from worker.rows import RowWriter
@@ -79,12 +78,13 @@ class StepExtras:
         return {}
 
 
-class StepCounter(Protocol):
-    """Metrics of steps."""
+class StepCounter:
+    """Counts steps for metrics; this one does not."""
 
     def count_step(
         self, planned: Seq[ScheduledSequence], updates: Seq[Update], failed: Collection[int], seconds: float
-    ) -> None: ...
+    ) -> None:
+        """A step is over. failed: indices of `planned`."""
 
 
 class WorkerLoop:
@@ -123,7 +123,7 @@ class WorkerLoop:
             updates += self._collect()
         self._complete(updates)
         if updates:
-            self._publish(self.thread.progress().steps, updates)
+            self._publish(self.thread.steps, updates)
         return is_busy or bool(updates)
 
     def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:

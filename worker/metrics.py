@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from runtime.ops import SECONDS_BUCKETS
+from worker.loop import StepCounter
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Update
 
@@ -29,7 +30,7 @@ class PromptSpeed:
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
-class WorkerMetrics:
+class WorkerMetrics(StepCounter):
     """Steps, sequences, pages and the prefix cache."""
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -3,14 +3,52 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 from wire.sampling import MAX_DRAFT_TOKENS
-from worker.chunks import FEWEST, FEWEST_ON_GPU, ChunkSizer
+from worker.params import SequenceParams
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, ScheduledSequence, Sequence, SequenceParams
+from worker.sequences import Phase, ScheduledSequence, Sequence
 
+FEWEST = 16  # tokens of a chunk, whatever they take: about a page
 MAX_SCORED = 128  # per step: a prompt token with log-probabilities costs as much as a sampled one
+
+
+class ChunkSizes:
+    """How many prompt tokens the next step computes: as many as allowed. chunks.py learns it from measured steps."""
+
+    has_goal = False
+
+    def __init__(self, most: int, fewest: int = FEWEST) -> None:
+        """`fewest`: the smallest chunk that is worth a step."""
+        self._most, self._fewest = most, fewest
+        self.quiet_s = 0.0  # a step with answers alone takes, on average; 0: not known
+        self.token_s = 0.0  # each prompt token adds to a step; 0: not known
+        self.fixed_s = 0.0  # a chunk of any size adds to a step with answers, on average
+
+    @property
+    def alone(self) -> int:
+        """Of the next step without answers."""
+        return self._most
+
+    @property
+    def beside(self) -> int:
+        """Of the next step with answers."""
+        return self._most
+
+    def beside_by_goal(self, num_answers: int) -> int | None:
+        """Of the next step with so many answers, by the goal; None without one."""
+        return None
+
+    def most_answers(self, limit: int) -> int:
+        """Answers whose steps keep the goal, also beside the smallest chunk: from 1 to `limit`."""
+        return limit
+
+    def predict(self, num_answers: int, num_prompt_tokens: int) -> float:
+        """Seconds of a step with these numbers of answer and prompt tokens; 0: not known."""
+        return 0.0
+
+    def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
+        """A step with these numbers of answer and prompt tokens took `seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +59,7 @@ class TokenBudget:
     setting: str  # the flag that sets it, for error messages
     fewest_prompt_tokens: int = FEWEST  # of a chunk, unless a prompt has fewer left
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
-    build_sizer: Callable[[int, int], ChunkSizer] = ChunkSizer  # from prompt_tokens and fewest_prompt_tokens
+    build_sizer: Callable[[int, int], ChunkSizes] = ChunkSizes  # from prompt_tokens and fewest_prompt_tokens
     by_goal: Callable[[int], int | None] = lambda num_answers: None  # prompt tokens beside them; None: no goal
     fit: Callable[[SequenceParams, int, int], int] = lambda params, begin, count: count
     """(params, begin, count) |-> how many positions from `begin` on may be one step's, about `count`"""
@@ -37,11 +75,6 @@ class TokenBudget:
             return fitting
         growth = max(1.0, 2 * num_prompts / num_answers, num_prompts / 2)
         return min(self.prompt_tokens, int(self.beside_answers * growth))
-
-
-def build_budget(prompt_tokens: int, setting: str, device: str, **others: Any) -> TokenBudget:
-    """`device`: torch's name of its type; `others`: fields of TokenBudget."""
-    return TokenBudget(prompt_tokens, setting, FEWEST_ON_GPU if device == "cuda" else FEWEST, **others)
 
 
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:

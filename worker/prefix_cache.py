@@ -171,8 +171,3 @@ class PrefixCache:
             for page, num in enumerate(self._num_holders):
                 if num != found[page]:
                     raise AssertionError(f"page {page} counts {num} holders, {found[page]} know of it")
-
-
-def num_pages_for(num_tokens: int, page_tokens: int) -> int:
-    """Pages that `num_tokens` positions fill, the last one perhaps in part."""
-    return -(-num_tokens // page_tokens)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
-from engine.sampling.logits import allowed_words
+from engine.masks import allowed_words
 from worker.sequences import ScheduledSequence, Sequence
 
 

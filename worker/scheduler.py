@@ -1,6 +1,6 @@
 """Which of a worker's sequences run, and what their steps change. Pure: `now` is passed in.
 
-table.py admits and ends sequences; kv_cache.py gives them pages. The caller serialises calls.
+admission.py lets sequences in, table.py ends them, kv_cache.py gives them pages. The caller serialises calls.
 """
 
 from collections.abc import Sequence as Seq
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import inf
 
 from wire.logprobs import TokenLogprobs
+from worker.admission import AdmittingTable
 from worker.prefix_cache import NoRoomError
 from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequence, Update
-from worker.table import SequenceTable
 
 
 @dataclass(slots=True)
-class Scheduler(SequenceTable):
+class Scheduler(AdmittingTable):
     """Decides which sequences get pages, and keeps the books of launched steps."""
 
     # -- room ----------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from runtime.hardware import find_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
+from worker.admission import OverGoalError
 from worker.features import AdapterRefusedError, Features
 from worker.interfaces import NoSlotError, UnknownAdapterError
 from worker.metrics import WorkerMetrics
+from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.role import Worker
-from worker.sequences import Sequence, SequenceParams
-from worker.table import OverGoalError
+from worker.sequences import Sequence
 from worker.thread import EngineThread
 
 _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}

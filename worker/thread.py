@@ -63,6 +63,7 @@ class EngineThread:
         """
         self.lock = threading.Lock()
         self.predicted_s = 0.0  # of the current step; set by the step
+        self.steps = 0  # done so far
         self.core_share = 1.0  # of its cores that steps have; set by calls
         self._changed = threading.Condition(self.lock)
         self._step = step
@@ -71,7 +72,6 @@ class EngineThread:
         self._is_woken = False
         self._is_stopping = False
         self._calls: deque[Callable[[], None]] = deque()
-        self._steps = 0
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -118,8 +118,8 @@ class EngineThread:
     def progress(self) -> Progress:
         busy_since = self._busy_since
         if busy_since is None:
-            return Progress(self._steps, 0.0, 0.0)
-        return Progress(self._steps, time.monotonic() - busy_since, self.predicted_s)
+            return Progress(self.steps, 0.0, 0.0)
+        return Progress(self.steps, time.monotonic() - busy_since, self.predicted_s)
 
     def _run(self) -> None:
         try:
@@ -139,7 +139,7 @@ class EngineThread:
                 self._calls.popleft()()
             self._busy_since = time.monotonic()
             if self._step():
-                self._steps += 1
+                self.steps += 1
             else:
                 self._busy_since = None
                 self._sleep()

@@ -30,7 +30,7 @@ from engine.layers.linear import Quantization
 from tests.support.batches import SAMPLINGS
 from tests.support.decoding import build_speculators
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 from worker.table import num_rows_for
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16

@@ -23,6 +23,7 @@ from bench.gpu_checks.card import MissedError, require, scale_for
 from bench.gpu_checks.loop import build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
 from engine.cuda import gpu as gpu_module
+from engine.cuda.pool import GpuPool
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.nixl_agent import NOT_INSTALLED, is_installed
@@ -183,8 +184,8 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
 
 def time_copies(pool: Pool, command: Sequence[str]) -> str:
     """See time_ipc. All times include the host's part; a copy within the device none of the reader's checks."""
+    assert isinstance(pool, GpuPool)
     gpu, count = pool.gpu, pool.num_pages // 2
-    assert gpu is not None
 
     async def run() -> float:
         async with reading(pool, command, "cuda_ipc", count) as (reader, _exporter):
@@ -225,7 +226,7 @@ def run_beside(pool: Pool, command: Sequence[str]) -> str:
     requests = build_requests(1, 64, scale.num_steps, engine.config.vocab_size)
 
     async def read_on() -> None:
-        async with reading(pool, command, "cuda_ipc" if pool.gpu else "grpc", num_pages) as (reader, _exporter):
+        async with reading(pool, command, "cuda_ipc" if pool.gpu_uuid else "grpc", num_pages) as (reader, _exporter):
             while not stop.is_set():
                 started = time.perf_counter()
                 await reader.read([PageRef(page, 0) for page in range(num_pages)], range(num_pages))

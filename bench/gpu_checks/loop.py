@@ -14,7 +14,7 @@ from engine.runner import Runner
 from engine.steps import Launcher
 from tests.support.decoding import NO_SPECULATION, Answers, decode
 from wire.sampling import SamplingParams
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 
 CHUNK_TOKENS = 2048
 GATEWAY = "bench"

@@ -5,10 +5,10 @@ import torch
 from bench.gpu_checks.card import GIB, scale_for
 from bench.gpu_checks.models import PAGE_TOKENS, load_random
 from bench.roofline import SHAPES
+from engine.catalogue import build_config
 from engine.compose import assemble_engine
 from engine.cuda.largest_step import run
-from engine.layer_config import most_logits
-from engine.models.read_config import build_config
+from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import find_card

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from bench.roofline import SHAPES
+from engine.catalogue import build_config
 from engine.compose import LAYER_PARTS, FullEngine, assemble_engine, choose_format, open_device
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.engine import Loaded
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
-from engine.models.read_config import build_config
 from engine.weights.reader import ShardReader
 from tests.support.random_models import RandomCheckpoint
 from worker.table import num_rows_for
@@ -26,7 +26,7 @@ def load_random(
     config = build_config({**SHAPES[shape], "max_position_embeddings": longest})
     checkpoint = RandomCheckpoint(config, device)
     reader = ShardReader(checkpoint, torch.bfloat16, device, lambda done, total: None)
-    format = choose_format(reader, open_device(device).ops, quantization, None)
+    format = choose_format(reader, open_device(device).ops, quantization)
     decoder = build_decoder(config, format, LAYER_PARTS)
     return Loaded(Path(shape), shape, decoder, config.kv_parts)
 

@@ -11,9 +11,10 @@ from bench.simulate.worker import MODEL, SimWorker
 from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
 from wire.page_keys import TOKEN_BYTES
+from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import begin_read, finish_read
-from worker.sequences import Phase, SequenceParams, Update
+from worker.sequences import Phase, Update
 from worker.sequences import Sequence as Tokens
 from worker.tiers.plans import begin_loan, begin_restore, end_loan, end_restore, plan_loan
 

@@ -16,12 +16,12 @@ from decode_worker.metrics import DecodeMetrics
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams
+from worker.chunks import build_budget
 from worker.kv_cache import KVCacheManager
 from worker.loop import InFlightStep, WorkerLoop
-from worker.plan import TokenBudget
+from worker.params import SequenceParams
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams
 
 STREAMS = (1, 2, 4, 8, 16)
 PROMPTS = (64, 256, 1024)  # tokens
@@ -62,7 +62,8 @@ def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Me
     scheduler = Scheduler(kv, max(STREAMS), LEASE_S)
     draw, extras = np.random.default_rng(seed), MeasuredSteps(scheduler)
     loop = WorkerLoop(
-        extras, scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
+        extras, scheduler, engine.runner, engine.rows, engine.pool,
+        build_budget(CHUNK_TOKENS, "--chunk-tokens", engine.device.type),
         lambda _step, _updates: None, DecodeMetrics(scheduler), engine.steps_ahead,
     )  # fmt: skip
     for number in range(streams):

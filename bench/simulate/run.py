@@ -35,7 +35,7 @@ from gateway.router.request import Request
 from gateway.router.router import Router
 from gateway.router.worker_view import WorkerView
 from wire.sampling import SamplingParams
-from worker.sequences import ANY_NUMBER
+from worker.params import ANY_NUMBER
 
 FOR_EVER = float("inf")
 GREEDY = SamplingParams(temperature=0.0)

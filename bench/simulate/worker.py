@@ -14,11 +14,12 @@ import numpy as np
 from bench.simulate.costs import Costs, Floats, work_of
 from bench.simulate.events import Clock
 from bench.simulate.figures import Gaps
-from worker.kv_cache import KVCacheManager
+from worker.kv_cache import KVCacheManager, num_pages_for
+from worker.params import ANY_NUMBER
 from worker.plan import TokenBudget, schedule
-from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import ANY_NUMBER, Phase, ScheduledSequence, Update
+from worker.sequences import Phase, ScheduledSequence, Update
 
 MODEL = "simulated"  # fingerprint of the weights
 LEASE_S = 30.0  # longer than any run: nothing fails here

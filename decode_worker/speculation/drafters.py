@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from decode_worker.speculation.lengths import CostCurve, CostMeter
 from engine.batch import ForwardRow
+from engine.masks import allowed_words
 from engine.runner import Runner
-from engine.sampling.logits import NOT_A_NUMBER, allowed_words
+from engine.sampling.sample import NOT_A_NUMBER
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 

@@ -1,8 +1,11 @@
 """Products whose rows may have adapters (LoRA)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
@@ -67,3 +70,9 @@ class AdaptedGated(Extended):
     @property
     def is_idle(self) -> bool:
         return self.site.is_idle
+
+
+def interleave_panels(parts: Sequence[Tensor], width: int) -> Tensor:
+    """[n, ...] of each part |-> [N padded, ...]: their panels of `width`, the last of each padded by zeros, in turn."""
+    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % width)) for part in parts]
+    return torch.stack([part.view(-1, width, *part.shape[1:]) for part in padded], 1).flatten(0, 2)

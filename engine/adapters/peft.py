@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.adapters.slots import HostAdapter, SiteAdapter
 from engine.json_values import Json, collection, flag, integer, number
-from engine.layers.additions import ProductKey
+from engine.layers.linear import ProductKey
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
 from engine.weights.checkpoint import FLOATS

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.ranges import Ints, join_ranges
+from engine.staging import Ints, join_ranges
 
 TILE_ROWS = 16  # at most: what one product of a GPU's tensor cores takes
 BLOCK_COLUMNS = 64  # at most, that one part of a kernel adds to

@@ -10,15 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Site
+from engine.adapters.linear import AdaptedGated, AdaptedLinear, AdaptersStep, Site, interleave_panels
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import NO_SLOT, AdapterTiles, AdapterWeights, HostTiles, divide_columns, sort_rows
 from engine.batch import Batch, Layout, StepFeature
 from engine.input_batch import RowFeature
-from engine.layers.additions import Additions, ProductKey
-from engine.layers.linear import Gated, Linear, interleave_panels
-from engine.ranges import Ints
-from engine.staging import upload
+from engine.layers.linear import Additions, Gated, Linear, ProductKey
+from engine.staging import Ints, upload
 
 
 class SiteAdapter(NamedTuple):

@@ -1,6 +1,6 @@
 """The interface of attention backends. Knows shapes, not kernels."""
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -8,15 +8,6 @@ from engine.attention.qkv import QKV
 from engine.batch import Batch
 
 FP8_LIMIT = 448.0  # largest float8_e4m3fn value; fp8 pages have no scale
-
-
-class Attend(NamedTuple):
-    """The arguments of `AttentionBackend.attend`."""
-
-    layer: int  # whose KV, among those with KV of their own
-    heads: QKV
-    window: int | None
-    sinks: Tensor | None
 
 
 class AttentionBackend(Protocol):

@@ -3,6 +3,7 @@
 Backends without a kernel for this call `QKV.ready`, the slow twin of cuda/gpu_layers.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,15 @@ class QKV(NamedTuple):
         return query_key[:, : self.num_heads], query_key[:, self.num_heads :], self.value
 
 
+class Attend(NamedTuple):
+    """The arguments of `AttentionBackend.attend`."""
+
+    layer: int  # whose KV, among those with KV of their own
+    heads: QKV
+    window: int | None
+    sinks: Tensor | None
+
+
 def apply_rope_slowly(query_key: Tensor, rope: RopeArgs) -> Tensor:
     """[T, Hq + Hkv, D] |-> the same, contiguous."""
     if rope.norm is not None:
@@ -58,3 +68,29 @@ def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     num_rows, num_heads, head_dim = heads.shape
     swapped = heads.view(num_rows, num_heads, 2, head_dim // 2).flip(-2).view(num_rows, num_heads, head_dim)
     return torch.mul(heads, cos).addcmul_(swapped, signed_sin)
+
+
+def gather_rotation(table: Tensor, positions: Tensor, axes: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions, or
+    [3, T] with `RopeConfig.axes`.
+
+    Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `rotate`.
+    """
+    found = table[positions]  # [T, 2, D / 2], or [3, T, 2, D / 2]
+    if positions.ndim == 2:
+        turned = torch.stack([found[axis, ..., pair] for pair, axis in enumerate(axes)], -1)
+        found = torch.cat((turned, found[0, ..., len(axes) :]), -1)
+    cos, sin = found.unbind(1)  # [T, D / 2] each
+    return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+
+
+class Rotations:
+    """Looks up the rotations of a step, by each of a model's ropes."""
+
+    def __init__(self, tables: Sequence[Tensor], axes: Sequence[Sequence[int]]) -> None:
+        """tables: [num_positions, 2, D / 2] each, see `layers.rope.build_rope_table`."""
+        self._tables, self._axes = tables, axes
+
+    def __call__(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """[T] or [3, T] |-> of each rope, see `gather_rotation`."""
+        return [gather_rotation(table, positions, axes) for table, axes in zip(self._tables, self._axes, strict=True)]

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cpu import sampling_checks
 from engine.cpu.build import BuildError, load_kernel
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import MOST
@@ -68,5 +69,7 @@ def load_cpu_sampling() -> CpuSampling | None:
 
 def sample_on_cpu(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """See `Ops.sample`."""
+    if sampling_checks.ARE_ON:
+        sampling_checks.check_sampling(batch, logits)
     kernel = load_cpu_sampling()
     return sample(logits, batch, None if kernel is None else kernel.sample)

@@ -13,7 +13,6 @@ from engine.cpu.cpu_math import choose_math, describe_math
 from engine.cpu.cpu_paged import CpuPagedAttention
 from engine.cpu.cpu_sampling import load_cpu_sampling
 from engine.cpu.ops import CpuOps
-from engine.cpu.packed import can_pack
 from engine.device import Device
 from engine.ops.base import Ops
 
@@ -27,9 +26,6 @@ class CpuDevice(Device):
             load_cpu_sampling()  # which says so in the log
             return Ops()
         return CpuOps()
-
-    def can_pack(self) -> bool:
-        return can_pack()
 
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,

@@ -1,10 +1,15 @@
 """Weights packed for the CPU's kernels."""
 
+import hashlib
+import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.cpu.cache import Weights, share_weights
 from engine.cpu.packed import (
     NEVER,
     PANEL_COLUMNS,
@@ -14,6 +19,7 @@ from engine.cpu.packed import (
     PackedLinear,
     PackedMatrix,
     PackedShape,
+    can_pack,
     choose_torch_rows,
     panel_order,
 )
@@ -22,11 +28,15 @@ from engine.formats.groups import Groups, join_groups
 from engine.formats.ops import FormatOps
 from engine.formats.products import find_groups
 from engine.layer_config import Activation
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Gated, Linear, Quantization
-from engine.weights.cache import Weights
+from engine.layers.linear import Embedding, Gated, Linear, Quantization
+from engine.models.load import DecoderT, OpenFormat, Source
+from engine.weights.files import ReadHeader
+from engine.weights.fingerprint import weight_fingerprint
+from engine.weights.folders import SMALLEST_FILE_BYTES, CannotShareError, cache_folder
 from engine.weights.formats import PlainFormat
 from engine.weights.table import Product
+
+PACKED_VERSION = 4  # of the layout of packed weights, and of how they are chosen
 
 
 @dataclass(frozen=True)
@@ -118,3 +128,38 @@ def _name(product: Product) -> str:
     """Of its packed weights: unlike any other product's."""
     part = product.parts[0]
     return part.weight if part.index is None else f"{part.weight}.{part.index}"
+
+
+def is_packed(source: Source) -> bool:
+    """Whether the kernels multiply its weights packed."""
+    is_here = source.device.torch.type == "cpu" and source.dtype is torch.bfloat16
+    return is_here and source.quantization != "fp8" and can_pack()
+
+
+def build_packed(build: Callable[[OpenFormat], DecoderT], source: Source, read_header: ReadHeader) -> DecoderT:
+    """`build` with packed weights: in a file that workers share, if they are large."""
+
+    def pack(weights: Weights) -> DecoderT:
+        return build(lambda reader, ops: PackedFormat(reader, ops, weights, source.quantization))
+
+    shapes = (entry.shape for entry in source.checkpoint.entries.values())
+    num_bytes = 2 * sum(map(math.prod, shapes)) // source.ranks.size  # at most
+    if num_bytes < SMALLEST_FILE_BYTES:
+        return pack(Weights())
+    try:
+        shared = share_weights(cache_folder(), name_weights(source, read_header), num_bytes, pack)
+    except (CannotShareError, OSError) as error:  # of which a folder that cannot be made
+        decoder = pack(Weights())
+        decoder.why_unshared = str(error)
+        return decoder
+    decoder = pack(shared)
+    decoder.mapped_bytes = shared.num_bytes
+    return decoder
+
+
+def name_weights(source: Source, read_header: ReadHeader) -> str:
+    """The file name of packed weights: a hash of everything they depend on."""
+    fingerprint = weight_fingerprint(source.folder, source.quantization, read_header)
+    parts = [PACKED_VERSION, fingerprint, source.ranks.rank, source.ranks.size]
+    parts += [source.part] if source.part else []
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

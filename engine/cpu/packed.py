@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.adapters.linear import interleave_panels
 from engine.cpu import cpu_adapters
 from engine.cpu.build import BuildError, load_kernel
+from engine.cpu.cache import Weights
 from engine.cpu.cpu_math import choose_math
-from engine.layers.embedding import Embedding
-from engine.layers.linear import interleave_panels
-from engine.weights.cache import Weights
+from engine.layers.linear import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # 4-byte words along K; bytes of both panels of a block

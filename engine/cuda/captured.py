@@ -9,8 +9,8 @@ from engine.batch import Batch, Prepared
 from engine.cuda.graph_shapes import Shape
 from engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.cuda.pieces import PieceGraphs, has_equal_pieces
-from engine.ranges import Ints
 from engine.runner import Finish, Forwards, Launched, Runner, score, take_rows
+from engine.staging import Ints
 
 
 class CapturedForwards(Forwards):

@@ -10,7 +10,9 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.cuda.gpu import Gpu
 from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
+from engine.cuda.pool import GpuPool
 from engine.device import Device
+from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.ops.base import Ops
 from engine.rank_group import GroupRanks
 
@@ -50,8 +52,10 @@ class CudaDevice(Device):
         )  # fmt: skip
         return AttentionChoice(backend, reason, is_fallback=False)
 
-    def open_memory(self) -> Gpu:
-        return Gpu(self.torch)
+    def build_pool(
+        self, shape: PoolShape, draft_shape: PoolShape | None = None, share: PoolShare | None = None, lends: bool = True
+    ) -> Pool:
+        return GpuPool(shape, Gpu(self.torch), draft_shape, share)
 
     def open_ranks(self, group: dist.ProcessGroup) -> GroupRanks:
         """The exchanges of a group of ranks."""

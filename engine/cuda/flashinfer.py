@@ -27,8 +27,7 @@ from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
 from engine.cuda.modules import HEAD_DIMS, Kernels
 from engine.cuda.splits import choose_part, scratch_bytes
-from engine.ranges import Ints, find_starts
-from engine.staging import mark, pin
+from engine.staging import Ints, find_starts, mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use

@@ -25,7 +25,7 @@ ENGINE_BYTES = 64 << 10
 
 
 class Gpu:
-    """A pool's `DeviceMemory`. Tests use one over host memory (tests/support/fake_cuda.py)."""
+    """The memory of a GPU that a pool is in. Tests use one over host memory (tests/support/fake_cuda.py)."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError without a libcudart."""

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.layer_config import SLOT_TILES, Routing
+from engine.cuda.sizes import SLOT_TILES
+from engine.experts.routing import Routing
 
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
 # Outputs and depth of a program's tile: 32 weights a thread, in four 16-byte loads.

@@ -1,4 +1,4 @@
-"""Adjusts logits on a GPU, out of place: penalties, bias and masks as in engine/sampling/logits.py.
+"""Adjusts logits on a GPU, out of place: penalties, bias and masks as in engine/sampling/sample.py.
 
 Knows the fields of a batch as tensors of fixed presence; nothing of sampling. Rows without an adjustment are not
 written: `open_row` reads them from the logits, through `bound`.

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.fields import SamplingTensors
 from engine.cuda.gpu_logits import BLOCK, GROUP, INFINITY, adjust, bound, load_param, open_row
 from engine.cuda.gpu_noise import gumbel_noise
 from engine.cuda.gpu_values import find_kth, load_min_p, load_temperature, load_top_k, scale, weigh
-from engine.sampling.fields import SamplingTensors
 from wire.sampling import LEAST_TEMPERATURE
 
 SLOTS = tl.constexpr(32)  # per block, for values that top_k may keep; if a block has more, the whole row is searched

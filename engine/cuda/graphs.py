@@ -18,15 +18,16 @@ from engine.adapters.rows import NO_SLOT, AdapterTiles
 from engine.adapters.slots import StepTiles
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, Prepared, States
+from engine.cuda.field_ops import FieldOps
+from engine.cuda.fields import SamplingTensors, to_bytes
 from engine.cuda.graph_shapes import Shape
 from engine.cuda.static_block import StaticBlock
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.ranges import Ints
 from engine.runner import Follower
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import PARAMS, SamplingTensors, to_bytes, to_row
-from engine.staging import upload
+from engine.sampling.fields import PARAMS, to_row
+from engine.staging import Ints, upload
 from wire.sampling import SamplingParams
 
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
@@ -184,8 +185,7 @@ class DecodeGraph:
                 arrays["counts_line"][outs] = sampling.counts_line
             arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
             arrays["rows"][:num_sequences] = layout.places[layout.cu_seqlens_q[:-1]] // self._rows.width
-            if step.drafts is not None:
-                arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
+            arrays["num_drafts"][:num_sequences] = step.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
             if (adapted := find_tiles(layout)) is not None:
                 tokens = adapted.tokens  # all rows of the shape have logits, so they are those of the outputs too
@@ -274,7 +274,7 @@ class DecodeGraph:
         rows, tokens = self._rows, self._tokens
         logits = self._model.own_logits(self.hidden)
         if len(self._own_tokens):
-            self._model.ops.sample_into(self._own_tokens, logits, self._own_sampling)
+            self._model.ops.find(FieldOps).sample_into(self._own_tokens, logits, self._own_sampling)
         if self._model.ranks.size > 1:
             tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(tokens)))
         lasts = self._follower.find_lasts(

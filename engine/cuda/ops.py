@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.adapters.ops import AdapterOps
 from engine.adapters.rows import AdapterTiles, AdapterWeights
+from engine.cpu import sampling_checks as checks
 from engine.cpu.packed_groups import round_groups
 from engine.cuda import (
     gpu_adapters,
@@ -17,6 +18,8 @@ from engine.cuda import (
     gpu_states,
 )
 from engine.cuda import sampling as gpu
+from engine.cuda.field_ops import FieldOps
+from engine.cuda.fields import SamplingTensors
 from engine.experts.ops import ExpertOps
 from engine.formats.fp8 import BLOCK, E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
 from engine.formats.groups import Groups, StoredGroups
@@ -25,12 +28,10 @@ from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
 from engine.layer_config import Activation
 from engine.layers.mixer import StateRows
-from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import SamplingTensors
 
 
-class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps):
+class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps, FieldOps):
     """See `Ops`."""
 
     expert_kernels = gpu_experts

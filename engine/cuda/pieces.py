@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import Attend, AttentionBackend
-from engine.attention.qkv import QKV
+from engine.attention.base import AttentionBackend
+from engine.attention.qkv import QKV, Attend
 from engine.batch import Batch
 from engine.cuda.graphs import Capture, Compute
 from engine.models.config import ModelConfig
@@ -116,7 +116,7 @@ class PieceGraph:
 def has_equal_pieces(config: ModelConfig) -> bool:
     """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
     is_alike = len(set(config.attention_shapes)) == 1 and len(config.kv_layers) == config.num_layers
-    is_plain = config.token_kv is None and not config.has_output_gate and not config.token_input_size
+    is_plain = config.token_kv is None and not config.has_output_gate and config.token_inputs is None
     return is_alike and is_plain and config.moe is None
 
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cuda.fields import SamplingTensors, to_bytes
 from engine.cuda.gpu_sampling import choose_tokens
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import SamplingTensors, to_bytes
 from engine.staging import upload
 
 

@@ -13,7 +13,7 @@ Read from FlashInfer 0.7.2's scheduler.cuh: PrefillSplitQOKVIndptr, PrefillPlanI
 import numpy as np
 
 from engine.attention.shape import AttentionShape
-from engine.ranges import Ints
+from engine.staging import Ints
 
 PROGRAMS_EACH = 2  # of a multiprocessor, that FlashInfer plans for
 LEAST_TOKENS = 128  # of a part

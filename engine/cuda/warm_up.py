@@ -6,13 +6,14 @@ from itertools import count
 import numpy as np
 
 from engine.batch import ForwardRow
+from engine.cuda.advice import explain_failed_warm_up
 from engine.cuda.captured import capture_graphs, capture_pieces, choose_shapes_of, has_pieces, is_capturable
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import CudaCapture, OnCaptured
+from engine.cuda.sizes import SLOT_TILES
 from engine.engine import Engine
-from engine.layer_config import SLOT_TILES
+from engine.experts.config import moe_of
 from engine.models.config import ModelConfig
-from engine.out_of_memory import explain_failed_warm_up
 from engine.runner import Runner
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -62,8 +63,8 @@ def warm_up(
 def run_prompts(runner: Runner, padding_page: int) -> None:
     """Run prompts of a few lengths in the free row 0, all on one page, to compile and load all kernels."""
     rows, config, lengths = runner.rows, runner.model.config, [*WARM_UP_TOKENS]
-    if isinstance(config, ModelConfig) and config.moe is not None:  # from which an expert's tile is the larger one
-        lengths.append(SLOT_TILES[0] * config.moe.routing.num_experts // config.moe.routing.top_k + 1)
+    if isinstance(config, ModelConfig) and (moe := moe_of(config)) is not None:  # an expert's larger tile, from here
+        lengths.append(SLOT_TILES[0] * moe.routing.num_experts // moe.routing.top_k + 1)
     for length in lengths:
         length = min(length, rows.width - MAX_DRAFT_TOKENS)
         rows.open(0, np.zeros(length, np.int32), SamplingParams(), length)

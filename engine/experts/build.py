@@ -1,23 +1,47 @@
 """A mixture of experts from a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.experts.config import moe_of
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts
 from engine.experts.ops import ExpertOps
 from engine.layer_config import Activation
-from engine.layers.linear import Linear, Normed, PlainLinear, SummedLinear, WidenedLinear
+from engine.layers.linear import Linear, PlainLinear, SummedLinear, WidenedLinear
 from engine.models.assemble import LayerBuilder
+from engine.ops.base import Ops
 from engine.weights.formats import PlainFormat
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """A product, an MLP or experts, with norms of its own around it."""
+
+    own: Callable[..., Tensor]
+    ops: Ops
+    eps: float
+    before: Tensor  # [K]
+    after: Tensor | None = None  # [N]
+
+    def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
+        """rows: [T, K] |-> [T, N]. Does not modify them."""
+        out = self.own(self.ops.norm(rows, self.before, self.eps), *routes)
+        return out if self.after is None else self.ops.norm(out, self.after, self.eps)
+
+
 def build_mixture(builder: LayerBuilder) -> Linear:
     """A layer's experts. All ranks choose the same ones."""
-    reader, config, moe, products = builder.format.reader, builder.config, builder.config.moe, builder.table.products
+    reader, config, moe, products = (
+        builder.format.reader,
+        builder.config,
+        moe_of(builder.config),
+        builder.table.products,
+    )
     assert moe is not None
     weight, bias = reader.fuse(products["router"]), reader.bias(products["router"])
     kernels = builder.format.ops.find(ExpertOps).expert_kernels

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layer_config import Activation, Routing
+from engine.experts.routing import Routing
+from engine.layer_config import Activation
 from engine.ops.base import activate
 
 Product = Callable[[Tensor], Tensor]  # [n, K] |-> [n, N]

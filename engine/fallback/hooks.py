@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from engine.batch import States
-from engine.models.config import KeptState
+from engine.fallback.config import KeptState
 
 SERVE, PROBE = "baton", "baton_probe"  # our names for `attn_implementation`; only PROBE gets masks
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor]

@@ -15,15 +15,12 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.batch import Batch
+from engine.fallback.config import FallbackConfig
 from engine.fallback.hooks import SERVE, build_cache, find_cache_name, load_states, store_states
-from engine.layers.additions import NO_ADDITIONS
-from engine.layers.embedding import Embedding
-from engine.layers.linear import WidenedLinear
-from engine.models.config import FallbackConfig
+from engine.layers.linear import NO_ADDITIONS, Embedding, WidenedLinear
 from engine.ops.base import Ops
-from engine.ranges import find_starts, join_ranges
 from engine.ranks import ONE_RANK, Ranks
-from engine.staging import upload
+from engine.staging import find_starts, join_ranges, upload
 
 
 class FallbackModel:

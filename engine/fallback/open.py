@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import cast
 
 from engine.device import Device
-from engine.models.config import FallbackConfig
+from engine.fallback.config import FallbackConfig
 from engine.models.decoder import Decoder
 from engine.models.load import DTYPES, check_dtype
 from engine.ranks import Ranks

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from engine.attention.shape import AttentionShape
+from engine.fallback.config import FallbackConfig, KeptState
 from engine.fallback.hooks import POSITIONS, PROBE, build_cache, find_cache_name, keeps_states, read_kept
 from engine.json_values import Json, collection
-from engine.models.config import FallbackConfig, KeptState
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.files import INDEX_NAME, SINGLE_NAME
 from wire.files import named, read_json_object

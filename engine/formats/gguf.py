@@ -19,10 +19,9 @@ from engine.formats.gguf_config import OTHERS, PAIRED, architecture_of
 from engine.formats.gguf_file import read_gguf
 from engine.formats.groups import Groups, round_to_8_bits
 from engine.models.config import ModelConfig
-from engine.models.sizes import check_sizes
-from engine.models.table import build_table
+from engine.models.table import build_table, check_sizes
 from engine.weights.checkpoint import FLOATS, Checkpoint, FormT
-from engine.weights.entry import TensorEntry
+from engine.weights.files import TensorEntry
 from wire.files import named
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.formats.gguf_file import Metadata
-from engine.weights.entry import TensorEntry
+from engine.weights.files import TensorEntry
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",

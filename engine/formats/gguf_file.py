@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from engine.weights.entry import TensorEntry
-from engine.weights.files import GGUF, read_safetensors
+from engine.weights.files import GGUF, TensorEntry, read_safetensors
 from wire.files import MOST_BYTES, check_file
 
 VERSIONS = (2, 3)

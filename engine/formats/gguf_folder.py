@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.catalogue import build_config
 from engine.formats.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.formats.gguf_file import GgufHeader, Metadata, Open, list_gguf_shards, open_file, read_gguf
-from engine.models.read_config import build_config
-from engine.models.sizes import check_sizes
-from engine.weights.entry import TensorEntry
+from engine.models.table import check_sizes
+from engine.weights.files import TensorEntry
 from engine.weights.folders import cache_folder
 from wire.files import blamed, check_file, named
 

@@ -16,7 +16,7 @@ from engine.formats.fp8 import BLOCK, E4M3, Fp8Matrix
 from engine.formats.groups import GROUP, Groups, with_zeros
 from engine.formats.scheme import Block, Scheme
 from engine.weights.checkpoint import FormT
-from engine.weights.entry import TensorEntry
+from engine.weights.files import TensorEntry
 
 INTS, SCALES, FP8, INT8 = ("I32",), ("F32", "F16", "BF16", "F8_E8M0"), "F8_E4M3", "I8"
 SIZES = {"I64": 8, "I32": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E8M0": 1, FP8: 1, INT8: 1, "U8": 1}  # bytes

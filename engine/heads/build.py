@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from engine.heads.config import OF_EITHER, head_of
 from engine.heads.decoder import HeadDecoder, HeadInputs
-from engine.layers.embedding import Embedding
+from engine.layers.linear import Embedding
 from engine.models.assemble import LayerBuilder, LayerParts, as_stored
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -11,15 +12,12 @@ from engine.models.table import build_table, shard_config
 from engine.weights.formats import PlainFormat
 from engine.weights.table import Shard
 
-OF_EITHER = ("embedding", "lm_head")  # what a draft head may take from its model
-
 
 def build_head(
     config: ModelConfig, format: PlainFormat, model: Decoder, target_ids: Tensor | None, parts: LayerParts
 ) -> HeadDecoder:
     """A draft head of `model`, from which it takes what its checkpoint, which has passed `check_tensors`, lacks."""
-    reader, ranks, head = format.reader, model.ranks, config.draft_head
-    assert head is not None
+    reader, ranks, head = format.reader, model.ranks, head_of(config)
     config = as_stored(config, reader.checkpoint)
     table = build_table(config)
     config = shard_config(config, Shard(ranks.rank, ranks.size))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import EmbeddedRows
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
-from engine.models.config import DraftHead, ModelConfig
+from engine.heads.config import DraftHead
+from engine.layers.linear import Embedding, Linear
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, Flow
 from engine.ops.base import Ops
 from engine.ranks import Ranks

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -9,16 +10,24 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Prepared, count_right
+from engine.batch import Batch, Prepared
 from engine.heads.decoder import HeadDecoder
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.out_of_memory import is_out_of_memory
-from engine.ranges import Ints
 from engine.runner import Follower
-from engine.staging import upload
+from engine.staging import Ints, upload
 
 log = structlog.get_logger()
+
+
+class DraftSpec(NamedTuple):
+    """The J sequences of a step that have drafts. The head has to know which are right."""
+
+    rows: Ints  # [J]
+    num_drafts: Ints  # [J]
+    inputs: Ints  # [J, K] the drafts among the step's T tokens, aligned right
+    outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
 
 
 class HeadFollower(Follower):
@@ -56,8 +65,8 @@ class HeadFollower(Follower):
         lasts, device = find_lasts(step.outputs.rows), self._rows.device
         of_rows = step.outputs.rows[lasts]
         logits_rows, row_ids = upload([step.layout.logits_rows[lasts], of_rows], device)
-        if step.drafts is not None:
-            _, of_drafts, *others = step.drafts
+        if (drafts := plan_drafts(step)) is not None:
+            of_drafts, *others = drafts
             which, num_drafts, inputs, outputs = upload([np.flatnonzero(np.isin(of_rows, of_drafts)), *others], device)
             num_wrong = num_drafts - count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
             logits_rows = logits_rows.index_add(0, which, num_wrong, alpha=-1)
@@ -85,3 +94,29 @@ class HeadFollower(Follower):
 def find_lasts(rows: Ints) -> Ints:
     """[S] rows of a step's outputs |-> each row's last output."""
     return np.flatnonzero(np.append(rows[1:] != rows[:-1], True)) if len(rows) else rows
+
+
+def plan_drafts(step: Prepared) -> DraftSpec | None:
+    """None if no request has drafts."""
+    which = step.num_drafts.nonzero()[0]
+    if not len(which):
+        return None
+    back = np.arange(-int(step.num_drafts.max()), 0)
+    ends = step.num_logits.cumsum()[which] - 1  # the output after the last draft
+    return DraftSpec(
+        step.outputs.rows[ends],
+        step.num_drafts[which],
+        np.maximum(step.layout.cu_seqlens_q[1:][which, None] + back, 0),
+        np.maximum(ends[:, None] + back, 0),
+    )
+
+
+def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:
+    """How many of each sequence's drafts are accepted: those before the first that was not chosen. Only launches.
+
+    drafts, chosen: [J, K], aligned right; chosen[j, i] is what the model chose in place of drafts[j, i].
+    num_drafts: [J].
+    """
+    width = drafts.shape[1]
+    is_none = torch.arange(width, device=drafts.device) < (width - num_drafts)[:, None]
+    return (is_none | (drafts == chosen)).long().cumprod(1).sum(1) - (width - num_drafts)

@@ -1,29 +1,45 @@
 """Loads the draft head of a model."""
 
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.catalogue import load_config
 from engine.device import Device
 from engine.heads.build import build_head
+from engine.heads.config import OF_EITHER, head_of
 from engine.heads.decoder import HeadDecoder
 from engine.heads.read_head import name_eagle3, name_mtp, read_head
 from engine.layers.linear import Quantization
 from engine.models.assemble import check_tensors
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import Parts, build_packed, name_weights
-from engine.models.read_config import load_config
-from engine.models.sizes import check_sizes
-from engine.weights.cache import Weights
-from engine.weights.checkpoint import Checkpoint, RenamedCheckpoint, SafetensorsCheckpoint
+from engine.models.load import OpenFormat, Parts, Source
+from engine.models.table import check_sizes
+from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint, StoredMatrix
 from engine.weights.files import list_shards
 from engine.weights.reader import ShardReader
 from engine.weights.table import Shard
 from wire.files import named
 from wire.kv_layout import KvPart
+
+
+class RenamedCheckpoint(Checkpoint):
+    """Some tensors of another checkpoint, under other names."""
+
+    def __init__(self, stored: Checkpoint, names: Mapping[str, str]) -> None:
+        """names: here |-> there."""
+        self.dtypes = stored.dtypes
+        self.entries = {name: stored.entries[theirs] for name, theirs in names.items()}
+        self._stored, self._names = stored, names
+
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        return self._stored.tensor(self._names[name], is_kept=is_kept)
+
+    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
+        return self._stored.coded(self._names[name], index)
 
 
 def load_head(
@@ -54,23 +70,22 @@ def load_head(
         path = folder / "config.json"
         raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
     with named(list_shards(folder)[0]):
-        check_tensors(config, checkpoint)
+        check_tensors(config, checkpoint, OF_EITHER)
 
-    def build(weights: Weights | None) -> HeadDecoder:
+    def build(open_format: OpenFormat) -> HeadDecoder:
         """See `load_model`."""
         shard = Shard(ranks.rank, ranks.size)
         reader = ShardReader(checkpoint, model.dtype, model.device, lambda done, total: None, shard)
-        format = parts.choose_format(reader, model.ops, quantization, weights)
-        return build_head(config, format, model, target_ids, parts.layers)
+        return build_head(config, open_format(reader, model.ops), model, target_ids, parts.layers)
 
-    name = partial(name_weights, folder, quantization, ranks, parts.read_header, "mtp" if is_mtp else "head")
-    return build_packed(build, name, checkpoint, model.dtype, device, quantization, ranks), config.kv_parts
+    part = "mtp" if is_mtp else "head"
+    source = Source(folder, checkpoint, model.dtype, device, quantization, ranks, part)
+    return parts.build(build, source), config.kv_parts
 
 
 def _read_target_ids(stored: Checkpoint, config: ModelConfig, device: torch.device) -> Tensor | None:
     """[draft vocabulary] int64: the model's ids of a head's tokens; None: they are the same. `d2t` has differences."""
-    head = config.draft_head
-    assert head is not None
+    head = head_of(config)
     if "d2t" not in stored.entries:
         if head.vocab_size != config.vocab_size:
             raise ValueError(f"d2t is missing, for draft_vocab_size {head.vocab_size} of {config.vocab_size}")

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.fallback.config import FallbackConfig
+from engine.heads.config import DraftHead
 from engine.json_values import collection, flag, integer
-from engine.models.config import DraftHead, FallbackConfig, LayerConfig, ModelConfig
+from engine.models.config import LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config
 from wire.files import named, read_json_object

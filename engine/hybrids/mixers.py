@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.hybrids.config import DeltaNetConfig
 from engine.hybrids.ops import RecurrentOps
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
-from engine.layer_config import DeltaNetConfig
 from engine.layers.mixer import Mixer, StateRows
 from engine.models.assemble import LayerBuilder
 

@@ -2,13 +2,12 @@
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -34,33 +33,6 @@ class PeerPages(Landing, Protocol):
     def probe(self, num_pages: int, source: int, num_bytes: int) -> None: ...
 
     def load(self, begin: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]: ...
-
-
-class DeviceMemory(Protocol):
-    """The memory of a device that is not the host's. Raises RuntimeError with the driver's message."""
-
-    uuid: str
-    readable: tuple[str, ...]  # UUIDs of the devices whose memory it can read, itself first
-
-    def reserve(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8, zeroed, outside torch's allocator."""
-        ...
-
-    def export(self, address: int) -> bytes:
-        """The handle by which other processes open an allocation."""
-        ...
-
-    def open_peer(self, handle: bytes, num_bytes: int, ours: Tensor, page_bytes: int) -> PeerPages:
-        """Another process's allocation of `num_bytes`, as pages to be copied into `ours`, [P, W] int32."""
-        ...
-
-    def open_landing(self, num_pages: int, ours: Tensor, page_bytes: int) -> Landing:
-        """Memory for pages that something else writes, to be copied into `ours`."""
-        ...
-
-    def run(self, launch: Callable[[], T]) -> T:
-        """Launch work beside the steps and wait for it. From any thread."""
-        ...
 
 
 def prefer_huge_pages(memory: mmap.mmap) -> None:

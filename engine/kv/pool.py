@@ -3,25 +3,21 @@
 import fcntl
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv.memory import DeviceMemory, Landing, PeerPages, T, create_file, prefer_huge_pages
-from engine.out_of_memory import end_process, is_device_lost
+from engine.kv.memory import Landing, PeerPages, T, create_file, prefer_huge_pages
 from engine.staging import download, upload
-from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes
+from wire.kv_layout import KvPart, PagePart, StatePart
 
 OS_PAGE_BYTES = 4096
 Part = KvPart | StatePart
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +84,17 @@ class Pool:
         page:  [ the model's KV                         | the draft model's, in the same order ]
                  `tensor` is a view of all first parts    `draft_tensor` of all second parts
 
-    On the CPU: a memory file that peers on this host can map. It holds generations (uint64 per page, padded to 4096
-    bytes), then pages: rank 0's, rank 1's and so on if ranks share it. On a GPU: the file holds only the generations,
-    and the pages are one allocation outside torch's allocator, which peers open by `ipc_handle`; TEST_BYTES random
-    bytes behind them, of checksum `test_checksum`, show whether they read it right. If the system allows neither: plain
-    memory, which peers read over the network. Only rank 0 changes generations.
+    A memory file that peers on this host can map. It holds generations (uint64 per page, padded to 4096 bytes), then
+    pages: rank 0's, rank 1's and so on if ranks share it. If the system has no such file: plain memory, which peers
+    read over the network. Only rank 0 changes generations. On a GPU: engine/cuda/pool.py.
     """
 
     def __init__(
-        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None,
-        gpu: DeviceMemory | None = None, share: PoolShare | None = None, lends: bool = True,
-    ) -> None:  # fmt: skip
+        self, shape: PoolShape, draft_shape: PoolShape | None = None, share: PoolShare | None = None, lends: bool = True
+    ) -> None:
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages is ignored. Both: of this rank.
 
-        `gpu`: that of `device`; None: pages are in main memory. Raises ValueError if there is not enough memory,
-        RuntimeError if another rank does not come.
+        Raises ValueError if there is not enough memory, RuntimeError if another rank does not come.
         """
         if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
             raise ValueError(f"draft pages {draft_shape} do not fit pages {shape}")
@@ -115,19 +107,14 @@ class Pool:
         own = [part for model in models for part in model.page_parts(model.parts)]
         self.parts: tuple[PagePart, ...] = share.parts if share else tuple(own)
         self.fd: int | None = None
-        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], in main memory
+        self._bytes: NDArray[np.uint8]  # [num_pages, page_bytes]
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
         self.why_private: str | None = None  # why peers on this host cannot open the memory
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-        self.gpu = gpu
-        self.gpu_uuid, self.readable_gpus = (self.gpu.uuid, self.gpu.readable) if self.gpu else ("", ())
+        self.gpu_uuid, self.readable_gpus = "", tuple[str, ...]()
         self.ipc_handle = b""
         self.test_checksum = 0
-        if self.gpu is not None:
-            elements = self._allocate_on(self.gpu)
-        else:
-            shared = self._allocate_shared() if lends or share else None
-            elements = self._allocate_private() if shared is None else shared
+        elements = self._allocate(lends or share is not None)
         self.pages = elements.view(shape.num_pages, self.page_bytes // shape.dtype.itemsize)
         self.tensor: Tensor = self.pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor = self.pages[:, shape.page_elements :].view(models[1].sizes) if draft_shape else None
@@ -141,6 +128,11 @@ class Pool:
     def all_page_bytes(self) -> int:
         """Over all ranks."""
         return self.num_ranks * self.page_bytes
+
+    def _allocate(self, lends: bool) -> Tensor:
+        """The elements of all pages."""
+        shared = self._allocate_shared() if lends else None
+        return self._allocate_private() if shared is None else shared
 
     def _allocate_private(self) -> Tensor:
         try:
@@ -170,23 +162,6 @@ class Pool:
         if memory is None:
             return None
         return self._place(memory, self.pages_offset + self.rank * num_bytes)
-
-    def _allocate_on(self, gpu: DeviceMemory) -> Tensor:
-        """The elements of all pages in the memory of `gpu`; exports their handle for peers."""
-        try:
-            begin = find_test_bytes(self.num_pages * self.page_bytes)
-            whole = gpu.reserve(begin + TEST_BYTES)
-        except RuntimeError as error:
-            raise self._no_memory(f" on the GPU ({error})") from error
-        random = os.urandom(TEST_BYTES)
-        self.test_checksum, test = zlib.crc32(random), np.frombuffer(random, np.uint8)
-        gpu.run(lambda: whole[begin:].copy_(upload([test], whole.device)[0]))
-        if self._map_file(self.pages_offset) is not None:
-            try:
-                self.ipc_handle = gpu.export(whole.data_ptr())
-            except RuntimeError as error:
-                self.why_private = f"the GPU's memory cannot be exported: {error}"
-        return whole[: self.num_pages * self.page_bytes].view(self.shape.dtype)
 
     def _map_file(self, num_bytes: int) -> mmap.mmap | None:
         """A memory file that begins with the generations; None, and `why_private`, if the system has none.
@@ -223,27 +198,13 @@ class Pool:
         return self.pages.get_device()
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
-        if self.gpu is None:
-            raise RuntimeError("this pool is not on a GPU")
-        num_bytes = find_test_bytes(num_pages * page_bytes) + TEST_BYTES
-        return self.gpu.open_peer(handle, num_bytes, self.pages.view(torch.int32), page_bytes)
+        raise RuntimeError("this pool is not on a GPU")
 
     def end_if_lost(self) -> None:
-        """End this process if its GPU's context is lost, which even a copy of our own memory then says.
-
-        Like the engine's next step, which an idle worker would not come to.
-        """
-        try:
-            self.load([0], 0, 4)
-        except RuntimeError as error:
-            if is_device_lost(error):
-                log.error("the GPU is lost to this process, which ends", reason=str(error))
-                end_process()
+        """End this process if the pages' device is lost to it."""
 
     def open_landing(self, num_pages: int) -> Landing:
-        if self.gpu is None:
-            return HostPages(self, num_pages)
-        return self.gpu.open_landing(num_pages, self.pages.view(torch.int32), self.page_bytes)
+        return HostPages(self, num_pages)
 
     def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
         """`begin` and `num_bytes` are multiples of 4."""
@@ -256,21 +217,11 @@ class Pool:
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
         """All rows have the same length; one copy to a device."""
-        if self._bytes is not None:
-            for page, row in zip(pages, rows, strict=True):
-                np.copyto(self._bytes[page, begin : begin + len(row)], row)
-        elif pages:
-            data = np.stack(rows).view(np.int32)
-            words = self.pages.view(torch.int32)[:, begin // 4 : begin // 4 + data.shape[1]]  # 8-bit: no index_copy_
-
-            def put() -> None:
-                index, uploaded = upload([np.array(pages, np.int64), data], words.device)
-                words.index_copy_(0, index, uploaded)
-
-            self._run(put)
+        for page, row in zip(pages, rows, strict=True):
+            np.copyto(self._bytes[page, begin : begin + len(row)], row)
 
     def _run(self, launch: Callable[[], T]) -> T:
-        return launch() if self.gpu is None else self.gpu.run(launch)
+        return launch()
 
 
 class HostPages:

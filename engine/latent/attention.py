@@ -26,7 +26,7 @@ from engine.attention.qkv import QKV, rotate
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import narrow
 from engine.batch import Batch
-from engine.latent.families import Latents
+from engine.latent.config import Latents
 from engine.layers.linear import Linear
 from engine.models.assemble import LayerBuilder
 from engine.ops.base import Ops

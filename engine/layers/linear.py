@@ -1,7 +1,8 @@
-"""Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
+"""Products that own the memory layout of their weights, and tables of embeddings. Models never see the layout."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.batch import Batch
 from engine.layer_config import Activation
 from engine.ops.base import Ops, multiply_widened
 from engine.ranks import Ranks
 from wire.names import Quantization as Quantization
+
+ProductKey = tuple[int, str]  # layer, name of the product in its table
 
 
 class Linear(Protocol):
@@ -78,22 +82,6 @@ class SummedLinear:
     def add_norm_(self, hidden: Tensor, rows: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
         """`Ops.add_norm_` of the layer's result, in one kernel with the ranks' sum where there is one."""
         return self.ranks.add_norm_(hidden, self.own(rows), weight, eps, ops.add_norm_)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normed:
-    """A product, an MLP or experts, with norms of its own around it."""
-
-    own: Callable[..., Tensor]
-    ops: Ops
-    eps: float
-    before: Tensor  # [K]
-    after: Tensor | None = None  # [N]
-
-    def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
-        """rows: [T, K] |-> [T, N]. Does not modify them."""
-        out = self.own(self.ops.norm(rows, self.before, self.eps), *routes)
-        return out if self.after is None else self.ops.norm(out, self.after, self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +153,49 @@ class WidenedLinear:
         return multiply_widened(rows, self.weight)
 
 
-def interleave_panels(parts: Sequence[Tensor], width: int) -> Tensor:
-    """[n, ...] of each part |-> [N padded, ...]: their panels of `width`, the last of each padded by zeros, in turn."""
-    padded = [functional.pad(part, (*(0, 0) * (part.dim() - 1), 0, -len(part) % width)) for part in parts]
-    return torch.stack([part.view(-1, width, *part.shape[1:]) for part in padded], 1).flatten(0, 2)
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """A whole table."""
+
+    weight: Tensor  # [V, H]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def __len__(self) -> int:
+        """Number of tokens that have a row here."""
+        return len(self.weight)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 |-> [T, H]"""
+        return functional.embedding(token_ids, self.weight)
+
+
+class Additions:
+    """What may be added to a decoder's products: adapters (LoRA). This class: nothing is added."""
+
+    def __init__(self) -> None:
+        self.num_slots = 0  # additions in steps at once
+
+    def wrap(self, own: Linear, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Linear:
+        """A product [N, depth] with what may be added to it. part_sizes: columns of each part, N in all."""
+        return own
+
+    def wrap_gated(self, own: Gated, key: ProductKey, depth: int, part_sizes: Sequence[int]) -> Gated | Linear:
+        """The same for one that joins gate and up."""
+        return own
+
+    def during(self, batch: Batch) -> AbstractContextManager[None]:
+        """Around a step."""
+        return nullcontext()
+
+    def keep_outputs(self) -> None:
+        """From here on the step's products get the rows with logits alone."""
+
+
+NO_ADDITIONS = Additions()

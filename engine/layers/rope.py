@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies per dimension pair, and the decoder's rotation table.
+"""Rotary position embedding: frequencies per dimension pair, and the table of all rotations.
 
 Formulas and the order of float32 operations are those of transformers' `modeling_rope_utils.py`, to the last bits.
 """
@@ -96,31 +96,9 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
     return table
 
 
-def gather_rotation(table: Tensor, positions: Tensor, axes: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions, or
-    [3, T] with `RopeConfig.axes`.
-
-    Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `engine.attention.qkv.rotate`.
-    """
-    found = table[positions]  # [T, 2, D / 2], or [3, T, 2, D / 2]
-    if positions.ndim == 2:
-        turned = torch.stack([found[axis, ..., pair] for pair, axis in enumerate(axes)], -1)
-        found = torch.cat((turned, found[0, ..., len(axes) :]), -1)
-    cos, sin = found.unbind(1)  # [T, D / 2] each
-    return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
-
-
-class Rotations:
-    """The tables of a model's ropes."""
-
-    def __init__(
-        self, ropes: Sequence[RopeConfig], head_dims: Sequence[int], num_positions: int, device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        tables = (build_rope_table(rope, dim, num_positions) for rope, dim in zip(ropes, head_dims, strict=True))
-        self._tables = [table.to(device, dtype) for table in tables]  # [num_positions, 2, D / 2] each
-        self._axes = [rope.axes for rope in ropes]
-
-    def __call__(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """[T] or [3, T] |-> of each rope, see `gather_rotation`."""
-        return [gather_rotation(table, positions, axes) for table, axes in zip(self._tables, self._axes, strict=True)]
+def build_rope_tables(
+    ropes: Sequence[RopeConfig], head_dims: Sequence[int], num_positions: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Of a model's ropes, each for heads of its own size: [num_positions, 2, D / 2]."""
+    tables = (build_rope_table(rope, dim, num_positions) for rope, dim in zip(ropes, head_dims, strict=True))
+    return [table.to(device, dtype) for table in tables]

@@ -1,20 +1,25 @@
 """Builds a `Decoder` from a checkpoint, layer by layer, after checking that the checkpoint has what its table says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from engine.layers.additions import NO_ADDITIONS, Additions, ProductKey
-from engine.layers.embedding import Embedding, SummedEmbedding
-from engine.layers.linear import Linear, Mlp, SummedLinear
+from engine.layers.linear import (
+    NO_ADDITIONS,
+    Additions,
+    Embedding,
+    Linear,
+    Mlp,
+    ProductKey,
+    SummedLinear,
+)
 from engine.layers.mixer import Mixer, Projection
-from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import LayerConfig, ModelConfig
-from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.table import Table, build_table, find_optional, shard_config
+from engine.models.decoder import Decoder, DecoderLayer, InputBlock, TokenInputs
+from engine.models.table import Table, build_table, shard_config
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
@@ -46,19 +51,15 @@ def build_decoder(
         LayerBuilder(config, format, ranks, layer, parts, additions, index).build_layer(own)
         for index, (own, layer) in enumerate(zip(config.layers, table.layers, strict=True))
     ]
-    inputs = top.build_token_inputs() if config.token_input_size else None
+    inputs = None if config.token_inputs is None else parts.build_token_inputs(top)
     final_norm = top.norm("final_norm")
     reader.finish()
     return Decoder(config, top.sum_rows(embedding), layers, final_norm, head, format.ops, ranks, inputs, additions)
 
 
 def as_stored(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Files of one family may have each expert by itself, or all of a layer in one tensor (Qwen3.5)."""
-    moe = config.moe
-    if moe is None or moe.layout != "per_expert":
-        return config
-    is_stacked = any(name.endswith(f"{moe.experts}.down_proj") for name in checkpoint.entries)
-    return replace(config, moe=replace(moe, layout="stacked")) if is_stacked else config
+    """With its parts as the checkpoint has them."""
+    return replace(config, moe=config.moe and config.moe.as_stored(checkpoint.entries))
 
 
 def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Product:
@@ -71,6 +72,21 @@ def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Pro
     return embedding if is_copy else head
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedEmbedding(Embedding):
+    """A table divided over ranks by rows: each rank contributes zeros for rows it lacks, and the results are added."""
+
+    own: Embedding  # the rows of the tokens from `first` on
+    first: int
+    ranks: Ranks
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        own = token_ids - self.first
+        is_here = (own >= 0) & (own < len(self.own))
+        rows = self.own(torch.where(is_here, own, 0))
+        return self.ranks.all_reduce_(rows.mul_(is_here[:, None]))
+
+
 def refuse(*_parts: object) -> NoReturn:
     """What a part does that is not here."""
     raise ValueError("this model needs a part of Baton that is not installed: engine/compose.py names none")
@@ -78,10 +94,12 @@ def refuse(*_parts: object) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """How layers are built that are not attention and a dense MLP; engine/compose.py names them."""
+    """How layers are built that are not attention and a dense MLP; engine/compose.py names all."""
 
     build_mixer: Callable[["LayerBuilder"], Mixer] = refuse  # of `ModelConfig.recurrent`, in the place of attention
     build_experts: Callable[["LayerBuilder"], Linear] = refuse  # of `ModelConfig.moe`: H -> H, summed over ranks
+    build_token_inputs: Callable[["LayerBuilder"], TokenInputs] = refuse  # of `ModelConfig.token_inputs`
+    build_input_block: Callable[["LayerBuilder"], InputBlock] = refuse  # the same of one layer
     build_projection: Callable[["LayerBuilder"], Projection] = refuse  # of `ModelConfig.token_kv`
 
 
@@ -130,12 +148,6 @@ class LayerBuilder:
     def optional_norm(self, name: str) -> Tensor | None:
         return self.norm(name) if name in self.table.vectors else None
 
-    def build_token_inputs(self) -> TokenInputs:
-        format, table = self.format, self.table.products["token_embedding"]
-        embedding = self.sum_rows(Embedding(format.reader.fuse(table)))
-        projection = self.linear("token_projection")
-        return TokenInputs(embedding, projection, self.norm("token_norm"), format.ops, self.config.rms_eps)
-
     def build_layer(self, own: LayerConfig) -> DecoderLayer:
         mixer = None if own.has_attention else self.parts.build_mixer(self)
         return DecoderLayer(
@@ -148,7 +160,7 @@ class LayerBuilder:
             before_mlp=self.optional_norm("before_mlp"),
             mlp=self.parts.build_experts(self) if own.is_moe else self.summed(self.build_mlp("")),
             after_mlp=self.optional_norm("after_mlp"),
-            input_block=self._build_input_block() if self.config.token_input_size else None,
+            input_block=None if self.config.token_inputs is None else self.parts.build_input_block(self),
             after_input=self.optional_norm("after_input"),
             scale=self.vector("scale"),
             mixer=mixer,
@@ -168,9 +180,6 @@ class LayerBuilder:
     def build_mlp(self, field: str) -> Linear:
         """This rank's part of the sum."""
         return Mlp(self.gated(f"{field}gate_up_proj"), self.linear(f"{field}down_proj"))
-
-    def _build_input_block(self) -> InputBlock:
-        return InputBlock(self.linear("input_gate"), self.linear("input_projection"), self.config.activation)
 
     def sum_rows(self, own: Embedding) -> Embedding:
         """A table of which each rank has some rows."""
@@ -193,11 +202,15 @@ def _is_ignored(config: ModelConfig, name: str) -> bool:
     return is_other or name.startswith(IGNORED_PREFIX) or name.endswith(IGNORED_SUFFIX)
 
 
-def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ValueError naming every tensor that is missing, unexpected or mis-shaped (with both shapes)."""
+def check_tensors(config: ModelConfig, checkpoint: Checkpoint, may_lack: Collection[str] = ()) -> None:
+    """Raises ValueError naming every tensor that is missing, unexpected or mis-shaped (with both shapes).
+
+    may_lack: products, beside the lm_head of a tied model.
+    """
     table, entries = build_table(as_stored(config, checkpoint)), checkpoint.entries
     expected = {stored.name: stored.shape for stored in table.stored()}
-    optional = find_optional(config, table)
+    lacking = [*may_lack, *(["lm_head"] if config.is_tied else [])]
+    optional = {stored.name for name in lacking for stored in table.products[name].stored()}
     faults = [
         f"missing: {name}, expected shape {list(shape)}"
         for name, shape in expected.items()

@@ -1,17 +1,15 @@
 """A model as one frozen value: all that its tensors and its order of operations depend on. Imports no torch."""
 
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, Self
 
 from engine.attention.shape import AttentionShape, group_layers
 from engine.json_values import Json
-from engine.layer_config import Activation, ImageAttention, Recurrent, RopeConfig, Routing
-from engine.weights.table import Product, Vector
+from engine.layer_config import Activation, ImageAttention, RopeConfig
 from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ExpertLayout = Literal["per_expert", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +35,46 @@ class MlpNames:
     down: str = "down_proj"
 
 
-@dataclass(frozen=True, slots=True)
-class MoeNorms:
-    """Names of the norms where experts and a dense MLP take the same rows, each with norms of its own (Gemma 4)."""
+class ConfigPart:
+    """What a family has that the core knows nothing of: data of a satellite, and what is asked of it."""
 
-    router: str  # tensor; times H ** -0.5, it is the weight of a norm
-    after_mlp: str
-    before_experts: str
-    after_experts: str
+    __slots__ = ()
 
+    @property
+    def has_mlp(self) -> bool:
+        """Whether its layers have a dense MLP, too."""
+        return False
 
-@dataclass(frozen=True, slots=True)
-class Moe:
-    """A mixture of experts in the place of MLPs, or beside them. Modules: names below the layer's."""
+    @property
+    def divisible(self) -> dict[str, int]:
+        """What ranks divide: its name |-> size."""
+        return {}
 
-    routing: Routing
-    inner_size: int  # of each expert
-    router: str  # module of the product whose outputs are scored
-    experts: str
-    layout: ExpertLayout
-    has_biases: bool = False  # of the router and of all products
-    choice_bias: str | None = None  # tensor; None: scores alone decide
-    has_wide_router: bool = False  # logits are computed in float32
-    shared: str | None = None  # module of an MLP for all rows
-    shared_size: int = 0  # its inner size
-    shared_gate: str | None = None  # module of a product with one output, whose sigmoid multiplies what the MLP gives
-    expert_scale: str | None = None  # tensor; multiplies the weights of the chosen experts
-    norms: MoeNorms | None = None  # given: the shared MLP is the layer's own
+    def divide(self, size: int) -> Self:
+        """What one of `size` ranks has."""
+        return self
 
+    def state_parts(self, num_layers: int) -> tuple[StatePart, ...]:
+        """What so many layers keep of a sequence."""
+        return ()
 
-@dataclass(frozen=True, slots=True)
-class DraftHead:
-    """What makes a decoder of one layer a draft head. Its row at position i is of the model's hidden rows there and of
-    the token after it, and predicts the token after that."""
+    def shape(self, own: AttentionShape) -> AttentionShape:
+        """What attention is of where that is not heads. own: of queries."""
+        return own
 
-    kind: Literal["eagle3", "mtp"]  # the layer's attention takes both side by side; or their product is the layer's row
-    taps: tuple[int, ...]  # the model's layers whose input it takes; the number of its layers: the last rows, normed
-    tap_size: int  # of one such row
-    vocab_size: int  # of its own lm_head
-    norm_before_fc: bool = False  # one norm of all taps together
-    fc_norm: bool = False  # a norm of each tap
-    norm_before_residual: bool = False
-    norm_output: bool = False  # drafts go on from normed rows
+    def as_stored(self, names: Collection[str]) -> Self:
+        """As a checkpoint with tensors of these names has it."""
+        return self
 
+    def add_weights(self, layer: Any) -> None:
+        """Name the weights of its part of a layer, in a `table.LayerTable`."""
 
-class TokenKv(Protocol):
-    """What a token's KV is where a layer's first product is not its heads: see `LayerParts.build_projection`."""
+    def complete(self, model: "ModelConfig", table: Any) -> Any:
+        """A `table.Table` of the model with the weights that it has once."""
+        return table
 
-    def shape(self, num_heads: int, scale: float) -> AttentionShape:
-        """For so many query heads."""
-        ...
-
-    def weights(
-        self, name: str, num_heads: int, hidden_size: int, *, has_bias: bool
-    ) -> tuple[dict[str, Product], dict[str, Vector]]:
-        """Of one layer, qkv_proj among them. name: of the module."""
-        ...
+    def check_size(self, model: "ModelConfig", num_bytes: int) -> None:
+        """ValueError if a checkpoint of so many bytes cannot be of such a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +119,8 @@ class ModelConfig:
     qk_norm: QkNorm = "none"
     has_v_norm: bool = False  # over each head of values, without weights
     has_output_gate: bool = False  # q_proj gives each head a gate too, whose sigmoid multiplies what is attended
-    recurrent: Recurrent | None = None  # in the place of attention; None: all layers have it
-    token_kv: TokenKv | None = None  # None: keys and values of heads; else head_dim is what ropes turn
+    recurrent: ConfigPart | None = None  # in the place of attention; None: all layers have it
+    token_kv: ConfigPart | None = None  # None: keys and values of heads; else head_dim is what ropes turn
     norms: Norms = Norms()
     mlp: MlpNames = MlpNames()
     output_module: str = "o_proj"  # after attention
@@ -148,16 +130,16 @@ class ModelConfig:
     rounds_multiplier: bool = False  # to the dtype of the weights
     residual_multiplier: float = 1.0  # of what a layer adds
     has_layer_scale: bool = False  # a number per layer that multiplies what leaves it
-    token_input_size: int = 0  # P, of what each layer is given of each token beside the hidden row; 0: nothing
+    token_inputs: ConfigPart | None = None  # what each layer is given of each token beside the hidden row
     logits_divisor: float = 1.0
     packs_qkv: bool = False  # one tensor in the checkpoint
     packs_gate_up: bool = False
     rope_is_interleaved: bool = False  # pairs are (2i, 2i + 1) in the checkpoint
-    moe: Moe | None = None
+    moe: ConfigPart | None = None  # in the place of MLPs, or beside them
     quantization: Json | None = None  # what the file says of quantised weights; None: plain, or a format of its own
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
-    draft_head: DraftHead | None = None  # of a draft head
+    draft_head: ConfigPart | None = None  # of a draft head
     whole: str | None = None  # model_type of a model with other parts, whose language model this is
     image_token: int | None = None  # its rows come from an encoding; None: the model takes no images
     image_attention: ImageAttention = "causal"
@@ -189,10 +171,9 @@ class ModelConfig:
         return tuple(map(self.shape_of, self.kv_layers))
 
     def shape_of(self, layer: LayerConfig) -> AttentionShape:
-        if self.token_kv is not None:
-            return self.token_kv.shape(self.num_heads, self.attention_scale)
         num_kv_heads, head_dim = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
-        return AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
+        own = AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
+        return own if self.token_kv is None else self.token_kv.shape(own)
 
     def find_places(self) -> list[int]:
         """Each layer's index in the pool: of its keys and values or, without attention, of its state."""
@@ -217,54 +198,8 @@ class ModelConfig:
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
-        if self.draft_head is not None:
-            sizes["draft_vocab_size"] = self.draft_head.vocab_size
-        if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.norms):
+        if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.has_mlp):
             sizes["intermediate_size"] = self.intermediate_size
-        if self.moe is not None:
-            sizes["moe_intermediate_size"] = self.moe.inner_size
-        if self.moe is not None and self.moe.shared_size:
-            sizes["shared experts' intermediate_size"] = self.moe.shared_size
-        return sizes | (self.recurrent.divisible if self.recurrent else {})
-
-
-class KeptState(NamedTuple):
-    """One state tensor of one layer, in transformers' cache."""
-
-    layer: int
-    number: int  # among the layer's states of that kind
-    is_conv: bool  # else recurrent
-    sizes: tuple[int, ...]  # of one sequence
-    is_wide: bool  # float32 whatever the model's dtype
-
-
-@dataclass(frozen=True, slots=True)
-class FallbackConfig:
-    """A model that runs by transformers' own code; what `ModelConfig` says of native ones. Built by fallback_probe."""
-
-    family: str  # the model_type of transformers
-    vocab_size: int  # V, logits of a token
-    context_tokens: int  # most in a sequence
-    attention_shapes: tuple[AttentionShape, ...]  # L values
-    windows: tuple[int | None, ...]  # L values, as in ModelConfig
-    has_sinks: bool  # some layers pass sinks to attention
-    attention_modules: tuple[str, ...]  # L names in transformers' module tree
-    kept_states: tuple[KeptState, ...] = ()  # of layers without attention, or beside it
-    hidden_size: int = 0  # H
-    depth: int = 0  # all layers
-
-    @property
-    def num_layers(self) -> int:
-        """L, layers with attention."""
-        return len(self.attention_shapes)
-
-    @property
-    def kv_parts(self) -> tuple[KvPart, ...]:
-        return group_layers(self.attention_shapes)
-
-    @property
-    def state_parts(self) -> tuple[StatePart, ...]:
-        """In the order of their first state. What the heads are is up to transformers: each part has one."""
-        return tuple(
-            StatePart(count, 1, size) for size, count in Counter(one.sizes for one in self.kept_states).items()
-        )
+        for part in (self.draft_head, self.moe, self.recurrent):
+            sizes |= part.divisible if part else {}
+        return sizes

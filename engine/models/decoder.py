@@ -4,27 +4,27 @@ The order of operations is transformers'. The backend decides how attention acce
 of weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import Attend, AttentionBackend
-from engine.attention.qkv import QKV, RopeArgs
+from engine.attention.base import AttentionBackend
+from engine.attention.qkv import QKV, Attend, RopeArgs, Rotations
 from engine.batch import Batch, EmbeddedRows
-from engine.layers.additions import NO_ADDITIONS, Additions
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear, SummedLinear
+from engine.layers.linear import NO_ADDITIONS, Additions, Embedding, Linear, SummedLinear
 from engine.layers.mixer import Mixer, Projection, StateRows
-from engine.layers.rope import Rotations
-from engine.layers.token_inputs import InputBlock, TokenInputs
+from engine.layers.rope import build_rope_tables
 from engine.models.config import ModelConfig
 from engine.models.width_norm import norm_width_
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 from wire.sampling import MAX_DRAFT_TOKENS
+
+TokenInputs = Callable[[Tensor, Tensor], Tensor]  # [T] token ids, [T, H] first rows |-> [T, L, P] of all layers
+InputBlock = Callable[[Tensor, Tensor], Tensor]  # [T, H], [T, P] of the layer |-> [T, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,10 @@ class Decoder:
     is_capturable = True  # a CUDA graph can capture its steps, if it can capture attention
 
     def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
-        lm_head: Linear,
-        ops: Ops,
-        ranks: Ranks = ONE_RANK,
-        token_inputs: TokenInputs | None = None,
+        self, config: ModelConfig, embedding: Embedding, layers: Sequence[DecoderLayer], final_norm: Tensor,
+        lm_head: Linear, ops: Ops, ranks: Ranks = ONE_RANK, token_inputs: TokenInputs | None = None,
         additions: Additions = NO_ADDITIONS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 
         lm_head: H -> this rank's part of the vocabulary, in float32.
@@ -100,7 +93,8 @@ class Decoder:
         dims = {layer.rope: layer.head_dim or config.head_dim for layer in config.layers}
         head_dims = [dims.get(index, config.head_dim) for index in range(len(config.ropes))]
         num_positions = config.context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
-        self._rotations = Rotations(config.ropes, head_dims, num_positions, self.device, self.dtype)
+        tables = build_rope_tables(config.ropes, head_dims, num_positions, self.device, self.dtype)
+        self._rotations = Rotations(tables, [rope.axes for rope in config.ropes])
         multiplier_dtype = self.dtype if config.rounds_multiplier else torch.float64
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=multiplier_dtype))
         self.ops = ops
@@ -262,7 +256,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self._scale_logits(self.ranks.all_gather(self.lm_head(hidden)))
+        logits = self.lm_head(hidden)
+        return self._scale_logits(logits if self.ranks.size == 1 else self.ranks.all_gather(logits))
 
     @torch.inference_mode()
     def own_logits(self, hidden: Tensor) -> Tensor:

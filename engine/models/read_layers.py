@@ -1,36 +1,24 @@
-"""config.json |-> what layers have: windows, ropes, heads and shared keys and values (Gemma 4), recurrent layers.
+"""config.json |-> what layers have: windows and ropes.
 
 Ropes have two spellings: transformers 5's and older files'.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engine.json_values import Json, collection, flag, integer, number, number_unless_zero, numbers
-from engine.layer_config import (
-    ROPE_KINDS,
-    DeltaNetConfig,
-    GatedConvConfig,
-    Recurrent,
-    RopeConfig,
-    yarn_attention_factor,
-)
-from engine.models.config import LayerConfig
+from engine.layer_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
 from engine.models.families import Family
-from engine.models.wholes import Whole, find_axes
 
-FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"  # in layer_types
-HEAD_KEYS = ("num_key_value_heads", "head_dim")
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
-WIDE_HEAD_DIM = 512  # of full layers, where no file says it
 DEFAULT_THETA = 10000.0
 NEEDED = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}  # kind |-> keys
 ORIGINAL = "original_max_position_embeddings"
 
 
-def _read_kinds(config: Json, default: list[str], other: str) -> list[str]:
+def read_kinds(config: Json, default: list[str], other: str) -> list[str]:
     """Each layer's type, full_attention or `other`: layer_types, or by default what other keys say."""
     kinds = collection(config, "layer_types", list) or default
     if unknown := [kind for kind in kinds if kind not in (FULL, other)]:
@@ -53,8 +41,8 @@ def read_windows(config: Json, family: Family, num_layers: int) -> tuple[int | N
     else:
         every = integer(config, "sliding_window_pattern", family.full_every or 1)
         default = [FULL if window is None or (layer + 1) % every == 0 else SLIDING for layer in range(num_layers)]
-    kinds = _read_kinds(config, default, SLIDING)
-    if family.has_varied_layers:
+    kinds = read_kinds(config, default, SLIDING)
+    if family.is_last_full:
         kinds = [*kinds[:-1], FULL]
     if SLIDING in kinds and window is None:
         raise ValueError(f"layer_types asks for {SLIDING}, but use_sliding_window and sliding_window do not")
@@ -83,13 +71,6 @@ def read_ropes(
         both = [given, {"rope_type": "default", "rope_theta": theta}]
     full, sliding = (_read_rope(config, one, family, trained_context, head_dim) for one in both)
     return (full, sliding), [0 if window is None else 1 for window in windows]
-
-
-def read_axes(config: Json, whole: Whole, rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
-    """See `RopeConfig.axes`."""
-    given = collection(config, "rope_scaling", dict) or collection(config, "rope_parameters", dict)
-    sections = collection(given, "mrope_section", list) or whole.sections
-    return find_axes(whole.axes, sections, (rope.rotated_dims or head_dim) // 2)
 
 
 def _read_rope(
@@ -151,91 +132,3 @@ def _read_rope(
         attention_factor=number(given, "attention_factor", yarn_attention_factor(factor, *mscales)),
         rotated_dims=rotated,
     )
-
-
-def read_recurrent(config: Json, family: Family, num_layers: int) -> tuple[Recurrent | None, list[bool]]:
-    """What stands in the place of attention, and whether each layer has attention."""
-    layers = range(num_layers)
-    if family.mixer == "attention":
-        return None, [True for _ in layers]
-    if family.mixer == "delta_net":
-        every = integer(config, "full_attention_interval")
-        kinds = _read_kinds(config, [LINEAR if (layer + 1) % every else FULL for layer in layers], LINEAR)
-    else:
-        indices = collection(config, "full_attn_idxs", list) or list(layers)
-        kinds = _read_kinds(config, [FULL if layer in indices else CONV for layer in layers], CONV)
-    if FULL not in kinds:
-        raise ValueError(f"layer_types without {FULL} is not supported; supported: at least one such layer")
-    has_attention = [kind == FULL for kind in kinds]
-    if all(has_attention):
-        return None, has_attention
-    return (_read_delta_net(config) if family.mixer == "delta_net" else _read_gated_conv(config)), has_attention
-
-
-def _read_delta_net(config: Json) -> DeltaNetConfig:
-    num_key_heads, num_value_heads = integer(config, "linear_num_key_heads"), integer(config, "linear_num_value_heads")
-    if num_value_heads % num_key_heads:
-        raise ValueError(
-            f"linear_num_key_heads {num_key_heads} does not divide linear_num_value_heads {num_value_heads}"
-        )
-    return DeltaNetConfig(
-        num_key_heads,
-        num_value_heads,
-        key_dim=integer(config, "linear_key_head_dim"),
-        value_dim=integer(config, "linear_value_head_dim"),
-        kernel=integer(config, "linear_conv_kernel_dim", least=2),
-    )
-
-
-def _read_gated_conv(config: Json) -> GatedConvConfig:
-    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    if hidden_size % num_heads:
-        raise ValueError(f"num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
-    kernel = integer(config, "conv_L_cache", least=2)
-    return GatedConvConfig(num_heads, hidden_size // num_heads, kernel, flag(config, "conv_bias"))
-
-
-def read_kv_heads(config: Json, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Gemma 4's layers, which differ in heads and MLPs.
-
-    The last num_kv_shared_layers read the keys and values of the last layer of their kind before them, and may have
-    MLPs of twice the size.
-    """
-    num_own = len(layers) - integer(config, "num_kv_shared_layers", 0, least=0)
-    inner_size = integer(config, "intermediate_size") * (2 if flag(config, "use_double_wide_mlp") else 1)
-    has_values = not flag(config, "attention_k_eq_v")
-    heads = [(layer.window, *own) for layer, own in zip(layers, _read_heads(config, layers), strict=True)]
-    varied = []
-    for index, (layer, (window, num_kv_heads, head_dim)) in enumerate(zip(layers, heads, strict=True)):
-        own = replace(layer, num_kv_heads=num_kv_heads, head_dim=head_dim, has_values=has_values or window is not None)
-        if index >= num_own:
-            sources = [source for source in range(max(num_own, 0)) if heads[source] == heads[index]]
-            if not sources:
-                raise ValueError(
-                    f"num_kv_shared_layers leaves no layer whose keys and values fit those of layer {index}"
-                )
-            own = replace(own, intermediate_size=inner_size, kv_layer=sources[-1])
-        varied.append(own)
-    return tuple(varied)
-
-
-def _read_heads(config: Json, layers: Sequence[LayerConfig]) -> list[tuple[int | None, int | None]]:
-    """Each layer's number of KV heads and head_dim. Both spellings: transformers 5's and older files'."""
-    if "per_layer_config" in config:
-        given = collection(config, "per_layer_config", dict)
-        own = [collection(given, str(index), dict) for index in range(len(layers))]
-        if unknown := {key for one in own for key in one} - {*HEAD_KEYS}:
-            raise ValueError(f"per_layer_config with {', '.join(unknown)} is not supported; supported: {HEAD_KEYS}")
-    else:
-        full = {"head_dim": integer(config, "global_head_dim", WIDE_HEAD_DIM)}
-        if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
-            full["num_key_value_heads"] = integer(config, "num_global_key_value_heads")
-        own = [full if layer.window is None else {} for layer in layers]
-    found = []
-    num_heads = integer(config, "num_attention_heads")
-    for one in own:
-        num_kv_heads, head_dim = (integer(one, key) if key in one else None for key in HEAD_KEYS)
-        if num_heads % (num_kv_heads or 1) or (head_dim or 2) % 2:
-            raise ValueError(f"layers with {one} are not supported: {num_heads} heads are to be divided, head_dim even")
-        found.append((num_kv_heads, head_dim))
-    return found

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from engine.layer_config import Activation
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import SamplingTensors
-from engine.sampling.sample import read_fields, sample
+from engine.sampling.sample import sample
 
 LIMIT, SLOPE = 7.0, 1.702  # gpt-oss's clamp, and the steepness of its sigmoid
 BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time
@@ -42,10 +41,6 @@ class Ops:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """See `sampling.sample.sample`. [S, V] float32 |-> [S] int64 on the same device. May modify `logits`."""
         return sample(logits, batch)
-
-    def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:
-        """`sample` into `out`, [S] int64, with fields on the logits' device. Does not modify `logits`."""
-        out.copy_(self.sample(logits.clone(), read_fields(fields)))
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -1,20 +1,26 @@
 """Samples the next token: argmax(filtered_logits / T + Gumbel(seed, position)).
 
-The noise is counter-based (`noise.py`), so a token depends only on its own logits, parameters and position: not on the
-batch, the worker, the device's generator or earlier draws.
+The noise is counter-based (noise.py), so a token depends only on its own logits, parameters and position: not on the
+batch, the worker, the device's generator or earlier draws. The slow twin of cpu/cpu_sampling.cpp.
+
+Logits are adjusted in a fixed order: repetition penalty, frequency and presence penalty, bias, then the mask. Only a
+row's own parameters adjust it. Whatever the parameters and logits are, the result has no NaN and the mask wins.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling import checks
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.fields import MOST, PARAMS, SamplingTensors
-from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
-from engine.sampling.noise import build_keys, gumbel_noise
+from engine.sampling.fields import MOST, SEEN_BIT
+from engine.sampling.noise import draw
 from wire.sampling import LEAST_TEMPERATURE
+
+NO_TOKEN = -1  # in place of a token: the mask allows none
+NOT_A_NUMBER = -2  # the same: the row's first logit is NaN, as all are if the hidden state is
 
 Choose = Callable[[Tensor, SamplingBatch], Tensor]
 CHUNK_VALUES = 1 << 21  # logits sampled at once: bounds memory
@@ -28,22 +34,10 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose | None = None) -
     no token (`allowed_words` checks this earlier). On a GPU such a row's token is NO_TOKEN, and the host does not wait.
     Where the first logit is NaN it is NOT_A_NUMBER.
     """
-    if checks.ARE_ON:
-        checks.check_sampling(batch, logits)
     tokens = (choose or sample_slowly)(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
         raise ValueError(f"the masks of rows {(tokens == NO_TOKEN).nonzero()[:, 0].tolist()} allow no token")
     return tokens
-
-
-def read_fields(fields: SamplingTensors) -> SamplingBatch:
-    """On the CPU: a batch that shares the fields' memory."""
-    arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
-    begin, end = arrays["bias_starts"][[0, -1]]
-    arrays["params"] = arrays["params"].view(PARAMS)[:, 0]
-    arrays |= {name: arrays[name][begin:end] for name in ("bias_ids", "bias_values")}
-    arrays["bias_starts"] = arrays["bias_starts"] - begin
-    return SamplingBatch(**arrays | {"counts": fields.counts, "extra_starts": None, "extra_ids": None})
 
 
 def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -53,42 +47,61 @@ def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
     maxima, tokens = logits.max(-1)
     drawn = torch.from_numpy(batch.params["temperature"] >= LEAST_TEMPERATURE).nonzero()[:, 0]
     for rows in torch.split(drawn, max(1, CHUNK_VALUES // logits.shape[1])) if len(drawn) else ():
-        tokens[rows] = _draw(logits, maxima, batch, rows)
+        tokens[rows] = draw(logits, maxima, batch, rows)
     return torch.where(is_nan, NOT_A_NUMBER, torch.where(maxima > -torch.inf, tokens, NO_TOKEN))
 
 
-def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    """[S, V], [S], [R] rows that are not greedy -> [R] int64"""
-    params = batch.params[rows.numpy()]
+def adjust_logits_(logits: Tensor, batch: SamplingBatch) -> None:
+    """Change [S, V] float32 rows in place as a checked batch says.
 
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(params[name]).to(logits.device)
-
-    scaled = (logits[rows] - maxima[rows, None]) / column("temperature").clamp(max=MOST)[:, None]
-    keys = build_keys(params["seed"], batch.positions[rows.numpy()], logits.device)
-    scores = scaled + gumbel_noise(torch.arange(logits.shape[1], device=logits.device), keys[:, None])
-    if ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)).any():
-        kept = keep_tokens(scaled, column("top_k"), column("top_p"), column("min_p"))
-        scores.masked_fill_(~kept, -torch.inf)
-    return scores.max(-1).indices
-
-
-def keep_tokens(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """By sorting all tokens: the slow twin of the floors in cpu/cpu_sampling.cpp.
-
-    [R, V] scaled logits with maxima 0, [R] int64, [R] float64, [R] float64 -> [R, V] bool, the tokens to keep.
-
-    top_k keeps every token as likely as the k-th (ties included). top_p keeps, of those, the smallest set whose
-    renormalised probability reaches p, at least one; among equals the lower id comes first. min_p keeps tokens at
-    least min_p times as likely as the likeliest.
+    - repetition r: logits of tokens that the row has seen are divided by r if positive, else multiplied by r;
+    - frequency f, presence p: a token that occurs n > 0 times in the answer loses f n + p;
+    - bias is added;
+    - NaN and values below the float range become the lowest number, values above it the highest;
+    - masked tokens become -inf, so that every allowed token beats them.
     """
-    vocabulary = scaled.shape[1]
-    values, ids = scaled.sort(descending=True, stable=True)
-    last = torch.where(top_k > 0, top_k.clamp(max=vocabulary), vocabulary) - 1
-    is_kept = values >= values.gather(1, last[:, None])
-    mass = values.double().exp_().mul_(is_kept).cumsum(1)
-    num_before = (mass < top_p[:, None] * mass[:, -1:]).sum(1, keepdim=True)
-    in_nucleus = torch.arange(vocabulary, device=scaled.device) <= num_before
-    is_kept &= in_nucleus | (top_p == 1)[:, None]
-    is_kept &= values >= min_p.log()[:, None].float()
-    return torch.zeros_like(is_kept).scatter_(1, ids, is_kept)
+    _penalise_(logits, batch)
+    if batch.bias_starts is not None and batch.bias_ids is not None and batch.bias_values is not None:
+        places = _flat_places(batch.bias_starts, batch.bias_ids, logits)
+        logits.view(-1).index_add_(0, places, torch.from_numpy(batch.bias_values).to(logits.device))
+    most = torch.finfo(torch.float32).max
+    logits.nan_to_num_(-most, most, -most)
+    if batch.masks is not None and batch.mask_line is not None:
+        masked = np.flatnonzero(batch.mask_line >= 0)
+        words = torch.from_numpy(batch.masks[batch.mask_line[masked]]).to(logits.device)  # [k, ceil(V / 32)]
+        bits = words[:, :, None] >> torch.arange(32, device=logits.device) & 1
+        logits[masked] = logits[masked].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _penalise_(logits: Tensor, batch: SamplingBatch) -> None:
+    asked = [batch.params[name] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")]
+    rows = np.flatnonzero((asked[0] != 1) | (asked[1] != 0) | (asked[2] != 0))
+    if not len(rows):
+        return
+    repetition, frequency, presence = [torch.from_numpy(one[rows]).to(logits.device)[:, None] for one in asked]
+
+    counts = _count(logits, batch)[rows]
+    num_answer = counts & (SEEN_BIT - 1)
+    values = logits[rows]
+    penalty = repetition.clamp(1 / MOST, MOST)
+    values = torch.where(counts > 0, torch.where(values > 0, values / penalty, values * penalty), values)
+    loss = frequency.double() * num_answer + presence
+    logits[rows] = torch.where(num_answer > 0, (values.double() - loss).float(), values)
+
+
+def _count(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """[S, V] int32, each row's counts including its extra tokens."""
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    if batch.counts is not None and batch.counts_line is not None:
+        rows = np.flatnonzero(batch.counts_line >= 0)
+        counts[rows] = batch.counts[torch.from_numpy(batch.counts_line[rows]).to(logits.device)]
+    if batch.extra_starts is not None and batch.extra_ids is not None:
+        places = _flat_places(batch.extra_starts, batch.extra_ids, logits)
+        counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+    return counts
+
+
+def _flat_places(starts: NDArray[np.int32], ids: NDArray[np.int32] | Tensor, logits: Tensor) -> Tensor:
+    """[S + 1], [n] -> [n] int64: the places of each row's ids in the flattened logits."""
+    begins = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) * logits.shape[1]
+    return torch.from_numpy(begins).to(logits.device) + torch.as_tensor(ids, device=logits.device)

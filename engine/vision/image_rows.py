@@ -20,8 +20,7 @@ from torch import Tensor
 from engine.batch import Batch, EmbeddedRows, Layout, StepFeature
 from engine.input_batch import RowFeature
 from engine.layer_config import ImageAttention
-from engine.ranges import Ints
-from engine.staging import upload
+from engine.staging import Ints, upload
 from wire.images import ImageSpan
 
 NOT_COUNTED = np.zeros((3, 0), np.int64)  # positions by row and column of a model that does not count them

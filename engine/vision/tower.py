@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.json_values import Json
 from engine.models.assemble import OTHER_PARTS
-from engine.models.wholes import WHOLES
 from engine.vision.image_rows import Encoding
+from engine.vision.wholes import WHOLES
 from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint
 from wire.files import read_json_object
 from wire.image_files import read_image

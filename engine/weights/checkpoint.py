@@ -4,7 +4,7 @@ A tensor that needs no conversion stays a view of the file's mapping: all proces
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.weights.entry import TensorEntry
-from engine.weights.files import list_shards, read_safetensors
+from engine.weights.files import TensorEntry, list_shards, read_safetensors
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
 
@@ -84,22 +83,6 @@ class SafetensorsCheckpoint(Checkpoint):
         with nullcontext(self._files[path]) if is_kept else _open(path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
-
-
-class RenamedCheckpoint(Checkpoint):
-    """Some tensors of another checkpoint, under other names."""
-
-    def __init__(self, stored: Checkpoint, names: Mapping[str, str]) -> None:
-        """names: here |-> there."""
-        self.dtypes = stored.dtypes
-        self.entries = {name: stored.entries[theirs] for name, theirs in names.items()}
-        self._stored, self._names = stored, names
-
-    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
-        return self._stored.tensor(self._names[name], is_kept=is_kept)
-
-    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
-        return self._stored.coded(self._names[name], index)
 
 
 def _open(path: Path) -> Any:

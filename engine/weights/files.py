@@ -4,10 +4,10 @@ Imports no torch, so that commands can look at a checkpoint at once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.weights.entry import TensorEntry
 from wire.files import check_file, parse_json, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -15,6 +15,18 @@ SINGLE_NAME = "model.safetensors"
 GGUF = ".gguf"  # the suffix of such files
 MAX_DIMS, MAX_DTYPE_CHARS = 8, 16
 HEADER_LIMIT_BYTES = 100 * 2**20  # of safetensors, the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as a file's header describes it."""
+
+    path: Path
+    dtype: str  # the format's name: "BF16", "F32", "Q4_K", ...
+    shape: tuple[int, ...]
+    begin_bytes: int  # offset in the file
+    num_bytes: int
+
 
 ReadHeader = Callable[[Path], dict[str, TensorEntry]]
 """A file |-> tensor name |-> its entry. Raises like `read_safetensors`."""

@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, locked
-from engine.weights.entry import TensorEntry
-from engine.weights.files import ReadHeader, list_shards, read_safetensors
-from engine.weights.folders import cache_folder
+from engine.weights.files import ReadHeader, TensorEntry, list_shards, read_safetensors
+from engine.weights.folders import SMALLEST_FILE_BYTES, CannotShareError, cache_folder, locked
 from wire.files import read_json_object
 
 KV_VERSION = 1  # of how KV is computed from the weights: whatever changes its values, beyond rounding, raises it

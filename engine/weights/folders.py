@@ -1,7 +1,14 @@
-"""Where files are kept that take time to make: built kernels, packed weights, digests, folders of GGUF files."""
+"""Where files are kept that take time to make: built kernels, packed weights, digests, folders of GGUF files.
 
+Workers of a host share them.
+"""
+
+import fcntl
 import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +17,13 @@ import structlog
 from wire.private_folders import UnsafeFolderError, open_private
 
 log = structlog.get_logger()
+
+SMALLEST_FILE_BYTES = 256 << 20  # for less, each process makes its own
+LOCK_S, LOCK_POLL_S = 600.0, 0.05
+
+
+class CannotShareError(Exception):
+    """There is no file, and it cannot be written; the message is one line for the user."""
 
 
 def cache_folder() -> Path:
@@ -43,3 +57,19 @@ def list_cache_folders() -> list[Path]:
 @cache  # once for each
 def _report_left_out(folder: Path, reason: str) -> None:
     log.warning("a cache folder is not used", folder=str(folder), reason=reason)
+
+
+@contextmanager
+def locked(path: Path, wait_s: float | None = None) -> Iterator[None]:
+    """Holds the lock file; the system frees it when the process dies. CannotShareError after LOCK_S, or `wait_s`."""
+    deadline = time.monotonic() + (LOCK_S if wait_s is None else wait_s)
+    with path.open("wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise CannotShareError(f"another process has held {path} for {LOCK_S:.0f} s") from error
+                time.sleep(LOCK_POLL_S)  # flock has no time-out
+        yield

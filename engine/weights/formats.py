@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.layer_config import Activation
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Gated, GatedLinear, Linear, PlainLinear, WidenedLinear
+from engine.layers.linear import Embedding, Gated, GatedLinear, Linear, PlainLinear, WidenedLinear
 from engine.ops.base import Ops
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product

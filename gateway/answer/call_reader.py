@@ -1,26 +1,26 @@
 """Splits the calls of an answer from its text, piece by piece."""
 
-import secrets
-import string
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import count
 
 from gateway.answer.choice_text import OutputDelta, Phases
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.request import ToolUse
 
-_ID_CHARS = string.ascii_letters + string.digits
 _NUM_ID_CHARS = 24  # as many as OpenAI's
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`, `begins`: as in CallParser."""
+    """Reads one choice. `id_seed`: the calls' ids follow from it; `is_trusted`, `begins`: as in CallParser."""
 
-    def __init__(self, use: ToolUse, *, is_trusted: bool, begins: bool = False) -> None:
+    def __init__(self, use: ToolUse, id_seed: str, *, is_trusted: bool, begins: bool = False) -> None:
         schemas, num_chars = {tool.name: tool.schema for tool in use.callable_tools}, use.format.num_id_chars
+        numbers = count()
 
         def new_id() -> str:
-            text = "".join(secrets.choice(_ID_CHARS) for _ in range(num_chars or _NUM_ID_CHARS))
-            return text if num_chars else f"call_{text}"
+            digest = blake2b(f"{id_seed} {next(numbers)}".encode()).hexdigest()
+            return digest[:num_chars] if num_chars else f"call_{digest[:_NUM_ID_CHARS]}"
 
         self._parser = CallParser(use.format, schemas, new_id, is_trusted=is_trusted, begins=begins, schemas=schemas)
         self._is_named = use.named is not None

@@ -186,7 +186,9 @@ class _Choice:
         self._calls = None
         if job.tools and job.tools.format.call:
             is_trusted = generation.grammar is not None and job.tools.format.is_enforced
-            self._calls = CallReader(job.tools, is_trusted=is_trusted, begins=job.form is not None)
+            self._calls = CallReader(
+                job.tools, f"{job.call_seed} {index}", is_trusted=is_trusted, begins=job.form is not None
+            )
         # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
         is_json = job.form is not None and job.form.kind in ("json_schema", "json_object")
         self._json_text = JsonText() if is_json and (reasoning or job.tools) else None

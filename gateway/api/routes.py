@@ -1,5 +1,7 @@
 """The endpoints of OpenAI's and Anthropic's APIs. `types.py` says what they take, `writer.py` what they answer."""
 
+from typing import Protocol, TypeVar
+
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
@@ -21,8 +23,21 @@ from gateway.errors import bad_request
 from gateway.request.prepare import ServedModel, ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 
+Asked = TypeVar("Asked", bound=CountInputRequest)
 
-def build_api_router(served: ServedModels) -> APIRouter:
+
+class Keeper(Protocol):
+    """Keeps answers to requests of the Responses API."""
+
+    async def create(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answers, and keeps the answer if that is asked for. Raises as `respond`."""
+
+    async def with_history(self, body: Asked, request: Request) -> Asked:
+        """The request with all of its conversation as its input. Raises ApiError."""
+
+
+def build_api_router(served: ServedModels, keeper: Keeper | None = None) -> APIRouter:
+    """`keeper`: None keeps nothing."""
     router = APIRouter(route_class=limited_route(served))
 
     @router.post("/v1/chat/completions")
@@ -64,19 +79,18 @@ def build_api_router(served: ServedModels) -> APIRouter:
 
     @router.post(RESPONSES_PATH)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answers a conversation, which is not stored."""
-        one = served.find(body.model, request.state.key)
-        return await respond(
-            one,
-            request,
-            await _raw(body, request),
-            lambda totals: ResponseWriter(totals, body, one.tokenizer.token_bytes),
-            is_streamed=bool(body.stream),
-        )
+        """Answers a conversation."""
+        if keeper is not None:
+            return await keeper.create(body, request)
+        body.check_stateless()
+        return await answer_once(served, body, request)
 
     @router.post(f"{RESPONSES_PATH}/input_tokens")
     async def count_input_tokens(body: CountInputRequest, request: Request) -> Response:
         """Counts the tokens of a request's prompt."""
+        if keeper is not None:
+            body = await keeper.with_history(body, request)
+        body.check_stateless()
         return json_response(InputTokens(len(await _tokenize(served, request, body))))
 
     @router.post("/tokenize")
@@ -103,6 +117,18 @@ def build_api_router(served: ServedModels) -> APIRouter:
         return json_response(DetokenizeAnswer(text))
 
     return router
+
+
+async def answer_once(served: ServedModels, body: ResponsesRequest, request: Request) -> Response:
+    """An answer that is not kept. Raises as `respond`."""
+    one = served.find(body.model, request.state.key)
+    return await respond(
+        one,
+        request,
+        await _raw(body, request),
+        lambda totals: ResponseWriter(totals, body, one.tokenizer.token_bytes),
+        is_streamed=bool(body.stream),
+    )
 
 
 async def _raw(

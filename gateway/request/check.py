@@ -138,6 +138,7 @@ def build(
     return PreparedRequest(
         model=name,
         key=key,
+        call_seed=request_id,
         generations=tokenized,
         num_per_prompt=checked.num_answers,
         prompts=tuple(prompts),

@@ -134,6 +134,7 @@ class PreparedRequest:
 
     model: str  # its name, as the request has it
     key: Key  # that sent it
+    call_seed: str  # ids of its calls follow from it
     generations: tuple[TokenizedRequest, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]

@@ -206,7 +206,8 @@ class Attempt:
         if delta.logprobs or delta.prompt_logprobs:
             logprobs = await _unpack_logprobs(delta.logprobs)
             self._scored.extend(await _unpack_logprobs(delta.prompt_logprobs))
-        return Tokens(tuple(delta.token_ids), FINISH_REASONS[finish], tuple(logprobs), None, timing)
+        computes = self._request.computes or self._places.placement.decode.computes
+        return Tokens(tuple(delta.token_ids), FINISH_REASONS[finish], tuple(logprobs), None, timing, computes)
 
     def _describe_trouble(self, delta: decode_pb2.SessionDelta) -> Exception:
         detail, grammar = delta.error or delta.finish_reason, self._request.wanted.grammar

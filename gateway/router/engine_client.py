@@ -75,6 +75,8 @@ class TokenizedRequest:
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
+    emitted: tuple[int, ...] = ()  # tokens that its client has already: the answer goes on behind them
+    computes: str = ""  # what has computed those (`WorkerView.computes`)
     memo: PromptMemo = field(default_factory=PromptMemo, compare=False, repr=False)
 
 
@@ -89,6 +91,7 @@ class Tokens:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     # with the first part, as far as it is known (a stop string may end the rest unseen), and with the last, in full
     timing: Timing | None = None
+    computes: str = ""  # what has computed it (`WorkerView.computes`)
 
 
 @dataclass(slots=True, eq=False)

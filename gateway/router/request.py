@@ -61,8 +61,8 @@ class Request:
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
     is_new_again: bool = False  # no retry: a worker had no room, or its grammar was not compiled
     absent_since: float | None = None  # when it first found no worker, since one last took it
-    computes: str = ""  # what has computed what the client has (`WorkerView.computes`); empty: it has nothing
-    emitted: list[int] = field(default_factory=list)  # tokens the client has: never sent again, never taken back
+    computes: str = field(init=False)  # what has computed what the client has (`WorkerView.computes`); empty: nothing
+    emitted: list[int] = field(init=False)  # tokens the client has: never sent again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations blamed for failed attempts
     mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than expected
     grammar_s: float = 0.0  # waited for its grammar in attempts that ended before it was compiled
@@ -74,6 +74,7 @@ class Request:
     _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.computes, self.emitted = self.wanted.computes, list(self.wanted.emitted)
         memo = self.wanted.memo
         self._prompt = memo.packed = memo.packed or _pack(self.wanted.prompt_ids)
 

@@ -11,7 +11,7 @@ from bench.capacity import Goals, UnreachableError, propose
 from bench.proposal import describe_start
 from cli.bench import load_shape
 from cli.plan import plan_workers
-from engine.out_of_memory import describe_full_gpu
+from engine.cuda.advice import describe_full_gpu
 from runtime.config import ServeConfig
 from runtime.gpus import CARDS, Card, CardName
 from runtime.settings import ConfigError

@@ -21,7 +21,7 @@ from cli import main
 from cli.bench import load_shape
 from cli.service import CommandError
 from cli.sources import use_sources
-from engine.layer_config import most_logits
+from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig
 from runtime.gpus import CARDS, CardName
 from runtime.settings import ConfigError

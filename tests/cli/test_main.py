@@ -22,8 +22,7 @@ from cli.screen import list_things_to_try, reachable, render_log_line
 from cli.sources import VARIABLES
 from demo.paths import TARGET_DIR
 from engine.adapters.peft import find_digest
-from engine.compose import PARTS
-from engine.models.load import resolve_model_folder
+from engine.compose import resolve_model_folder
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
@@ -415,7 +414,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "files of a draft": lambda model: check_model(model, option="draft_model"),
     "folder": fetch_tokenizer,
     "gguf": lambda model: locate_model(f"{model}/x.gguf"),
-    "worker": lambda model: resolve_model_folder(model, PARTS),
+    "worker": lambda model: resolve_model_folder(model),
     "adapter": lambda model: find_digest(Path(model)),
 }
 

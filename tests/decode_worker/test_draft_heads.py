@@ -22,8 +22,9 @@ from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
 from wire.sampling import SamplingParams
 from worker import receiving
+from worker.params import SequenceParams
 from worker.scheduler import Scheduler
-from worker.sequences import Sequence, SequenceParams
+from worker.sequences import Sequence
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_TOKENS = 8

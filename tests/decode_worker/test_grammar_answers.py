@@ -32,7 +32,7 @@ from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import PLAIN, decode_worker, gateway, packed, taken_over
 from wire.sampling import SamplingParams
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 
 STOPS = frozenset({2})
 PLACE = {

@@ -24,9 +24,10 @@ from decode_worker.interfaces import Standing
 from tests.support.grammars import compile_here, encode, vocabulary
 from tests.support.real_workers import packed
 from worker.kv_cache import KVCacheManager
+from worker.params import SequenceParams
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import ScheduledSequence, SequenceParams
+from worker.sequences import ScheduledSequence
 
 STOP = 2
 PATIENCE_S = 100.0

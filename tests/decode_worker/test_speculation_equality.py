@@ -21,7 +21,7 @@ from tests.support.decoding import LyingDrafter, build_eager_speculator, decode
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 from worker.startup.models import locate_draft, locate_model
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -12,9 +12,10 @@ from tests.support.real_workers import packed
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 from worker.kv_cache import KVCacheManager
+from worker.params import SequenceParams
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams, Update
+from worker.sequences import Update
 
 PATIENCE_S = 30.0
 

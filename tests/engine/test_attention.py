@@ -156,19 +156,33 @@ def test_thread_count_does_not_change_a_bit() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_share_the_query_heads_of_one_kv_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lens", "value_dim", "softcap", "window"),
+    [([(1, 500)], 64, 0.0, None), ([(1, 500)], 0, 2.0, None), ([(7, 480)], 0, 2.0, 129)],
+)
+def test_threads_share_the_query_heads_of_one_kv_head(
+    lens: list[tuple[int, int]], value_dim: int, softcap: float, window: int | None, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of latents, and of any model with one KV head; with the same bits as one thread."""
     monkeypatch.setattr(cpu_paged, "LEAST_SHARED_BYTES", 1)
     assert [count_head_parts(12, 1, threads) for threads in (1, 2, 5, 8, 64)] == [1, 2, 6, 12, 1]
     assert count_head_parts(12, 4, 8) == 2 and count_head_parts(12, 9, 8) == 1
-    problem, before = Problem([(1, 500)], (12, 1), 72, 16, dtype, value_dim=64), torch.get_num_threads()
-    expected = problem.truth(None)
+    problem, before = Problem(lens, (12, 1), 72, 16, dtype, value_dim), torch.get_num_threads()
+    if softcap:
+        problem.shape = replace(problem.shape, softcap=softcap)
+        problem.sinks = torch.linspace(-3, 3, 12)
+    expected = problem.truth(window)
     try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            for backend in kernels(problem.shape, *Math):
-                out, pool = problem.run(backend)
+        for backend in kernels(problem.shape, *Math):
+            results: list[Tensor] = []
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                out, pool = problem.run(backend, window)
                 assert float((out.double() - expected).abs().max()) < tolerance(dtype), (backend.name, count)
                 check_writes(problem, pool)
+                results.append(out)
+            assert all(torch.equal(out, results[0]) for out in results), backend.name
     finally:
         torch.set_num_threads(before)
 

@@ -16,6 +16,7 @@ from engine.cuda import gpu as gpu_module
 from engine.cuda.cuda_memory import IPC_HANDLE_BYTES, CudaError, Span
 from engine.cuda.gpu import Gpu, GpuPages
 from engine.cuda.gpu_pages import copy_pages
+from engine.cuda.pool import GpuPool
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -59,7 +60,7 @@ def test_a_pool_on_a_gpu_begins_with_zeros_and_keeps_only_generations_in_its_fil
 def test_a_pool_too_large_for_the_gpu_names_the_setting(gpu: FakeGpu) -> None:
     shape = PoolShape(1 << 20, (KvPart(32, 8, 128),), 16, torch.bfloat16)
     with pytest.raises(ValueError, match=r"2097152 MiB on the GPU \(cudaMalloc: out of memory.*lower --kv-memory-mib"):
-        Pool(shape, torch.device("cpu"), gpu=gpu)
+        GpuPool(shape, gpu)
 
 
 @pytest.mark.parametrize(("lacks", "why"), [("export", "cannot be exported: not supported"), ("file", "memfd_create")])
@@ -85,7 +86,7 @@ def test_a_pool_without_shared_memory_is_private(lends: bool, monkeypatch: pytes
     assert whole.fd is not None
     if lends:
         monkeypatch.delattr(os, "memfd_create")
-    pool = Pool(whole.shape, torch.device("cpu"), lends=lends)
+    pool = Pool(whole.shape, lends=lends)
     row = np.random.default_rng(1).integers(0, 256, pool.page_bytes, np.uint8)
     pool.store([4], [row])
     assert pool.fd is None and np.array_equal(pool.load([0, 4]), [0 * row, row])
@@ -97,7 +98,7 @@ def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
     page_tokens: int, by_kernel: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = PoolShape(6, (KvPart(1, 1, 16),), page_tokens, torch.float32)  # 2 KiB or 256 KiB a page
-    store = Pool(shape, torch.device("cpu"), gpu=gpu)
+    store = GpuPool(shape, gpu)
     landing = store.open_landing(4)
     assert isinstance(landing, GpuPages)
     content = np.random.default_rng(1).integers(0, 256, 4 * store.page_bytes, np.uint8)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import ForwardRow, take_turns
+from engine.catalogue import load_config
 from engine.compose import build_engine
 from engine.engine import Engine
 from engine.heads.read_head import read_head
 from engine.heads.runner import HeadRunner
-from engine.models.read_config import load_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from tests.support.draft_heads import DRAFT_VOCAB, Head, draft_truth, write_eagle3, write_mtp, write_target

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampling.logits import NOT_A_NUMBER, adjust_logits_
+from engine.sampling.sample import NOT_A_NUMBER, adjust_logits_
 from tests.support.sampling_twins import (
     BROKEN,
     FLOAT32,

@@ -14,7 +14,7 @@ from engine import steps
 from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost
 from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
-from engine.sampling.logits import NOT_A_NUMBER
+from engine.sampling.sample import NOT_A_NUMBER
 from engine.steps import StepOutput, launch_step
 from wire.logprobs import TokenLogprobs
 

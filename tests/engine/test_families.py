@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.catalogue import build_config, load_config
+from engine.cpu import format as weights
 from engine.layers.linear import Quantization
-from engine.models import load as weights
-from engine.models.read_config import build_config, load_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from tests.support.attention import needs_compiler

@@ -17,14 +17,13 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.catalogue import FAMILIES, build_config
 from engine.compose import choose_attention
 from engine.cuda import device as device_module
 from engine.cuda import flashinfer as backend_module
 from engine.cuda import modules
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
 from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
-from engine.models.families import FAMILIES
-from engine.models.read_config import build_config
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 

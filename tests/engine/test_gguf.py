@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.catalogue import build_config, load_config
 from engine.compose import load_model, open_model
+from engine.cpu import format as packed
 from engine.formats.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.formats.gguf_config import build_config_json
 from engine.formats.gguf_file import list_gguf_shards, read_gguf, read_header
@@ -23,8 +25,6 @@ from engine.formats.groups import Groups
 from engine.layers.linear import Quantization
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
 from engine.llm import LLM
-from engine.models import load
-from engine.models.read_config import build_config, load_config
 from engine.weights.fingerprint import weight_fingerprint
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
@@ -119,8 +119,8 @@ def test_workers_share_packed_codes(
     path, plain = write_gguf_models(tmp_path, kind)
     folder, ids = make_gguf_folder(path, tmp_path / "models"), list(range(3, 60))
     own = logits_of(load_model(folder, "bfloat16", CPU, quantization=quantization), ids)
-    monkeypatch.setattr(load, "SMALLEST_FILE_BYTES", 0)
-    monkeypatch.setattr(load, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(packed, "SMALLEST_FILE_BYTES", 0)
+    monkeypatch.setattr(packed, "cache_folder", lambda: tmp_path)
     for _ in range(2):
         decoder = load_model(folder, "bfloat16", CPU, quantization=quantization)
         assert decoder.mapped_bytes and torch.equal(logits_of(decoder, ids), own)

@@ -172,7 +172,7 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
     ]  # fmt: skip
     for device, dtype, quantization, expected in cases:
         reader = ShardReader(checkpoint, dtype, device, lambda *_: None)
-        assert type(choose_format(reader, Ops(), quantization, None)).__name__ == expected
+        assert type(choose_format(reader, Ops(), quantization)).__name__ == expected
     check_quantization("int4", "auto", CUDA)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert not has_fp8(CUDA) and has_fp8(CPU)

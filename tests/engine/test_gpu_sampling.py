@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.cpu.sampling_checks import check_sampling
 from engine.cuda import gpu_noise
 from engine.cuda.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.cuda.gpu_sampling import choose_tokens
@@ -22,10 +23,8 @@ from engine.cuda.gpu_values import scale
 from engine.cuda.sampling import sample, upload_batch
 from engine.sampling import noise
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.checks import check_sampling
 from engine.sampling.fields import SEEN_BIT
-from engine.sampling.logits import adjust_logits_
-from engine.sampling.sample import sample_slowly
+from engine.sampling.sample import adjust_logits_, sample_slowly
 from tests.support.batches import build_sampling_batch
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
+from engine.catalogue import build_config
 from engine.compose import LAYER_PARTS, choose_format
 from engine.cuda import flashinfer
 from engine.cuda import gpu_sampling as sampling_kernels
@@ -27,7 +28,6 @@ from engine.input_batch import InputBatch
 from engine.models.assemble import build_decoder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.read_config import build_config
 from engine.runner import Runner
 from engine.weights.reader import ShardReader
 from tests.support.batches import SAMPLINGS
@@ -59,9 +59,7 @@ class Built:
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(config, CUDA)
         reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None)
-        decoder = build_decoder(
-            config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None), LAYER_PARTS
-        )
+        decoder = build_decoder(config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none"), LAYER_PARTS)
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         if way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132)

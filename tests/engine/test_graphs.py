@@ -21,12 +21,12 @@ from engine.compose import load_model
 from engine.cuda import graphs as graphs_module
 from engine.cuda import pieces
 from engine.cuda.captured import CapturedForwards, capture_graphs, capture_pieces
+from engine.cuda.field_ops import FieldOps
 from engine.cuda.graph_shapes import Shape, choose_shapes, powers_to
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder
-from engine.ops.base import Ops
 from engine.runner import ModelOutput, Runner
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
@@ -122,8 +122,8 @@ def _sampling_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes():
             sample_into(*args)
 
-    sample_into = Ops.sample_into
-    monkeypatch.setattr(Ops, "sample_into", choose)
+    sample_into = FieldOps.sample_into
+    monkeypatch.setattr(FieldOps, "sample_into", choose)
 
 
 class Built:

@@ -39,7 +39,7 @@ def test_counts_are_those_of_counting_anew(data: st.DataObject) -> None:
             sampling = PENALTIES if is_penalised else SamplingParams()
             rows.open(row, np.array(tokens, np.int32), sampling, begin)
             open_rows[row] = tokens, begin, is_penalised
-        counted = [one for one in open_rows if data.draw(st.booleans())]
+        counted = [one for one, (_, _, is_penalised) in open_rows.items() if is_penalised and data.draw(st.booleans())]
         ends = [data.draw(st.integers(int(rows.num_counted[one]), len(open_rows[one][0]))) for one in counted]
         if counted:
             rows.count_tokens(np.array(counted), np.array(ends))

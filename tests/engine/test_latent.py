@@ -16,11 +16,11 @@ from torch import Tensor
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.catalogue import build_config
 from engine.compose import load_any_config
 from engine.kv.pool import PoolShape
 from engine.latent import attention as latent
 from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
-from engine.models.read_config import build_config
 from engine.models.table import build_table, shard_config
 from engine.weights.table import Shard
 from kvtransfer.layout import plan_runs

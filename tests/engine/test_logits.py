@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.cpu.cpu_sampling import load_cpu_sampling
-from engine.sampling.logits import adjust_logits_, allowed_words, can_choose
+from engine.masks import allowed_words, can_choose
 from engine.sampling.logprobs import find_logprobs
+from engine.sampling.sample import adjust_logits_
 from tests.support.sampling_twins import Asked, build_batch, build_mask, sample_batch, threads
 from tests.support.threads import one_thread
 from wire.sampling import SamplingParams

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from engine.catalogue import build_config, load_config
 from engine.compose import load_model, resolve_model_folder
 from engine.layer_config import ROPE_KINDS
 from engine.layers.linear import WidenedLinear
 from engine.layers.rope import FREQUENCIES, build_rope_table
-from engine.models.read_config import build_config, load_config
 from engine.weights import fingerprint
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.fingerprint import weight_fingerprint

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.cpu import packed
+from engine.cpu.cache import Weights
 from engine.cpu.packed import (
     NEVER,
     Epilogue,
@@ -25,7 +26,6 @@ from engine.cpu.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_
 from engine.formats.groups import GROUP, Groups, Tables, round_to_4_bits
 from engine.formats.linear import Int8Linear, round_rows
 from engine.ops.base import multiply_widened
-from engine.weights.cache import Weights
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import BUILDS, ON_AMX, Build, built_for, no_compiler
 

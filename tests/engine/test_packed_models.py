@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from engine.compose import load_model
+from engine.cpu import cache as weight_file
+from engine.cpu.cache import MappedWeights, share_weights
 from engine.layers.linear import WidenedLinear
-from engine.weights import cache as weight_file
-from engine.weights.cache import CannotShareError, MappedWeights, share_weights
+from engine.weights import folders
+from engine.weights.folders import CannotShareError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.instruction_sets import no_compiler
 
@@ -75,9 +77,9 @@ def test_a_file_that_cannot_be_written_is_explained_and_leaves_nothing(
         share_weights(tmp_path, "model", 1000, fail)
     with pytest.raises(CannotShareError, match="set XDG_CACHE_HOME to a folder with more"):
         share_weights(tmp_path, "model", 1 << 60, fail)
-    monkeypatch.setattr(weight_file, "LOCK_S", 0.0)
+    monkeypatch.setattr(folders, "LOCK_S", 0.0)
     with (
-        weight_file.locked(tmp_path / "model.lock"),
+        folders.locked(tmp_path / "model.lock"),
         pytest.raises(CannotShareError, match="another process has held"),
     ):
         share_weights(tmp_path, "model", 1000, fail)
@@ -93,7 +95,7 @@ def test_files_that_nobody_opens_or_writes_go(tmp_path: Path, monkeypatch: pytes
     for name in ("killed", "writing", "new"):
         (tmp_path / f"{name}.part").write_bytes(b"some")
     monkeypatch.setattr(weight_file, "_check_room", lambda folder, _: room.extend(sorted(folder.glob("*.part"))))
-    with weight_file.locked(tmp_path / "writing.lock"):
+    with folders.locked(tmp_path / "writing.lock"):
         share_weights(tmp_path, "new", 1000, take)
     assert {path.stem for path in tmp_path.glob("*.weights")} == {"young", "new"}
     assert room == [tmp_path / "writing.part"] == list(tmp_path.glob("*.part")), "before room is looked for"
@@ -101,7 +103,7 @@ def test_files_that_nobody_opens_or_writes_go(tmp_path: Path, monkeypatch: pytes
 
 def test_processes_that_start_at_once_pack_once(tmp_path: Path) -> None:
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom engine.weights.cache import share_weights\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom engine.cpu.cache import share_weights\n"
         "def pack(store):\n"
         "    print('packs', flush=True)\n"
         "    store.take('a', 100, lambda memory: memory.fill_(7))\n"

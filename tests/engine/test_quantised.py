@@ -73,7 +73,7 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
             assert matrix.scale.ndim == (2 if format.block == (128, 128) and values.shape[1] > 128 else 1)
         if groups is not None:
             assert torch.equal(groups.dense(), values) and groups.bits == format.bits
-    assert choose_dtype(config, checkpoint, "auto") is torch.float32  # of the embedding
+    assert choose_dtype(checkpoint, "auto", f"{config.prefix}embed_tokens.weight") is torch.float32  # of the embedding
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,7 +154,7 @@ def open_with(folder: Path, tensors: dict[str, Tensor]) -> None:
 def read_all(folder: Path) -> None:
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
-    choose_dtype(config, checkpoint, "auto")
+    choose_dtype(checkpoint, "auto", f"{config.prefix}embed_tokens.weight")
     for name in checkpoint.entries:
         checkpoint.tensor(name)
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from demo.paths import TARGET_DIR
+from engine.catalogue import load_config
 from engine.cuda import gpu_ranks, one_shot
 from engine.cuda.cuda_memory import CudaError
 from engine.cuda.one_shot import choose_limit
 from engine.models.config import ModelConfig
-from engine.models.read_config import load_config
 from engine.models.table import build_table, shard_config
 from engine.rank_group import join_group
 from engine.ranks import Ranks

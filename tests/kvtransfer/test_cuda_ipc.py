@@ -17,9 +17,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine.cuda import pool as pool_module
 from engine.cuda.gpu import GpuPages
-from engine.kv import pool as pool_module
-from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import Local, PageRef, PeerPages, ReadError
@@ -87,7 +86,7 @@ class Watched:
 
         patch.setattr(GpuPages, "copy", copy_watched)
         patch.setattr(PeerFile, "is_held", is_held)
-        patch.setattr(Pool, "end_if_lost", lambda _pool: self.events.append("lost?"))
+        patch.setattr(pool_module.GpuPool, "end_if_lost", lambda _pool: self.events.append("lost?"))
 
     async def begin_read(self, opened: CudaIpcReader) -> asyncio.Task[None]:
         """A read whose copy has begun and is held."""
@@ -173,13 +172,14 @@ async def test_what_cuda_says_is_the_refusal(watched: Watched, lasting: Exporter
 def test_a_process_whose_gpu_is_lost_ends_though_it_has_no_steps(
     error: str | None, ends: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, ended = build_pool(3, FakeGpu()), []
+    gpu, ended = FakeGpu(), list[int]()
+    store = build_pool(3, gpu)
 
     def fail(launch: Callable[[], object]) -> None:
         raise RuntimeError(error)
 
     if error:
-        monkeypatch.setattr(store.gpu, "run", fail)
+        monkeypatch.setattr(gpu, "run", fail)
     monkeypatch.setattr(pool_module, "end_process", lambda: ended.append(1))
     store.end_if_lost()
     assert len(ended) == ends

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cli.plan import choose_prefill_workers, plan_workers
 from engine.compose import _gpu_memory
-from engine.out_of_memory import explain_full_gpu
+from engine.cuda.advice import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import Device

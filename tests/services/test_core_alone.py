@@ -17,15 +17,15 @@ from tests.support.decoding import decode
 from tests.support.fleet import Process, free_ports
 from tests.support.live import CHECKOUT, START_S, build_environment
 from wire.sampling import SamplingParams
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 
 PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker", "protos", "runtime", "wire", "worker")
 SATELLITES = {
     "engine": (
-        "adapters", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hybrids", "latent", "rank_group.py",
-        "vision",
+        "adapters", "catalogue.py", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids",
+        "latent", "rank_group.py", "varied", "vision",
     ),
-    "worker": ("adapters", "images", "ranks", "startup", "states", "tiers"),
+    "worker": ("adapters", "chunks.py", "images", "itl_goal.py", "ranks", "startup", "states", "tiers"),
     "decode_worker": ("grammar", "speculation"),
 }  # fmt: skip
 ROUTER = ("__init__.py", "errors.py", "router")  # the gateway's core: the rest is what clients say and read

@@ -19,10 +19,11 @@ from tests.simulator.model import Memory, Offer
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
 from tests.simulator.world import Failure, Process, ViolationError
 from worker import receiving
+from worker.admission import OverGoalError
+from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import OfferRefusedError
-from worker.sequences import Phase, SequenceParams, Update
-from worker.table import OverGoalError
+from worker.sequences import Phase, Update
 
 MAX_DRAFT_TOKENS = 3
 

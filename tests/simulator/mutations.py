@@ -31,14 +31,15 @@ from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import kv_cache, loop, receiving
+from worker.admission import AdmittingTable
 from worker.kv_cache import Hit, KVCacheManager, Restore
+from worker.params import SequenceParams
 from worker.peers import other_ranks
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import NO_STATE, Phase, ScheduledSequence, SequenceParams, Update
+from worker.sequences import NO_STATE, Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
-from worker.table import SequenceTable
 from worker.tiers import plans
 from worker.tiers.plans import RestorePlan
 
@@ -306,7 +307,7 @@ def _use_unless(is_foreign: bool) -> Callable[[SavedPage, PageKey], bool]:
     return staticmethod(lambda saved, key: saved.key == key if is_foreign else saved.is_whole)
 
 
-def _name_at_once(table: SequenceTable, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
+def _name_at_once(table: AdmittingTable, keys: Sequence[PageKey], slot_keys: Sequence[PageKey]) -> Restore:
     restore = begin_restore(table, keys, slot_keys)
     for page, key in zip(restore.pages, keys, strict=True):
         table.kv.cache.name(page, key)

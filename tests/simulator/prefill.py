@@ -19,9 +19,10 @@ from tests.simulator.world import Action, Failure, ViolationError, World
 from wire.page_keys import PageKey
 from wire.sampling import SamplingParams
 from worker.kv_cache import Restore
+from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import Sequence as Tokens
-from worker.sequences import SequenceParams, Update
+from worker.sequences import Update
 from worker.tiers import plans
 
 HEARTBEAT_S = 2.0

@@ -16,11 +16,12 @@ from tests.simulator.world import Action, Process, ViolationError, World
 from worker.interfaces import States
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
+from worker.params import SequenceParams
 from worker.peers import other_ranks
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
+from worker.sequences import Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
 from worker.table import num_rows_for

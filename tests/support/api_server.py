@@ -25,12 +25,15 @@ from gateway.app import add_model, build_app
 from gateway.held import Held
 from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router.adapters import Adapter
+from gateway.store.keeper import AnswerKeeper
+from gateway.store.routes import add_answers
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 from runtime.rpc import build_server
 from tests.support.fake_engine_client import FakeEngineClient, Script
 from tests.support.tiny_tokenizer import write_byte_level
 
+LEASE_S = 2.0  # of stored answers
 WAIT_S = 60.0  # longer than any wait takes; a test that reaches it fails
 SERVED = "tiny"
 ANSWER = "hello 🙂 world"
@@ -90,10 +93,11 @@ def run_api(
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
     extend: Callable[[FastAPI, ServedModels], None] = lambda app, served: None,
     key_file: Path | None = None,
+    state: Path | None = None,
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder.
 
-    `extend`: adds routes.
+    `extend`: adds routes. `state`: folder of stored answers. The end of the context is as a kill for them.
     """
     logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
@@ -110,6 +114,8 @@ def run_api(
         add_inference_services(grpc_server, served)
         ports.append(grpc_server.add_insecure_port("127.0.0.1:0"))
         await grpc_server.start()
+        if keeper:
+            await keeper.start()
         ready.set()
         await http.serve([listener])
         await grpc_server.stop(0)
@@ -119,7 +125,9 @@ def run_api(
     add_model(served, engine, tokenizer, names, tracing=tracing, adapters=adapters)
     if key_file:
         KeyFile(key_file, served.keys)
-    app = build_app(served)
+    keeper = AnswerKeeper(served, state, ttl_s=3600, max_bytes=1 << 30, lease_s=LEASE_S) if state else None
+    app = build_app(served, keeper)
+    add_answers(app, served, keeper)
     extend(app, served)
     http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)

@@ -41,11 +41,11 @@ from engine.cuda.gpu_logits import BLOCK
 from engine.cuda.gpu_pages import copy_pages
 from engine.cuda.ops import CudaOps
 from engine.cuda.sampling import sample
+from engine.experts.routing import Routing
 from engine.formats import fp8
 from engine.formats.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
 from engine.hybrids import recurrent
 from engine.hybrids.recurrent import DeltaNet, DeltaStates, GatedConv
-from engine.layer_config import Routing
 from engine.layers.mixer import StateRows
 from engine.weights.folders import cache_folder
 from tests.support.batches import build_sampling_batch

@@ -15,7 +15,7 @@ from tests.support.batches import SAMPLINGS
 from tests.support.decoding import NO_SPECULATION, Answers, build_speculators, decode
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateHeadRunner, LateRows, LateRunner
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached

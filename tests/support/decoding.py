@@ -18,14 +18,15 @@ from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
-from worker.chunks import ChunkSizer
+from worker.chunks import build_budget
 from worker.compose import build_states
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
-from worker.plan import build_budget
+from worker.params import SequenceParams
+from worker.plan import ChunkSizes
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import ScheduledSequence, Sequence, SequenceParams, Update
+from worker.sequences import ScheduledSequence, Sequence, Update
 from worker.table import num_rows_for
 
 NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
@@ -39,7 +40,7 @@ class Answers:
 
     scheduler: Scheduler
     metrics: DecodeMetrics
-    chunks: ChunkSizer  # as it was in the end
+    chunks: ChunkSizes  # as it was in the end
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -136,7 +136,7 @@ def _parts(script: Script, generation: TokenizedRequest) -> Iterator[Tokens]:
         if token_id in generation.stop_token_ids:
             ids, finish = ids[: rank + 1], "stop"
             break
-    for start in range(0, len(ids), script.group):
+    for start in range(len(generation.emitted), len(ids), script.group):
         group = tuple(ids[start : start + script.group])
         is_last = start + script.group >= len(ids)
         yield Tokens(
@@ -146,6 +146,7 @@ def _parts(script: Script, generation: TokenizedRequest) -> Iterator[Tokens]:
             None if start or generation.num_prompt_logprobs is None
             else likely(generation.prompt_ids[1:], generation.num_prompt_logprobs),
             script.timing if not start or (is_last and finish) else None,
+            "weights",
         )  # fmt: skip
 
 

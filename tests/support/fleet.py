@@ -169,6 +169,17 @@ class ProcessFleet(Service):
     def url(self) -> str:
         return f"http://{self.gateway.address}"
 
+    def add_gateway(self, name: str) -> Process:
+        """One more, with the flags of the first; not started yet."""
+        first = self.gateway
+        port, ops_port, grpc_port = free_ports(3)
+        own = [flag for flag in first.flags if not flag.startswith(("--port=", "--ops-port=", "--grpc-port="))]
+        own += [f"--port={port}", f"--ops-port={ops_port}", f"--grpc-port={grpc_port}"]
+        log = first.log.with_name(f"{name}.log")
+        added = Process(name, "gateway", port, ops_port, tuple(own), log, forks=first.forks)
+        self.processes[name] = added
+        return added
+
     def start(self) -> None:
         """Start all at once; returns when the gateway considers every worker alive."""
         for process in self.processes.values():

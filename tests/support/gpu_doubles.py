@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda import gpu_sampling
-from engine.sampling.fields import SamplingTensors
+from engine.cuda.fields import SamplingTensors
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 from tests.support.shape_gpu import CUDA
 

@@ -18,8 +18,8 @@ from engine.batch import ForwardRow, Prepared
 from engine.heads.runner import HeadRunner
 from engine.input_batch import NO_SLOT, InputBatch
 from engine.models.decoder import Decoder
-from engine.ranges import Ints
 from engine.runner import Begun, Finish, Launched, Masks, ModelOutput, Runner
+from engine.staging import Ints
 from engine.vision.image_rows import Encoding
 from wire.images import ImageSpan
 from wire.sampling import SamplingParams

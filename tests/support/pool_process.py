@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from engine.compose import open_device
 from engine.cuda.gpu import Gpu
+from engine.cuda.pool import GpuPool
 from engine.kv.memory import create_file
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from kvtransfer.checksums import compute_checksums
@@ -138,16 +139,13 @@ def obey(pool: Pool, peer: kv_pb2.Peer, recycle_page: Callable[[int], None]) -> 
 
 def build_pool(num_pages: int, gpu: Gpu | None = None) -> Pool:
     """A pool of small pages: 2 layers x 2 x 1 head x 4 tokens x 8 float32 = 512 bytes."""
-    return Pool(PoolShape(num_pages, (KvPart(2, 1, 8),), 4, torch.float32), torch.device("cpu"), gpu=gpu)
+    shape = PoolShape(num_pages, (KvPart(2, 1, 8),), 4, torch.float32)
+    return Pool(shape) if gpu is None else GpuPool(shape, gpu)
 
 
 def build_large_pool(num_layers: int, num_pages: int, device: torch.device) -> Pool:
     """Pages of 64 KiB a layer: 32 layers are those of an 8B model."""
-    return Pool(
-        PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16),
-        device,
-        gpu=open_device(device).open_memory(),
-    )
+    return open_device(device).build_pool(PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16))
 
 
 def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]:
@@ -159,7 +157,7 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]
             for part, layers in zip(PARTS, NUM_LAYERS, strict=True)
         )
         share = PoolShare(rank, size, PARTS, fd, barrier=lambda: None)  # rank 0 sizes it before the next is built
-        pools.append(Pool(shape, torch.device("cpu"), draft_shape, gpu, share))
+        pools.append(Pool(shape, draft_shape, share) if gpu is None else GpuPool(shape, gpu, draft_shape, share))
     return pools
 
 

@@ -18,7 +18,7 @@ from demo.shapes import llama_config, new_model
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.entry import TensorEntry
+from engine.weights.files import TensorEntry
 from tests.support.checkpoints import CHAT_TEMPLATE
 
 VOCAB_SIZE = 32_000

@@ -23,11 +23,11 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
+from engine.catalogue import load_config
 from engine.compose import FullEngine
 from engine.cuda.gpu import Gpu
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
-from engine.models.read_config import load_config
 from engine.runner import Forwards, Launched, ModelOutput, Runner
 from engine.vision.image_rows import ImageRows, ImageRules
 from prefill_worker.kv_sender import KVSender
@@ -47,12 +47,12 @@ from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.chunks import ChunkSizer
+from worker.params import SequenceParams
 from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import PrefixCache
 from worker.process import build_worker
 from worker.role import Worker
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams
 from worker.table import num_rows_for
 from worker.tiers.loans import Borrower, SharedTiers
 

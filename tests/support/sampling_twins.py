@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.cpu.cpu_sampling import sample_on_cpu as sample
 from engine.cuda import sampling as gpu
+from engine.masks import allowed_words
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.fields import SEEN_BIT
-from engine.sampling.logits import allowed_words
 from engine.sampling.sample import sample_slowly
 from tests.support.batches import build_sampling_batch
 from wire.sampling import SamplingParams

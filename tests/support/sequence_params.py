@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from wire.logprobs import TokenLogprobs
-from worker.kv_cache import KVCacheManager
+from worker.kv_cache import KVCacheManager, num_pages_for
+from worker.params import ANY_NUMBER, SequenceParams
 from worker.plan import TokenBudget, schedule
-from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.prefix_cache import PrefixCache
 from worker.receiving import begin_read, finish_read
 from worker.scheduler import Scheduler
-from worker.sequences import ANY_NUMBER, Phase, ScheduledSequence, Sequence, SequenceParams, Update
+from worker.sequences import Phase, ScheduledSequence, Sequence, Update
 
 LEASE_S = 10.0
 

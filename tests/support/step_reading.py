@@ -1,27 +1,28 @@
 """What somebody reads who follows one decode step: a worker's greedy step of the demo model, by torch alone, with the
-core's own objects in the place of drafts and grammars.
+core's own objects in the place of a role's additions, of metrics and of chunks that are learnt.
 
-    python -m tests.support.step_reading
+    python -m tests.support.step_reading [--json]
 
 Files are those of which a function runs; their lines count whole. Types are those of which the step makes objects.
 """
 
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
-from decode_worker.interfaces import Drafts, Masks
 from engine.llm import LLM
-from tests.support.decoding import decode
+from tests.support.decoding import build_scheduler
 from wire.sampling import SamplingParams
-from worker.loop import WorkerLoop
-from worker.sequences import SequenceParams
+from worker.loop import StepCounter, StepExtras, WorkerLoop
+from worker.params import SequenceParams
+from worker.plan import TokenBudget
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("decode_worker", "engine", "kvtransfer", "runtime", "wire", "worker")
@@ -60,20 +61,18 @@ def main() -> None:
     params = SequenceParams(
         "one", prompt.tobytes(), len(prompt) - 1, 16, gateway="g", handle=1, sampling=SamplingParams(temperature=0)
     )
-    found: list[tuple[dict[str, int], set[str]]] = []
-    step, num_steps = WorkerLoop.step, 0
-
-    def read(loop: WorkerLoop) -> bool:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == STEP:
-            found.append(read_step(lambda: step(loop)))
-            return True
-        return step(loop)
-
-    with patch.object(WorkerLoop, "step", read):
-        decode(engine, [params], Drafts(), masks=Masks())
-    ((files, types),) = found
+    scheduler = build_scheduler(engine)
+    loop = WorkerLoop(
+        StepExtras(), scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(64, "--chunk-tokens"),
+        lambda _step, _updates: None, StepCounter(),
+    )  # fmt: skip
+    scheduler.admit(params, time.monotonic())
+    for _ in range(STEP - 1):
+        loop.step()
+    files, types = read_step(loop.step)
+    if "--json" in sys.argv:
+        print(json.dumps([files, sorted(types)]))
+        return
     for path, count in sorted(files.items()):
         print(f"{count:5} {path}")
     print(f"{sum(files.values()):5} lines in {len(files)} files; {len(types)} types: {', '.join(sorted(types))}")

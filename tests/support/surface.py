@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from demo.paths import DRAFT_DIR, TARGET_DIR
-from engine.models.read_config import load_config
+from engine.catalogue import load_config
 from protos import inference_pb2, inference_pb2_grpc
 from tests.support.live import Live
 

@@ -26,10 +26,11 @@ from tests.support.real_workers import (
 from wire.page_keys import page_keys
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
+from worker.params import SequenceParams
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import Phase, SequenceParams, Update
+from worker.sequences import Phase, Update
 
 CACHED, END = 20, 22  # of PROMPT: five whole pages; two more positions, without the last
 BEGUN_ALIKE = [*PROMPT[:8], *OTHER[8:]]  # shares two pages with PROMPT

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
+from worker.chunks import CHUNK_S, STRETCH, ChunkSizer
 from worker.itl_goal import STARVED, GoalSizer
-from worker.plan import TokenBudget
+from worker.plan import FEWEST, TokenBudget
 
 
 @given(quiet_s=st.floats(0.001, 1), token_s=st.floats(1e-6, 0.1), most=st.integers(1, 2048), waste=st.floats(0, 1))

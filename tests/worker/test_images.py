@@ -27,8 +27,9 @@ from wire.sampling import SamplingParams
 from worker.images import encoder as images_module
 from worker.images.encoder import ImageEncoder
 from worker.metrics import WorkerMetrics
+from worker.params import SequenceParams
 from worker.prefix_cache import NoRoomError
-from worker.sequences import Phase, SequenceParams
+from worker.sequences import Phase
 from worker.thread import EngineThread
 
 WAIT_S = 30.0

@@ -16,13 +16,13 @@ from cli.bench import load_shape
 from engine.adapters.slots import AdapterLimits
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
+from engine.catalogue import build_config
 from engine.compose import _measure_step, build_engine
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.cuda.largest_step import LargestStep, find_step_bytes, split
+from engine.cuda.sizes import most_logits
+from engine.fallback.config import FallbackConfig
 from engine.layer_config import MAX_LOGITS_AT_ONCE as LEAST
-from engine.layer_config import most_logits
-from engine.models.config import FallbackConfig
-from engine.models.read_config import build_config
 from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card

@@ -44,10 +44,11 @@ from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
 from worker.loop import WorkerLoop
+from worker.params import SequenceParams
 from worker.ranks.children import RankChildren, Start
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
-from worker.sequences import ScheduledSequence, SequenceParams, Update
+from worker.sequences import ScheduledSequence, Update
 
 __all__ = ["one_thread"]  # a fixture
 

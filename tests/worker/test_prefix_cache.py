@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.support.sequence_params import answer, awaited, build_scheduler, finish, pack, plan, receive, run
 from wire.page_keys import next_key, root_key
-from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
+from worker.kv_cache import num_pages_for
+from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.receiving import OfferRefusedError, begin_read
 from worker.scheduler import Scheduler
 from worker.sequences import Phase

@@ -22,13 +22,13 @@ from tests.support.sequence_params import (
 )
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
+from worker.admission import OverGoalError
 from worker.images.spans import fit_chunk, fit_images
 from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
 from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read
 from worker.sequences import Phase, ScheduledSequence
 from worker.states.slots import StateSlots
-from worker.table import OverGoalError
 
 
 @pytest.mark.parametrize(

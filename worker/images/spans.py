@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from wire.images import ImageSpan
-from worker.sequences import SequenceParams
+from worker.params import SequenceParams
 
 
 def fit_chunk(params: SequenceParams, begin: int, count: int) -> int:

@@ -10,9 +10,10 @@ import torch
 
 from engine.compose import open_any_model, resolve_model_folder
 from engine.cuda.largest_step import LargestStep
+from engine.cuda.sizes import most_logits
 from engine.engine import resolve_kv_dtype
-from engine.layer_config import most_logits
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.fallback.config import FallbackConfig
+from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
 from engine.weights.files import list_shards
 from runtime.config import DecodeConfig, PrefillConfig
@@ -55,7 +56,8 @@ def read_headers(
     """Raises ValueError or OSError like `build_engine`."""
     file_bytes = sum(path.stat().st_size for one in (folder, draft) if one for path in list_shards(one))
     model, checkpoint = open_any_model(folder)
-    chosen = choose_dtype(model, checkpoint, dtype)
+    embedding = f"{model.prefix}embed_tokens.weight" if isinstance(model, ModelConfig) else ""
+    chosen = choose_dtype(checkpoint, dtype, embedding)
     kept = resolve_kv_dtype(kv_dtype, chosen)
     shape = shape_of(model, int(file_bytes * SHRINKS_TO[quantization]))
     return CheckpointHeaders(model, chosen, kept, file_bytes, replace(shape, kv_item_bytes=kept.itemsize))

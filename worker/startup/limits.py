@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
-from engine.layer_config import MAX_LOGITS_AT_ONCE, most_logits
-from engine.models.config import FallbackConfig, ModelConfig
+from engine.cuda.sizes import most_logits
+from engine.experts.config import moe_of
+from engine.fallback.config import FallbackConfig
+from engine.layer_config import MAX_LOGITS_AT_ONCE
+from engine.models.config import ModelConfig
 from engine.models.table import build_table
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT
@@ -147,11 +150,11 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         looked_up += sizes[next(token_embedding.stored()).name]
     num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
     num_idle, inner_size = 0, config.intermediate_size
-    if config.moe is not None:
-        expert = 3 * config.hidden_size * config.moe.inner_size
+    if (moe := moe_of(config)) is not None:
+        expert = 3 * config.hidden_size * moe.inner_size
         num_moe = sum(layer.is_moe for layer in config.layers)
-        num_idle = num_moe * expert * (config.moe.routing.num_experts - config.moe.routing.top_k)
-        inner_size = max(inner_size, config.moe.routing.top_k * config.moe.inner_size + config.moe.shared_size)
+        num_idle = num_moe * expert * (moe.routing.num_experts - moe.routing.top_k)
+        inner_size = max(inner_size, moe.routing.top_k * moe.inner_size + moe.shared_size)
     return ModelShape(
         num_weights=num_weights,
         num_active=num_weights - num_idle - looked_up,

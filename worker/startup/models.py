@@ -13,12 +13,11 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-import engine.latent.families  # noqa: F401  # adds its rows to those of engine.models
+from engine.catalogue import has_native_code, load_config
 from engine.formats.gguf_file import read_header
 from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.scheme import read_scheme
 from engine.heads.read_head import is_draft_head, read_head
-from engine.models.read_config import has_native_code, load_config
 from engine.weights.files import GGUF, is_path, list_shards
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2

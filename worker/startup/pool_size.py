@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from engine.layer_config import most_logits
+from engine.cuda.sizes import most_logits
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import Card

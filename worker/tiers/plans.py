@@ -5,9 +5,9 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from wire.page_keys import PageKey
+from worker.admission import AdmittingTable
 from worker.kv_cache import KVCacheManager, Restore
 from worker.prefix_cache import NoRoomError
-from worker.table import SequenceTable
 
 
 class RestorePlan(NamedTuple):
@@ -36,7 +36,7 @@ def plan_loan(keys: Seq[PageKey], begin: int, num_pages: int, num_slots: int) ->
     return RestorePlan(keys[begin:end], keys[end - 1 : end] if num_slots else ())
 
 
-def begin_restore(table: SequenceTable, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
+def begin_restore(table: AdmittingTable, keys: Seq[PageKey], slot_keys: Seq[PageKey]) -> Restore:
     """Pages and slots for these keys, which are not cached, until `end_restore`.
 
     NoRoomError: there are too few, or answers may soon need them.

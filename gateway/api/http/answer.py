@@ -30,24 +30,30 @@ _CLEANUP_S = 10.0  # for cancelled work to clean up; after that we do not wait f
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, OutputDelta], None]  # (index of its choice, piece)
+Events = AsyncGenerator[bytes, None]  # one or more at a time
 encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 
-class Writer(Protocol):
-    """Writes the answer to one request, either as a stream or as a whole."""
+class Frame(Protocol):
+    """What a stream has around the events of its pieces."""
 
-    id: str  # of the answer
     ping: bytes  # says nothing; while there are no events
     done: bytes  # after the last event of a complete stream
 
     def begin(self) -> list[bytes]:
         """Events that need no piece yet."""
 
-    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
-        """Events for a piece of a choice."""
-
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an error."""
+
+
+class Writer(Frame, Protocol):
+    """Writes the answer to one request, either as a stream or as a whole."""
+
+    id: str  # of the answer
+
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
+        """Events for a piece of a choice."""
 
     def add(self, index: int, piece: OutputDelta) -> None:
         """Adds a piece of a choice to an answer that is not streamed."""
@@ -98,7 +104,8 @@ async def respond(
         if raw.deadline_ms is not None:
             hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
         ring, adapter = served.ring, totals.job.generations[0].adapter
-        response: Response = EventStream(pieces, writer, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
+        events = write_events(writer, pieces)
+        response: Response = EventStream(events, writer, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
     else:
 
         async def whole() -> bytes:
@@ -112,15 +119,23 @@ async def respond(
     return response
 
 
+async def write_events(writer: Writer, pieces: Pieces) -> Events:
+    """Yields the events of each piece that has some."""
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            if events := writer.events(index, piece):
+                yield b"".join(events)
+
+
 class _UnsentError(Exception):
     """Its cause: why the client gets no more."""
 
 
 class EventStream(Response):
-    """Begins without waiting for the first events, then sends those of each piece as it arrives, and pings between.
+    """Begins without waiting for the first events, then sends all as they arrive, and pings between.
 
-    An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the writer writes a
-    later one. `pieces` is always closed, also when the client leaves or is cut off because it stopped reading
+    An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the frame writes a
+    later one. `events` is always closed, also when the client leaves or is cut off because it stopped reading
     (connection.py). `find_warnings`: those known when the stream begins.
     """
 
@@ -128,16 +143,16 @@ class EventStream(Response):
 
     def __init__(
         self,
-        pieces: Pieces,
-        writer: Writer,
+        events: Events,
+        frame: Frame,
         hold_s: float,
         can_serve: Callable[[], bool],
         find_warnings: Callable[[], Sequence[str]],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._pieces = pieces
-        self._writer = writer
+        self._events = events
+        self._frame = frame
         self._hold_s = hold_s
         self._can_serve = can_serve
         self._find_warnings = find_warnings
@@ -149,8 +164,8 @@ class EventStream(Response):
             return
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = b"".join(self._writer.begin())  # before the first piece is counted
-        async with aclosing(self._pieces):
+        begun = b"".join(self._frame.begin())  # before the first piece is counted
+        async with aclosing(self._events):
             first = asyncio.create_task(self._next_events())
             try:
                 await asyncio.wait({first}, timeout=self._hold_s)
@@ -172,14 +187,11 @@ class EventStream(Response):
                 await error_response(error, scope["path"])(scope, receive, send)
             finally:
                 first.cancel()
-                await asyncio.gather(first, return_exceptions=True)  # it reads `_pieces`, which are closed next
+                await asyncio.gather(first, return_exceptions=True)  # it reads `_events`, which are closed next
 
     async def _next_events(self) -> bytes:
-        """The events of the next piece that has some; empty at the end."""
-        async for index, piece in self._pieces:
-            if events := self._writer.events(index, piece):
-                return b"".join(events)
-        return b""
+        """The next events; empty at the end."""
+        return await anext(self._events, b"")
 
     async def _ping(self, send: Send) -> None:
         """Whenever nothing was sent for PING_S, also between tokens: a call may be held back until it is whole."""
@@ -189,7 +201,7 @@ class EventStream(Response):
             await asyncio.sleep(self._sent_at + PING_S - loop.time())
             if loop.time() >= self._sent_at + PING_S:
                 self._sent_at = loop.time()
-                await send(_body(self._writer.ping))
+                await send(_body(self._frame.ping))
 
     async def _send_rest(self, first: asyncio.Task[bytes], send: Send, request_id: str) -> bytes:
         """Returns the bytes that end the stream. Raises OSError if they cannot be sent."""
@@ -203,14 +215,14 @@ class EventStream(Response):
                     raise _UnsentError from error
                 events = await self._next_events()
         except ApiError as error:
-            return self._writer.failure(error)
+            return self._frame.failure(error)
         except _UnsentError as error:
             raise error.__cause__ or error from None
         except Exception:
             _log.exception("answer failed")
             message = f"request {request_id} failed inside the service; its log says why"
-            return self._writer.failure(ApiError(500, message, None, "internal_error"))
-        return self._writer.done
+            return self._frame.failure(ApiError(500, message, None, "internal_error"))
+        return self._frame.done
 
 
 async def while_connected(request: Request, raw: GenerateRequest, work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,7 @@ from gateway.api.http.errors import Tagged
 from gateway.tools.reasoning import Phase
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(Tagged, tag="output_text"):
@@ -140,7 +140,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     completed_at: int | None = None
     object: Literal["response"] = "response"
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: None = None
     service_tier: Literal["default"] = "default"
     store: bool = False

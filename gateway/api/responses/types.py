@@ -92,11 +92,14 @@ class CountInputRequest(Body):
     """Body of POST /v1/responses/input_tokens; null means not given."""
 
     ignored: ClassVar[Ignored] = {
-        **only_null("conversation", "previous_response_id"),
+        **only_null("conversation"),
         "truncation": ("disabled",),
     }
 
     model: str
+    previous_response_id: str | None = Field(
+        None, description="A stored answer: its conversation, and then it, come before the input."
+    )
     input: TextOr[Items]
     instructions: str | None = None
     text: TextConfig | None = None
@@ -119,6 +122,13 @@ class CountInputRequest(Body):
         )
         prompt = Prompt(Chat(self._messages(), results, "input", options, wishes=wishes), "input")
         return GenerateRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
+
+    def check_stateless(self) -> None:
+        """Raises ApiError if it has a field that only a store of answers can satisfy."""
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(self, name, None):
+                why = f"{name} needs a store of answers: start the gateway with --state-dir DIR, or --state-url URL"
+                raise bad_request(why, name, "unsupported_field")
 
     def called(self) -> CalledByName:
         """What the client calls the tools that the model sees."""
@@ -169,13 +179,15 @@ class ResponsesRequest(_SampledInput, OrderFields):
         **CountInputRequest.ignored,
         **any_value("safety_identifier"),
         **only_null("context_management", "image", "max_tool_calls", "moderation", "prompt"),
-        "background": (False,),
         "service_tier": ("auto", "default"),
-        "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
         **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
     }
 
+    store: bool | None = Field(None, description="Keep the answer; where a store is configured, true if not given.")
+    background: bool | None = Field(
+        None, description="Answer at once with the id; GET it while and after it is computed."
+    )
     seed: int | None = SEED_FIELD
     include: Texts | None = Field(None, description=f"{_LOGPROBS}; what else OpenAI names, answers here do not have.")
     top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})

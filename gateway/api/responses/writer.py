@@ -2,9 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import pydantic_core
 from msgspec import UNSET, Raw
 
@@ -51,15 +54,34 @@ def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store knows of an answer before it is computed, perhaps once more."""
+
+    id: str
+    created_s: int  # Unix time
+    is_background: bool
+    find_result: Callable[[], bytes | None] = lambda: None  # the whole answer, JSON, if it has ended before
+
+
 class ResponseWriter:
-    """Writes the answer to one request, which has one choice. A failed answer contains the items before the error."""
+    """Writes the answer to one request, which has one choice. A failed answer contains the items before the error.
+
+    Ids of its items follow from its own.
+    """
 
     done = b""
     ping = COMMENT_PING
 
-    def __init__(self, totals: Totals, request: ResponsesRequest, token_bytes: TokenBytes) -> None:
-        self.id = f"resp_{secrets.token_hex(24)}"
-        self._created_s = int(time.time())
+    def __init__(
+        self, totals: Totals, request: ResponsesRequest, token_bytes: TokenBytes, stored: Stored | None = None
+    ) -> None:
+        """`stored`: None if nothing is."""
+        self.id = stored.id if stored else new_response_id()
+        self.ended: answers.ResponseBody | None = None  # the whole answer, at its end
+        self._stored = stored
+        self._previous_id = request.previous_response_id
+        self._created_s = stored.created_s if stored else int(time.time())
         self._asked = _asked_of(request, totals.job)
         self._called = request.called()
         self._totals = totals
@@ -70,8 +92,13 @@ class ResponseWriter:
         self._num_events = 0
 
     def begin(self) -> list[bytes]:
-        begun = self._response("in_progress")
-        return [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        waits = self._stored is not None and self._stored.is_background
+        created = self._event("response.created", response=self.so_far("queued" if waits else "in_progress"))
+        return [created, self._event("response.in_progress", response=self.so_far())]
+
+    def so_far(self, status: answers.Status = "in_progress") -> answers.ResponseBody:
+        """The answer without its output."""
+        return self._body(status, [])
 
     def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         events = [sent for event in self._read(piece) for sent in self._item_events(event)]
@@ -91,11 +118,25 @@ class ResponseWriter:
     def failure(self, error: ApiError) -> bytes:
         """The events for an error in mid-stream."""
         body = build_error(error).error
-        response = self._response("failed")
+        response = self.ended = self._response("failed")
         response.error = answers.Failure(error.code or body.type, error.message)
         failed = self._event("response.failed", response=response)
         # OpenAI's clients raise an exception only for `error`
         return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
+
+    def cancelled(self) -> list[bytes]:
+        """The events that end a stream because its client asked for that."""
+        self.ended = self._response("cancelled")
+        return [self._event("response.incomplete", response=self.ended)]
+
+    def end_as(self, result: bytes) -> list[bytes]:
+        """The events that end a stream without its last token. `result`: the whole answer, JSON, and over."""
+        told = msgspec.json.decode(result)
+        kind = "incomplete" if told["status"] == "cancelled" else told["status"]
+        events = [self._event(f"response.{kind}", response=Raw(result))]
+        if error := told["error"]:
+            events.append(self._event("error", message=error["message"], code=error["code"], param=None))
+        return events
 
     def _read(self, piece: OutputDelta) -> Iterator[ItemEvent]:
         """Yields the events of a piece. An item cut off by the token limit is incomplete."""
@@ -109,7 +150,7 @@ class ResponseWriter:
             yield event
 
     def _new_item(self, item: Item) -> answers.OutputItem:
-        new_id = secrets.token_hex(24)
+        new_id = blake2b(f"{self.id} {item.index}".encode(), digest_size=24).hexdigest()
         if item.call is None:
             if item.kind == "text":
                 return answers.OutputMessage(f"msg_{new_id}", "in_progress", [], phase=item.phase or UNSET)
@@ -171,25 +212,34 @@ class ResponseWriter:
         return logprobs.content
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        self._num_events += 1
-        return named_event(kind, sequence_number=self._num_events - 1, **fields)
+        number, self._num_events = self._num_events, self._num_events + 1
+        event = named_event(kind, sequence_number=number, **fields)
+        return event if self._stored is None else b"id: %d\n" % number + event
 
     def _response(self, status: answers.Status) -> answers.ResponseBody:
         for item, sent in zip(self._reader.items, self._items, strict=True):
             if sent.status == "in_progress":  # the answer has failed
                 self._fill(item, "incomplete")
+        return self._body(status, self._items)
+
+    def _body(self, status: answers.Status, output: list[answers.OutputItem]) -> answers.ResponseBody:
         return answers.ResponseBody(
             id=self.id,
             created_at=self._created_s,
             model=self._totals.job.model,
             status=status,
-            output=self._items,
+            output=output,
+            background=self._stored is not None and self._stored.is_background,
+            previous_response_id=self._previous_id,
+            store=self._stored is not None,
             **self._asked,
         )
 
-    def _finished(self, last: OutputDelta) -> answers.ResponseBody:
+    def _finished(self, last: OutputDelta) -> answers.ResponseBody | Raw:
+        if self._stored is not None and (result := self._stored.find_result()) is not None:
+            return Raw(result)
         is_cut_off = last.finish_reason == "length"
-        response = self._response("incomplete" if is_cut_off else "completed")
+        response = self.ended = self._response("incomplete" if is_cut_off else "completed")
         response.incomplete_details = answers.Incomplete() if is_cut_off else None
         response.completed_at = None if is_cut_off else int(time.time())
         totals = self._totals
@@ -201,6 +251,10 @@ class ResponseWriter:
             totals.num_prompt + totals.num_completion,
         )
         return response
+
+
+def new_response_id() -> str:
+    return f"resp_{secrets.token_hex(24)}"
 
 
 def _custom_input(call: Item) -> str:

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from engine.cuda import gpu_experts
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
-from engine.layer_config import Activation, Routing
+from engine.experts.routing import Routing
+from engine.layer_config import Activation
 from engine.ops.base import activate
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts

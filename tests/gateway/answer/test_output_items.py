@@ -29,7 +29,7 @@ USE = ToolUse(FORMATS["hermes"], (Tool("weather"), Tool("now")), is_required=Fal
 
 def read(pieces: Sequence[OutputDelta], *, is_trusted: bool) -> list[Item]:
     """The items, after checking the order of their events."""
-    calls, items = CallReader(USE, is_trusted=is_trusted), ItemReader()
+    calls, items = CallReader(USE, "seed", is_trusted=is_trusted), ItemReader()
     events = [event for piece in pieces for part in calls.read(piece) for event in items.read(part)]
     is_open = False
     for event in events:
@@ -57,14 +57,14 @@ def test_items_stand_as_they_were_written(is_trusted: bool, cuts: list[int]) -> 
 
 def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered() -> None:
     piece = OutputDelta(TEXT[: TEXT.index("Köln")], finish_reason="stop", stop="Köln")
-    (part,) = CallReader(USE, is_trusted=True).read(piece)
+    (part,) = CallReader(USE, "seed", is_trusted=True).read(piece)
     assert (part.text, part.is_calling) == ("Let me look.", False)
     assert part.calls
 
 
 def test_a_long_call_that_breaks_is_neither_whole_nor_to_be_answered() -> None:
     text = '<tool_call>{"name": "now", "arguments": {"text": "%s" and so on' % ("x" * HELD_ARGUMENTS_CHARS)
-    calls, items = CallReader(USE, is_trusted=False), ItemReader()
+    calls, items = CallReader(USE, "seed", is_trusted=False), ItemReader()
     (first, *_, last) = calls.read(OutputDelta(text, finish_reason="stop"))
     items.read(first)
     assert not last.is_calling
@@ -74,7 +74,7 @@ def test_a_long_call_that_breaks_is_neither_whole_nor_to_be_answered() -> None:
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_a_piece_that_is_parted_keeps_its_tokens_and_its_end(is_trusted: bool) -> None:
     (piece,) = pieces_of(TEXT, [])
-    parts = CallReader(USE, is_trusted=is_trusted).read(piece)
+    parts = CallReader(USE, "seed", is_trusted=is_trusted).read(piece)
     assert len(parts) == 3
     assert [len(part.token_ids) for part in parts] == [len(TEXT), 0, 0]
     assert [part.finish_reason for part in parts] == [None, None, "stop"]

@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answer.choice_text import OutputDelta
 from gateway.api.access import waking_timeout
 from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
@@ -34,22 +33,13 @@ RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of F
 class Endless:
     """Writes a stream that neither ends nor fails by itself."""
 
-    id, done, ping = "", b"", b""
+    done, ping = b"", b""
 
     def begin(self) -> list[bytes]:
         return []
 
-    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
-        return [bytes(10_000)]
-
     def failure(self, error: ApiError) -> bytes:
         raise error
-
-    def add(self, index: int, piece: OutputDelta) -> None:
-        raise AssertionError
-
-    async def whole(self) -> bytes:
-        raise AssertionError
 
 
 class App:
@@ -88,11 +78,11 @@ class App:
         """End the work that has begun."""
         self._loop.call_soon_threadsafe(self._is_finished.set)
 
-    async def _events(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         self.begun.put("/stream")
         try:
             while True:
-                yield 0, OutputDelta("")
+                yield bytes(10_000)
                 await asyncio.sleep(0.01)
         finally:
             self.given_up.put("/stream")

@@ -1,21 +1,24 @@
 """The REST API against its own OpenAPI document: schemathesis generates good and bad requests."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.strategies import integers
+from hypothesis.strategies import booleans, integers
 from schemathesis import GenerationMode, checks
 
-from tests.support.api_server import ANSWER, SERVED, Served
+from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
 from tests.support.tiny_tokenizer import CONTEXT
 
 ASKED = "chat/completions completions responses responses/input_tokens messages messages/count_tokens"
 POSTS = [*(f"/v1/{path}" for path in ASKED.split()), "/tokenize", "/detokenize"]
 ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # an endpoint's main fields
 GETS = ("/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/version", "/metrics")
+STORED = "/v1/responses/{response_id}"
+OF_STORED = [("GET", STORED), ("GET", f"{STORED}/input_items"), ("POST", f"{STORED}/cancel"), ("DELETE", STORED)]
 CHECKS: Any = [
     checks.not_a_server_error,
     checks.status_code_conformance,
@@ -82,13 +85,32 @@ def test_what_can_be_read_is_as_documented(api: Any, path: str) -> None:
     assert {200, 404} & set(_try(api, "GET", path, GenerationMode.POSITIVE))
 
 
+@pytest.mark.parametrize(("method", "path"), OF_STORED)
+def test_stored_answers_are_as_documented(document: Any, tmp_path: Path, method: str, path: str) -> None:
+    with run_api(tmp_path / "model", PLAIN, state=tmp_path / "state") as served:
+        served.engine.reset(served.script(ANSWER))
+        asked, statuses = {"model": SERVED, "input": "hello"}, []
+        schema = schemathesis.openapi.from_dict(document)
+        schema.config.update(base_url=served.url)
+
+        @SETTINGS
+        @given(case=schema[path][method].as_strategy(generation_mode=GenerationMode.POSITIVE), is_known=booleans())
+        def check(case: Any, is_known: bool) -> None:
+            if is_known:
+                case.path_parameters["response_id"] = served.http.post("/v1/responses", json=asked).json()["id"]
+            statuses.append(case.call_and_validate(checks=CHECKS, timeout=20).status_code)
+
+        check()
+    assert (400 if path.endswith("cancel") else 200) in statuses
+
+
 def test_every_operation_is_tried_and_every_answer_described(document: Any) -> None:
-    assert set(document["paths"]) == {*POSTS, *GETS}
+    assert set(document["paths"]) == {*POSTS, *GETS, *(path for _, path in OF_STORED)}
     for path, methods in document["paths"].items():
-        for method, operation in methods.items():
+        for operation in methods.values():
             content = operation["responses"]["200"]["content"]
             assert ("application/json" in content) == (path != "/metrics"), path
-            assert ("requestBody" in operation) == (method == "post")
+            assert ("requestBody" in operation) == (path in POSTS)
     schemas, text = document["components"]["schemas"], json.dumps(document)
     assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}
     assert "HTTPValidationError" not in text and "~" not in json.dumps(schemas)

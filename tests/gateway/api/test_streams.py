@@ -11,7 +11,6 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from gateway.answer.choice_text import OutputDelta
 from gateway.api.http import answer as http_answer
 from gateway.errors import not_ready
 from tests.support.adapters import APIS
@@ -107,11 +106,11 @@ async def test_an_answer_begins_and_ends_though_its_client_is_gone_before() -> N
     """So what it holds is given back, and its trace is written."""
     steps = list[str]()
 
-    async def pieces() -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    async def events() -> AsyncGenerator[bytes, None]:
         steps.append("begun")
         try:
             await asyncio.Event().wait()
-            yield 0, OutputDelta("")
+            yield b""
         finally:
             steps.append("ended")
 
@@ -127,6 +126,6 @@ async def test_an_answer_begins_and_ends_though_its_client_is_gone_before() -> N
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    stream = http_answer.EventStream(pieces(), cast(http_answer.Writer, Silent()), 10.0, lambda: True, tuple)
+    stream = http_answer.EventStream(events(), cast(http_answer.Writer, Silent()), 10.0, lambda: True, tuple)
     await stream({"type": "http", "path": "/", "state": {"request_id": "r"}}, receive, send)
     assert steps == ["begun", "ended"]

@@ -9,7 +9,7 @@ from engine.attention.choose import choose_for_layers
 from engine.device import Device
 from engine.engine import ALONE, Engine, Place, SizePool, choose_device, name_dtype
 from engine.input_batch import InputBatch
-from engine.kv.pool import Pool, PoolShape
+from engine.kv.pool import PoolShape
 from engine.models.load import Parts, load_model
 from engine.runner import Runner
 from engine.weights.fingerprint import weight_fingerprint
@@ -30,7 +30,7 @@ def build_engine(
     choose = partial(device.choose_attention, dtype=decoder.dtype, kv_dtype=decoder.dtype)
     attention = choose_for_layers(choose, config.attention_shapes, config.windows, page_tokens)
     num_pages, _ = size_pool(config.context_tokens, shape.page_bytes, 1, None, 0, 0)
-    pool = Pool(shape.with_pages(num_pages), device.torch, lends=place.lends)
+    pool = device.build_pool(shape.with_pages(num_pages), lends=place.lends)
     rows = InputBatch(num_rows, config.context_tokens, page_tokens, config.vocab_size, device.torch)
     return Engine(
         folder, config, weight_fingerprint(folder), name_dtype(decoder.dtype), device.torch, attention, pool,

@@ -9,7 +9,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from worker.features import Features
 from worker.interfaces import Adapters, States
 from worker.peers.other_ranks import ALONE, OtherRanks
-from worker.plan import TokenBudget, build_budget
+from worker.plan import TokenBudget
 from worker.table import num_rows_for
 
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
@@ -36,7 +36,7 @@ def build_adapters(engine: Engine) -> Adapters:
 
 
 def compose_budget(engine: Engine, prompt_tokens: int, setting: str, itl_goal_s: float = 0.0) -> TokenBudget:
-    return build_budget(prompt_tokens, setting, engine.device.type)
+    return TokenBudget(prompt_tokens, setting)
 
 
 def build_features(*_parts: Any) -> Features:

@@ -5,28 +5,27 @@ it, so a file never changes. Writing a file removes files that were not opened f
 writer was killed.
 """
 
-import fcntl
 import json
 import mmap
 import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from engine.weights.folders import CannotShareError, locked
+
 Fill = Callable[[Tensor], object]  # writes into zeroed memory, [num_bytes] uint8
 
 ALIGNED_BYTES = 1 << 16  # tensors begin at multiples of it: page-aligned on any system
 PADDING_BYTES = 8192  # after each tensor: kernels prefetch past the end
-SMALLEST_FILE_BYTES = 256 << 20  # for less, each process packs its own copy
 UNUSED_S = 30 * 86_400
-LOCK_S, LOCK_POLL_S = 600.0, 0.05
 POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 END_MAGIC = b"BATONWTS"
 
@@ -123,10 +122,6 @@ def _read_index(file: BinaryIO) -> dict[str, tuple[int, int]]:
     return index
 
 
-class CannotShareError(Exception):
-    """There is no file, and it cannot be written; the message is one line for the user."""
-
-
 def share_weights(folder: Path, name: str, num_bytes: int, pack: Callable[[Weights], object]) -> MappedWeights:
     """The file `name` of `folder`; if it is missing, `pack` writes it, at most about `num_bytes`.
 
@@ -184,22 +179,6 @@ def _remove_unused(folder: Path) -> None:
     for path in folder.glob("*.part"):
         with suppress(CannotShareError), locked(path.with_suffix(".lock"), 0.0):  # else it is being written
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(path: Path, wait_s: float | None = None) -> Iterator[None]:
-    """Holds the lock file; the system frees it when the process dies. CannotShareError after LOCK_S, or `wait_s`."""
-    deadline = time.monotonic() + (LOCK_S if wait_s is None else wait_s)
-    with path.open("wb") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise CannotShareError(f"another process has held {path} for {LOCK_S:.0f} s") from error
-                time.sleep(LOCK_POLL_S)  # flock has no time-out
-        yield
 
 
 def _round_up(num_bytes: int) -> int:

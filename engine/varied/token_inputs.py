@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.layer_config import Activation
-from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
+from engine.layers.linear import Embedding, Linear
+from engine.models.assemble import LayerBuilder
 from engine.ops.base import Ops, activate
 
 
@@ -42,3 +42,16 @@ class InputBlock:
     def __call__(self, rows: Tensor, own: Tensor) -> Tensor:
         """[T, H], [T, P] |-> [T, H]. Does not modify them."""
         return self.projection(activate(self.gate(rows), own, self.activation))
+
+
+def build_token_inputs(builder: LayerBuilder) -> TokenInputs:
+    """Of all layers."""
+    format, table = builder.format, builder.table.products["token_embedding"]
+    embedding = builder.sum_rows(Embedding(format.reader.fuse(table)))
+    projection = builder.linear("token_projection")
+    return TokenInputs(embedding, projection, builder.norm("token_norm"), format.ops, builder.config.rms_eps)
+
+
+def build_input_block(builder: LayerBuilder) -> InputBlock:
+    """Of the builder's layer."""
+    return InputBlock(builder.linear("input_gate"), builder.linear("input_projection"), builder.config.activation)

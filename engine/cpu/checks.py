@@ -1,11 +1,11 @@
-"""Checks of a step's batch and heads, which the CPU's kernels trust: see engine/sampling/checks.py."""
+"""Checks of a step's batch and heads, which the CPU's kernels trust: see sampling_checks.py."""
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.sampling.checks import ARE_ON as ARE_ON
-from engine.sampling.checks import check_range
+from engine.cpu.sampling_checks import ARE_ON as ARE_ON
+from engine.cpu.sampling_checks import check_range
 
 
 def check_batch(batch: Batch, num_pages: int, page_tokens: int) -> None:

@@ -1,13 +1,16 @@
 """The models with other parts than a language model: which family that part is of, and what images need of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from engine.json_values import Json
-from engine.models.families import Fields
+from engine.json_values import Json, collection, integer
+from engine.layer_config import RopeConfig
+from engine.models.config import ModelConfig
+from engine.models.families import Extend, Fields, resolve
 
 # How an image token's time, row and column turn the pairs of a head: each a run of pairs, or in turns.
+TIED = "tie_word_embeddings"
 Axes = Literal["none", "runs", "turns"]
 
 
@@ -85,3 +88,52 @@ def find_axes(how: Axes, sections: Sequence[int], num_pairs: int) -> tuple[int, 
     if how == "runs":
         return runs
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(num_pairs))
+
+
+def open_whole(config: Json) -> tuple[Json, Extend] | None:
+    """See `read_config.OpenWhole`."""
+    name = config.get("model_type")
+    if name not in list(WHOLES):
+        return None
+    whole, image_token = WHOLES[name], _read_image_token(config, WHOLES[name])
+
+    def add_parts(text: Json, model: ModelConfig) -> ModelConfig:
+        """text: of the language model."""
+        ropes = (replace(rope, axes=_read_axes(text, whole, rope, model.head_dim)) for rope in model.ropes)
+        return replace(
+            model, ropes=tuple(ropes), prefix="language_model.model.", head="language_model.lm_head", whole=name,
+            image_token=image_token, **resolve(whole.fields, text),
+        )  # fmt: skip
+
+    return _text_part(config, whole), add_parts
+
+
+def _text_part(config: Json, whole: Whole) -> Json:
+    """The language model of a model that has other parts, too. Older files of some have its values beside theirs."""
+    text = collection(config, "text_config", dict) or {**config, "model_type": next(iter(whole.families))}
+    kind = text.get("model_type", next(iter(whole.families)))
+    if kind not in list(whole.families):
+        supported = ", ".join(whole.families)
+        raise ValueError(f"text_config.model_type {kind!r} is not supported; supported: {supported}")
+    if config.get("architectures", [whole.architecture]) != [whole.architecture]:
+        raise ValueError(f"architectures {config['architectures']} is not supported; supported: {whole.architecture}")
+    given = {"quantization_config": config["quantization_config"]} if "quantization_config" in config else {}
+    if tied := [part[TIED] for part in (config, text) if TIED in part]:
+        text = {**text, TIED: next(filter(None, tied), tied[-1])}  # either says so
+    family = whole.families[kind]
+    others = {key: value for key, value in {**given, **text}.items() if key != "architectures"}
+    return {**DEFAULTS.get(family, {}), **others, "model_type": family}
+
+
+def _read_image_token(config: Json, whole: Whole) -> int | None:
+    if whole.image_token is None:
+        return None
+    named = [integer(config, key, least=0) for key in ("image_token_id", "image_token_index") if key in config]
+    return named[0] if named else whole.image_token
+
+
+def _read_axes(config: Json, whole: Whole, rope: RopeConfig, head_dim: int) -> tuple[int, ...]:
+    """See `RopeConfig.axes`."""
+    given = collection(config, "rope_scaling", dict) or collection(config, "rope_parameters", dict)
+    sections = collection(given, "mrope_section", list) or whole.sections
+    return find_axes(whole.axes, sections, (rope.rotated_dims or head_dim) // 2)

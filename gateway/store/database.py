@@ -1,0 +1,332 @@
+"""Stored answers in SQLite or PostgreSQL: one schema, one set of SQL. Every call blocks.
+
+answers   a row for each: what was asked, how far it is, and the gateway that works on it until its lease ends
+tokens    what was generated, part by part; nobody but that gateway adds to them
+"""
+
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from wire.private_folders import open_private
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+RUNNING: tuple[Status, ...] = ("queued", "in_progress")
+FILE = "answers.sqlite"
+CALL_S = 5.0  # the longest that one statement may take
+_VALUE = re.compile(r":(\w+)")
+_NOW = "((julianday('now') - 2440587.5) * 86400.0)", "CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION)"
+_OPEN = "status IN ('queued', 'in_progress')"
+
+# Each entry leads from its version to the next one; what is here never changes.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE answers (id TEXT PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, model TEXT NOT NULL,"
+        " previous TEXT NOT NULL, created_s BIGINT NOT NULL, asked BLOB NOT NULL, body BLOB NOT NULL,"
+        " status TEXT NOT NULL, result BLOB NOT NULL, computes TEXT NOT NULL, gateway TEXT NOT NULL,"
+        " lease_until DOUBLE PRECISION NOT NULL, wants_cancel INTEGER NOT NULL, num_bytes BIGINT NOT NULL)",
+        "CREATE INDEX answers_by_lease ON answers (status, lease_until)",
+        "CREATE INDEX answers_by_age ON answers (created_s)",
+        "CREATE TABLE tokens (answer TEXT NOT NULL, choice INTEGER NOT NULL, first INTEGER NOT NULL, ids BLOB NOT NULL,"
+        " logprobs BLOB NOT NULL, finish TEXT NOT NULL, PRIMARY KEY (answer, choice, first))",
+        "CREATE TABLE gateways (id TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL)",
+    ),
+)
+
+
+class StoreError(Exception):
+    """The database did not do what was asked: says why."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A row of `answers`, named as there."""
+
+    id: str
+    kind: str  # of the API
+    owner: str  # Key.owner of who asked
+    model: str  # name in the request; empty: none
+    previous: str  # id of the answer before it in its conversation; or empty
+    created_s: int  # Unix time
+    asked: bytes  # how to compute it again (`Asked`)
+    body: bytes  # the request, JSON
+    status: Status
+    result: bytes  # the answer as its client sees it, JSON; before its end without output
+    computes: str = ""  # what has computed its tokens (`WorkerView.computes`)
+
+
+_COLUMNS = ", ".join(Answer.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """Tokens of one choice that follow each other: a row of `tokens`."""
+
+    choice: int
+    first: int  # place of the first one in the choice
+    ids: bytes  # as wire.messages packs them
+    logprobs: bytes
+    finish: str  # the choice's finish reason, with its last part; else empty
+
+
+@dataclass(slots=True)
+class Change:
+    """What is new of an answer."""
+
+    answer: Answer
+    is_new: bool  # it has no row yet
+    has_changed: bool = True  # the row itself, not only its tokens
+    num_bytes: int = 0  # by which the answer has grown since its row changed
+    parts: list[TokenPart] = field(default_factory=list)
+
+
+class Database:
+    """One connection, used by one thread at a time. After an error the next call connects anew."""
+
+    def __init__(self, place: str | Path) -> None:
+        """`place`: the URL of a PostgreSQL database, or a folder for a SQLite file, which gets the owner's rights only.
+
+        Raises StoreError.
+        """
+        self._url = place if isinstance(place, str) else ""
+        self._folder = None if isinstance(place, str) else place
+        self._connection: Any = None
+        self._now = _NOW[bool(self._url)]
+        with self._transaction(is_written=True):
+            self._migrate()
+
+    # -- one answer -------------------------------------------------------------------------------------------------
+
+    def find(self, answer_id: str) -> Answer | None:
+        with self._transaction():
+            row = self._do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=answer_id).fetchone()
+        return _answer(row) if row else None
+
+    def find_history(self, answer_id: str, owner: str, most: int) -> list[Answer]:
+        """The answer and those before it in its conversation, oldest first. One that is not the owner's ends it."""
+        found: list[Answer] = []
+        with self._transaction():
+            while answer_id and len(found) < most:
+                sql = f"SELECT {_COLUMNS} FROM answers WHERE id = :id AND owner = :owner"
+                row = self._do(sql, id=answer_id, owner=owner).fetchone()
+                if row is None:
+                    break
+                found.append(_answer(row))
+                answer_id = found[-1].previous
+        return found[::-1]
+
+    def find_tokens(self, answer_id: str, choice: int = -1, begin: int = 0) -> list[TokenPart]:
+        """In order: all, or those of a choice that begin at its token `begin` or later."""
+        with self._transaction():
+            rows = self._do(
+                "SELECT choice, first, ids, logprobs, finish FROM tokens WHERE answer = :id"
+                " AND (:choice < 0 OR choice = :choice) AND first >= :begin ORDER BY choice, first",
+                id=answer_id, choice=choice, begin=begin,
+            ).fetchall()  # fmt: skip
+        return [TokenPart(*map(_plain, row)) for row in rows]
+
+    def ask_cancel(self, answer_id: str) -> None:
+        """The gateway that works on it will see that."""
+        with self._transaction(is_written=True):
+            self._do(f"UPDATE answers SET wants_cancel = 1 WHERE id = :id AND {_OPEN}", id=answer_id)
+
+    def delete(self, answer_id: str) -> None:
+        """Whoever works on it finds that it is gone."""
+        with self._transaction(is_written=True):
+            self._delete([answer_id])
+
+    # -- what a gateway works on ------------------------------------------------------------------------------------
+
+    def write(self, changes: Sequence[Change], gateway: str, lease_s: float) -> set[str]:
+        """All of them or none; once more changes nothing. Returns ids of answers that are not this gateway's any more:
+        nothing is written there."""
+        with self._transaction(is_written=True):
+            for change in changes:
+                if change.is_new:
+                    answer = change.answer
+                    new = {name: getattr(answer, name) for name in Answer.__slots__} | {"status": RUNNING[0]}
+                    size = len(answer.body) + len(answer.asked)
+                    self._do(
+                        f"INSERT INTO answers ({_COLUMNS}, gateway, lease_until, wants_cancel, num_bytes) VALUES"
+                        f" ({', '.join(f':{name}' for name in new)}, :gateway, {self._now} + :lease_s, 0, :size)"
+                        " ON CONFLICT DO NOTHING",
+                        **new, gateway=gateway, lease_s=lease_s, size=size,
+                    )  # fmt: skip
+            sql = f"SELECT id FROM answers WHERE gateway = :gateway AND {_OPEN}{' FOR UPDATE' if self._url else ''}"
+            own = {row[0] for row in self._do(sql, gateway=gateway).fetchall()}  # until the end of the transaction
+            for change in changes:
+                answer = change.answer
+                if answer.id not in own:
+                    continue
+                if change.has_changed:
+                    self._do(
+                        "UPDATE answers SET status = :status, result = :result, computes = :computes,"
+                        " num_bytes = num_bytes + :size WHERE id = :id",
+                        id=answer.id, status=answer.status, result=answer.result, computes=answer.computes,
+                        size=change.num_bytes,
+                    )  # fmt: skip
+                for part in change.parts:
+                    self._do(
+                        "INSERT INTO tokens (answer, choice, first, ids, logprobs, finish)"
+                        " VALUES (:answer, :choice, :first, :ids, :logprobs, :finish)"
+                        " ON CONFLICT (answer, choice, first) DO UPDATE"
+                        " SET ids = excluded.ids, logprobs = excluded.logprobs, finish = excluded.finish",
+                        answer=answer.id, **{name: getattr(part, name) for name in TokenPart.__slots__},
+                    )  # fmt: skip
+        return {change.answer.id for change in changes} - own
+
+    def renew(self, gateway: str, lease_s: float) -> tuple[set[str], set[str], int]:
+        """Keep what the gateway works on. Returns ids of that, ids of what is to be cancelled of it, and how many other
+        gateways were seen within `lease_s`."""
+        with self._transaction(is_written=True):
+            rows = self._do(
+                f"UPDATE answers SET lease_until = {self._now} + :lease_s WHERE gateway = :gateway AND {_OPEN}"
+                " RETURNING id, wants_cancel",
+                gateway=gateway, lease_s=lease_s,
+            ).fetchall()  # fmt: skip
+            self._do(
+                f"INSERT INTO gateways (id, seen_s) VALUES (:gateway, {self._now})"
+                " ON CONFLICT (id) DO UPDATE SET seen_s = excluded.seen_s",
+                gateway=gateway,
+            )
+            self._do(f"DELETE FROM gateways WHERE seen_s < {self._now} - :old_s", old_s=lease_s)
+            (others,) = self._do("SELECT count(*) FROM gateways WHERE id <> :gateway", gateway=gateway).fetchone()
+        return {row[0] for row in rows}, {row[0] for row in rows if row[1]}, others
+
+    def claim(self, gateway: str, lease_s: float, most: int) -> list[Answer]:
+        """Take answers whose lease has ended, oldest first: another gateway cannot get them, too."""
+        taken: list[Answer] = []
+        with self._transaction(is_written=True):
+            rows = self._do(
+                f"SELECT {_COLUMNS}, gateway FROM answers WHERE {_OPEN} AND lease_until < {self._now}"
+                " ORDER BY created_s LIMIT :most",
+                most=most,
+            ).fetchall()
+            for *row, before in rows:
+                changed = self._do(
+                    f"UPDATE answers SET gateway = :gateway, lease_until = {self._now} + :lease_s WHERE id = :id"
+                    f" AND gateway = :before AND lease_until < {self._now} AND {_OPEN}",
+                    id=row[0], gateway=gateway, before=before, lease_s=lease_s,
+                )  # fmt: skip
+                if changed.rowcount:
+                    taken.append(_answer(row))
+        return taken
+
+    def release(self, gateway: str) -> None:
+        """Whoever comes may take what this gateway works on."""
+        with self._transaction(is_written=True):
+            self._do(f"UPDATE answers SET lease_until = 0 WHERE gateway = :gateway AND {_OPEN}", gateway=gateway)
+            self._do("DELETE FROM gateways WHERE id = :gateway", gateway=gateway)
+
+    def clean(self, ttl_s: float, max_bytes: int) -> int:
+        """Delete answers that are over and older than `ttl_s`, then the oldest until all fit. Returns what is left."""
+        with self._transaction(is_written=True):
+            sql = f"SELECT id, num_bytes, created_s < {self._now} - :ttl_s, {_OPEN} FROM answers ORDER BY created_s"
+            rows = self._do(sql, ttl_s=ttl_s).fetchall()
+            left, gone = sum(int(row[1]) for row in rows), list[str]()
+            for answer_id, num_bytes, is_old, is_open in rows:
+                if not is_open and (is_old or left > max_bytes):
+                    gone.append(answer_id)
+                    left -= num_bytes
+            self._delete(gone)
+        return left
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._connection.close()
+        self._connection = None
+
+    def _delete(self, ids: Sequence[str]) -> None:
+        for answer_id in ids:
+            self._do("DELETE FROM tokens WHERE answer = :id", id=answer_id)
+            self._do("DELETE FROM answers WHERE id = :id", id=answer_id)
+
+    # -- either database --------------------------------------------------------------------------------------------
+
+    def _do(self, sql: str, **values: object) -> Any:
+        """Returns the cursor."""
+        if self._url:
+            return self._connection.execute(_VALUE.sub(r"%(\1)s", sql), values)
+        return self._connection.execute(sql, values)
+
+    @contextmanager
+    def _transaction(self, *, is_written: bool = False) -> Iterator[None]:
+        """Around statements, all of which count or none. Raises StoreError."""
+        try:
+            if self._connection is None:
+                self._connection = self._connect()
+            self._connection.execute("BEGIN" if self._url or not is_written else "BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+        except _errors() as error:
+            self.close()
+            raise StoreError(f"the store of answers does not answer: {str(error).strip()}") from error
+
+    def _connect(self) -> Any:
+        if self._folder is not None:
+            _keep_private(self._folder)
+            connection = sqlite3.connect(
+                self._folder / FILE, timeout=CALL_S, isolation_level=None, check_same_thread=False
+            )
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
+            return connection
+        import psycopg  # an extra, which a folder does not need
+
+        milliseconds = int(CALL_S * 1000)
+        options: Mapping[str, Any] = {
+            "connect_timeout": int(CALL_S),
+            "tcp_user_timeout": milliseconds,
+            "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
+            "application_name": "baton",
+        }
+        return psycopg.connect(self._url, autocommit=True, **options)
+
+    def _migrate(self) -> None:
+        if self._url:  # gateways may start together
+            self._do("SELECT pg_advisory_xact_lock(7302531)")
+        self._do("CREATE TABLE IF NOT EXISTS state_version (version INTEGER NOT NULL)")
+        row = self._do("SELECT version FROM state_version").fetchone()
+        version = row[0] if row else 0
+        if version > len(_MIGRATIONS):
+            raise StoreError(f"the store of answers has version {version}, made by a newer gateway: use another place")
+        for statements in _MIGRATIONS[version:]:
+            for sql in statements:
+                self._do(sql.replace("BLOB", "BYTEA") if self._url else sql)
+        self._do("DELETE FROM state_version")
+        self._do("INSERT INTO state_version (version) VALUES (:version)", version=len(_MIGRATIONS))
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What either database raises."""
+    with suppress(ImportError):
+        import psycopg
+
+        return sqlite3.Error, psycopg.Error, OSError
+    return sqlite3.Error, OSError
+
+
+def _keep_private(folder: Path) -> None:
+    """Nobody else reads conversations. Raises OSError."""
+    os.close(open_private(folder))
+    file = folder / FILE
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+
+
+def _plain(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def _answer(row: Sequence[Any]) -> Answer:
+    answer = Answer(*map(_plain, row))
+    assert answer.status in get_args(Status)
+    return answer

@@ -1,0 +1,56 @@
+"""A database that is asked from the event loop: one call after the other, in a thread of its own."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from gateway.errors import ApiError
+from gateway.store.database import CALL_S, Database, StoreError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_WAITING = 256  # calls; more are refused
+
+
+class Line:
+    """Calls of one connection."""
+
+    def __init__(self, place: str | Path, name: str) -> None:
+        """`place`: as in Database. `name`: of the thread."""
+        self._place = place
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._database: Database | None = None
+        self._num_waiting = 0
+
+    async def call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises StoreError, after 2 CALL_S at the latest; what was begun may then still be done."""
+        if self._num_waiting >= MAX_WAITING:
+            raise StoreError(f"the store of answers has {MAX_WAITING} calls to do already")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(2 * CALL_S):
+                work = partial(self._call, method, *args, **named)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except TimeoutError as error:
+            raise StoreError(f"the store of answers did not answer within {2 * CALL_S:g} s") from error
+        finally:
+            self._num_waiting -= 1
+
+    def _call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
+        if self._database is None:
+            self._database = Database(self._place)
+        return method(self._database, *args, **named)
+
+    def close(self) -> None:
+        """Does not wait for a call that hangs."""
+        if self._database is not None:
+            self._thread.submit(self._database.close)
+        self._thread.shutdown(wait=False)
+
+
+def unavailable(error: StoreError) -> ApiError:
+    """For a client whose request cannot be answered without the store."""
+    return ApiError(503, f"{error}; try again in a moment", None, "store_unavailable", retry_after_s=1)

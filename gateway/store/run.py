@@ -1,0 +1,257 @@
+"""One stored answer while this gateway computes it: its tokens, some of them in the store, and its events so far."""
+
+import asyncio
+from asyncio import CancelledError
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import structlog
+
+from gateway.answer.choices import Totals, stream_choices
+from gateway.api.http.answer import encode
+from gateway.api.responses.writer import ResponseWriter
+from gateway.errors import ApiError
+from gateway.request.prepare import ServedModel
+from gateway.router.engine_client import FinishReason, Tokens
+from gateway.store.database import RUNNING, Answer, Change, TokenPart
+from wire.logprobs import TokenLogprobs
+from wire.messages import pack_tokens, unpack_tokens
+
+_log = structlog.get_logger()
+
+WRITE_TOKENS = 32  # an answer that has so many more than the store is written soon
+_LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
+
+
+def singly(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:
+    """The same, a token a part: so the borders of events do not depend on how tokens arrived.
+
+    The end is a part of its own, unless a stop token makes it.
+    """
+    ids, last = tokens.token_ids, len(tokens.token_ids) - 1
+    if not last and tokens.finish_reason is None:
+        yield tokens
+        return
+    is_stopped = tokens.finish_reason == "stop" and stop_token_ids.issuperset(ids[-1:]) and bool(ids)
+    for at, token_id in enumerate(ids):
+        finish = tokens.finish_reason if is_stopped and at == last else None
+        scored = tokens.logprobs[at : at + 1]
+        yield Tokens((token_id,), finish, scored, None, tokens.timing, tokens.computes)
+    if tokens.finish_reason and not is_stopped:
+        yield Tokens((), tokens.finish_reason, (), None, tokens.timing, tokens.computes)
+
+
+@dataclass(slots=True)
+class ChoiceTokens:
+    """What one choice has so far."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each, if requested
+    finish: FinishReason | None = None
+    num_saved: int = 0  # tokens in the store
+    is_end_saved: bool = False
+
+    def add(self, tokens: Tokens) -> None:
+        self.ids += tokens.token_ids
+        self.logprobs += tokens.logprobs
+        self.finish = tokens.finish_reason or self.finish
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of them."""
+        return Tokens(tuple(self.ids), self.finish, tuple(self.logprobs))
+
+    def take_part(self, choice: int, begin: int) -> TokenPart | None:
+        """What the store lacks from the token at `begin` on; None: nothing."""
+        ids = self.ids[begin:]
+        if not ids and (self.finish is None or self.is_end_saved):
+            return None
+        logprobs = msgspec.msgpack.encode(self.logprobs[begin:]) if self.logprobs else b""
+        return TokenPart(choice, begin, pack_tokens(np.array(ids, np.int32)), logprobs, self.finish or "")
+
+
+def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
+    """What the store has of each choice."""
+    choices = [ChoiceTokens() for _ in range(num_choices)]
+    for part in parts:
+        one = choices[part.choice]
+        one.ids += unpack_tokens(part.ids).tolist()
+        one.logprobs += _LOGPROBS.decode(part.logprobs) if part.logprobs else []
+        one.finish = "stop" if part.finish == "stop" else "length" if part.finish == "length" else None
+        one.num_saved, one.is_end_saved = len(one.ids), one.finish is not None
+    return choices
+
+
+class Run:
+    """Computes an answer until its end, though nobody may listen."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        served: ServedModel,
+        totals: Totals,
+        writer: ResponseWriter,
+        kept: list[ChoiceTokens],
+        on_due: Callable[[], None],
+        *,
+        is_new: bool,
+        is_waited_for: bool,
+    ) -> None:
+        """`kept`: what the store has of each choice. `totals`: its job goes on behind that.
+
+        `on_due`: called when there is something to store soon. `is_new`: the store has no row of it. `is_waited_for`:
+        its client learns of it with its first tokens, and of an error before in another way.
+        """
+        self.answer, self.totals, self.is_new = answer, totals, is_new
+        self._on_due, self._is_waited_for = on_due, is_waited_for
+        self.is_lost = False  # another gateway works on it, or it was deleted
+        self.error: ApiError | None = None  # why it failed
+        self.choices = kept
+        self._served, self._writer = served, writer
+        self._is_stopped = False  # its task, by us
+        self._saved_state = answer.status, answer.computes  # in its row
+        self._waiting: list[asyncio.Future[None]] = []  # for a change
+        self._saved_bytes = 0  # of tokens and result, as the row knows them
+        self.log = writer.begin()  # events, by number
+        self.num_begun = len(self.log)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """No events will follow here."""
+        return self.is_lost or self.answer.status not in RUNNING
+
+    @property
+    def is_saved(self) -> bool:
+        """The store has all of it, or is not to have it."""
+        return self.is_lost or (not self.is_new and self.answer.status == self._saved_state[0] not in RUNNING)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Tokens that the store lacks."""
+        return sum(len(one.ids) - one.num_saved for one in self.choices)
+
+    def start(self) -> asyncio.Task[None]:
+        self._task = asyncio.create_task(self._run())
+        return self._task
+
+    async def _run(self) -> None:
+        numbers = iter(range(len(self.choices)))
+        pieces = stream_choices(self._served, self.totals, lambda stream: self._follow(next(numbers), stream))
+        try:
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    self._note(self._writer.events(index, piece))
+        except ApiError as error:
+            self._fail(error)
+        except CancelledError:
+            if not (self.is_lost or self._is_stopped):
+                raise
+        except Exception:
+            _log.exception("answer failed", answer=self.answer.id)
+            message = f"the answer {self.answer.id} failed inside the service; its log says why"
+            self._fail(ApiError(500, message, None, "internal_error"))
+
+    async def _follow(self, choice: int, stream: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
+        """What is kept of a choice, and then its stream."""
+        kept, stops = self.choices[choice], self.totals.job.generations[choice].stop_token_ids
+        async with aclosing(stream):
+            for one in list(singly(kept.tokens, stops)):
+                yield one
+            if kept.finish is not None:
+                return
+            async for tokens in stream:
+                for one in singly(tokens, stops):
+                    kept.add(one)
+                    self.answer.computes = self.answer.computes or one.computes
+                    yield one
+                if self.num_unsaved >= WRITE_TOKENS:
+                    self._on_due()
+
+    @property
+    def is_refused(self) -> bool:
+        """It failed before its client learned of it."""
+        return self.error is not None and self._is_waited_for and not any(one.ids for one in self.choices)
+
+    def _fail(self, error: ApiError) -> None:
+        self.error = error
+        self.is_lost = self.is_refused and self.is_new  # then nobody needs it
+        self._note([event + b"\n\n" for event in self._writer.failure(error).split(b"\n\n") if event])
+
+    def _note(self, events: Sequence[bytes]) -> None:
+        """Adds events, and wakes who waits for them."""
+        self.log += events
+        if (whole := self._writer.ended) is not None and self.answer.status in RUNNING:
+            self.answer.status, self.answer.result = whole.status, encode(whole)
+            self._on_due()
+        elif self.answer.status == "queued" and any(one.ids for one in self.choices):
+            self.answer.status, self.answer.result = "in_progress", encode(self._writer.so_far())
+        waiting, self._waiting = self._waiting, []
+        for woken in waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+    async def _wait_changed(self) -> None:
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
+        await woken
+
+    async def follow(self, begin: int) -> AsyncGenerator[bytes, None]:
+        """Yields events from number `begin` on, those that are there at once. Ends at the end, or where it is lost.
+
+        Raises its ApiError if it was refused.
+        """
+        while True:
+            if self.is_refused and self.error is not None:
+                raise self.error
+            if begin < len(self.log):
+                data, begin = b"".join(self.log[begin:]), len(self.log)
+                yield data
+            elif self.is_over:
+                return
+            else:
+                await self._wait_changed()
+
+    async def wait(self) -> None:
+        """Until it is over."""
+        while not self.is_over:
+            await self._wait_changed()
+
+    async def pause(self) -> None:
+        """No more tokens come; it is not over."""
+        if not self.is_over and self._task is not None:
+            self._is_stopped = True
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def stop(self, *, is_lost: bool = False) -> None:
+        """Ends it: cancelled by its client, or because it is not this gateway's any more."""
+        if self.is_over or self._task is None:
+            return
+        await self.pause()
+        if self.is_over:  # in the meantime
+            return
+        self.is_lost = is_lost
+        self._note([] if is_lost else self._writer.cancelled())
+
+    def take_change(self) -> tuple[Change, list[tuple[int, bool]]] | None:
+        """What the store lacks, and what to tell `mark_saved` when it has that. None: nothing."""
+        sizes = [(len(one.ids), one.finish is not None) for one in self.choices]
+        parts = [one.take_part(choice, one.num_saved) for choice, one in enumerate(self.choices)]
+        state = self.answer.status, self.answer.computes
+        has_changed = self.is_new or state != self._saved_state
+        if self.is_saved or not (has_changed or any(parts)):
+            return None
+        answer = Answer(*(getattr(self.answer, name) for name in Answer.__slots__))
+        size = 4 * sum(num_tokens for num_tokens, _ in sizes) + len(answer.result)
+        grown = size - self._saved_bytes if has_changed else 0
+        return Change(answer, self.is_new, has_changed, grown, [part for part in parts if part is not None]), sizes
+
+    def mark_saved(self, change: Change, sizes: Sequence[tuple[int, bool]]) -> None:
+        self.is_new, self._saved_state = False, (change.answer.status, change.answer.computes)
+        self._saved_bytes += change.num_bytes
+        for one, (num_tokens, has_end) in zip(self.choices, sizes, strict=True):
+            one.num_saved, one.is_end_saved = num_tokens, has_end

@@ -1,0 +1,273 @@
+"""Stored answers over HTTP, computed by a scripted engine: they are kept, read again, taken up and taken over."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.errors import ApiError
+from gateway.store import keeper as keeping
+from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
+from tests.support.fake_engine_client import Script
+from tests.support.live import wait_until
+
+PATH = "/v1/responses"
+CALL = '<tool_call>\n{"name": "look", "arguments": {"x": "a 🙂 b"}}\n</tool_call>'
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "LOOK_S", 0.1)
+    monkeypatch.setattr(keeping, "WRITE_S", 0.02)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def served(tmp_path: Path, state: Path) -> Iterator[Served]:
+    with run_api(tmp_path / "a", FULL, state=state) as running:
+        running.http.headers.update(dict(running.metadata))
+        running.engine.reset(running.script(ANSWER))
+        yield running
+
+
+@pytest.fixture
+def other(tmp_path: Path, state: Path, served: Served) -> Iterator[Served]:
+    """Another gateway with the same store."""
+    with run_api(tmp_path / "b", FULL, state=state) as running:
+        running.http.headers.update(dict(running.metadata))
+        running.engine.reset(running.script("nothing of this"))
+        yield running
+
+
+def ask(served: Served, text: str = "hello", **fields: Any) -> httpx.Response:
+    return served.http.post(PATH, json={"model": SERVED, "input": text, **fields})
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """All events, whose SSE ids are their numbers."""
+    events = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if lines:
+            event: dict[str, Any] = json.loads(lines["data"])
+            assert lines["id"] == str(event["sequence_number"])
+            events.append(event)
+    return events
+
+
+def read(served: Served, answer_id: str, **params: Any) -> list[dict[str, Any]]:
+    reply = served.http.get(f"{PATH}/{answer_id}", params={"stream": True, **params})
+    assert reply.status_code == 200, reply.text
+    return events_of(reply.text)
+
+
+def wait_stored(served: Served, answer_id: str, status: str = "completed") -> None:
+    """Until another gateway can read the whole answer."""
+    wait_until(lambda: served.http.get(f"{PATH}/{answer_id}").json().get("status") == status)
+
+
+def test_kept_and_deleted(served: Served, other: Served) -> None:
+    told = ask(served, metadata={"a": "b"}).json()
+    assert told["store"] is True and told["status"] == "completed"
+    wait_stored(other, told["id"])
+    assert other.http.get(f"{PATH}/{told['id']}").json() == served.http.get(f"{PATH}/{told['id']}").json() == told
+    (item,) = other.http.get(f"{PATH}/{told['id']}/input_items").json()["data"]
+    assert item["content"] == [{"type": "input_text", "text": "hello"}]
+    assert other.http.delete(f"{PATH}/{told['id']}").json()["deleted"] is True
+    assert served.http.get(f"{PATH}/{told['id']}").status_code == 404
+
+
+def test_of_other_keys(served: Served) -> None:
+    told, foreign = ask(served).json(), {b"authorization": f"Bearer {KEYS[1]}".encode()}
+    path = f"{PATH}/{told['id']}"
+    for method, where in (("GET", path), ("DELETE", path), ("POST", f"{path}/cancel"), ("GET", f"{path}/input_items")):
+        reply = served.http.request(method, where, headers=foreign)
+        assert reply.status_code == 404, (method, where, reply.text)
+    reply = served.http.post(
+        PATH, headers=foreign, json={"model": SERVED, "input": "x", "previous_response_id": told["id"]}
+    )
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_conversation(served: Served, other: Served) -> None:
+    """A turn's prompt is that of the whole conversation sent at once, with calls and their results."""
+    served.engine.reset(served.script(CALL), served.script(ANSWER))
+    first = ask(served, "hello", tools=[TOOL], instructions="be short").json()
+    assert first["output"][0]["content"][0]["text"] == ANSWER
+    second = ask(served, "look", tools=[TOOL], previous_response_id=first["id"]).json()
+    (call,) = second["output"]
+    assert call["type"] == "function_call"
+    wait_stored(other, second["id"])
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+    other.engine.reset(other.script(ANSWER))
+    third = other.http.post(
+        PATH, json={"model": SERVED, "input": [result], "tools": [TOOL], "previous_response_id": second["id"]}
+    )
+    assert third.status_code == 200, third.text
+    user = {"role": "user", "content": "hello"}
+    whole = [user, *first["output"], {"role": "user", "content": "look"}, *second["output"], result]
+    served.engine.reset(served.script(ANSWER))
+    assert served.http.post(PATH, json={"model": SERVED, "input": whole, "tools": [TOOL]}).status_code == 200
+    assert other.engine.generations[-1].prompt_ids == served.engine.generations[-1].prompt_ids
+
+
+def test_history_refused(served: Served, other: Served) -> None:
+    first = ask(served).json()
+    second = ask(served, previous_response_id=first["id"]).json()
+    served.http.delete(f"{PATH}/{first['id']}")
+    for previous, status, words in (("resp_x", 404, "no answer"), (second["id"], 400, "not whole")):
+        reply = ask(served, previous_response_id=previous)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (status, "previous_response_id")
+        assert words in reply.json()["error"]["message"]
+    reply = ask(served, background=True, store=False)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "store")
+    not_kept = ask(served, store=False).json()
+    assert not_kept["store"] is False and served.http.get(f"{PATH}/{not_kept['id']}").status_code == 404
+
+
+def test_without_a_store(tmp_path: Path) -> None:
+    with run_api(tmp_path / "m", PLAIN) as plain:
+        plain.engine.reset(plain.script(ANSWER))
+        assert ask(plain).json()["store"] is False
+        for name, value in (("store", True), ("background", True), ("previous_response_id", "resp_x")):
+            wanted: dict[str, Any] = {name: value}
+            error = ask(plain, **wanted).json()["error"]
+            assert (error["param"], error["code"]) == (name, "unsupported_field") and "--state-dir" in error["message"]
+        assert "--state-dir" in plain.http.get(f"{PATH}/resp_x").json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", [ANSWER, f"before {CALL}", f"{CALL}{CALL}"])
+def test_same_events_however_tokens_arrive(served: Served, other: Served, text: str) -> None:
+    """Their borders, numbers and ids, in a stream, from its gateway and from another one's store."""
+    shapes = []
+    for group in (1, 2, 5, 100):
+        served.engine.reset(served.script(text, group=group))
+        events = events_of(ask(served, stream=True, tools=[TOOL]).text)
+        answer_id = events[0]["response"]["id"]
+        wait_stored(other, answer_id)
+        assert read(other, answer_id) == read(served, answer_id) == events
+        for begin in range(len(events)):
+            assert read(other, answer_id, starting_after=begin) == events[begin + 1 :]
+        shapes.append([(event["type"], event.get("delta"), event.get("text")) for event in events])
+    assert all(shape == shapes[0] for shape in shapes)
+    assert len(shapes[0]) > len(ANSWER.split())
+
+
+def test_cut_off_answers(served: Served, other: Served) -> None:
+    """By the most tokens: the end is an event of its own, however it arrives."""
+    shapes = []
+    for group in (1, 100):
+        served.engine.reset(served.script(ANSWER, group=group))
+        events = events_of(ask(served, stream=True, max_output_tokens=3).text)
+        answer_id = events[0]["response"]["id"]
+        wait_stored(other, answer_id, "incomplete")
+        assert read(other, answer_id) == events
+        shapes.append([event["type"] for event in events])
+    assert shapes[0] == shapes[1]
+
+
+def test_dropped_and_taken_up(served: Served) -> None:
+    """Its client leaves; it goes on, and is read from where it was left."""
+    served.engine.reset(served.script(ANSWER, delay_s=0.02))
+    got = ""
+    with served.http.stream("POST", PATH, json={"model": SERVED, "input": "hello", "stream": True}) as reply:
+        for text in reply.iter_text():
+            got += text
+            if "response.output_text.delta" in got:
+                break
+    seen = events_of(got[: got.rindex("\n\n") + 2])
+    rest = read(served, seen[0]["response"]["id"], starting_after=seen[-1]["sequence_number"])
+    events = seen + rest
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == ANSWER
+    assert served.engine.wait_ending() == "complete"
+
+
+def test_background(served: Served, other: Served) -> None:
+    served.engine.reset(served.script(ANSWER, delay_s=0.02))
+    told = ask(served, background=True).json()
+    assert told["status"] == "queued" and told["background"] is True
+    assert other.http.get(f"{PATH}/{told['id']}").json()["status"] in ("queued", "in_progress", "completed")
+    live = read(other, told["id"])  # while the first gateway computes it
+    wait_stored(other, told["id"])
+    assert live[-1]["response"]["status"] == "completed"
+    assert [event["type"] for event in live] == [event["type"] for event in read(served, told["id"])]
+
+
+@pytest.mark.parametrize("by_other", [False, True])
+def test_cancelled(served: Served, other: Served, by_other: bool) -> None:
+    served.engine.reset(Script(served.ids(ANSWER)[:3], is_hanging=True))
+    told = ask(served, background=True).json()
+    served.engine.hanging.get(timeout=60)
+    gateway = other if by_other else served
+    assert gateway.http.post(f"{PATH}/{told['id']}/cancel").json()["status"] == "cancelled"
+    assert served.engine.wait_ending() == "closed"
+    wait_until(lambda: other.http.get(f"{PATH}/{told['id']}").json()["status"] == "cancelled")
+    assert read(other, told["id"])[-1]["response"]["status"] == "cancelled"
+    assert gateway.http.post(f"{PATH}/{told['id']}/cancel").json()["status"] == "cancelled"
+    served.engine.reset(served.script(ANSWER))
+    not_background = ask(served).json()["id"]
+    assert served.http.post(f"{PATH}/{not_background}/cancel").status_code == 400
+    assert served.http.post(f"{PATH}/resp_x/cancel").status_code == 404
+
+
+def test_failed(served: Served, other: Served) -> None:
+    """Behind tokens a failure is part of the answer; before, the request is refused and nothing is kept."""
+    error = ApiError(503, "no worker is left", None, "failed")
+    served.engine.reset(Script(served.ids(ANSWER)[:3], error=error))
+    events = events_of(ask(served, stream=True).text)
+    assert [event["type"] for event in events[-2:]] == ["response.failed", "error"]
+    answer_id = events[0]["response"]["id"]
+    wait_until(lambda: other.http.get(f"{PATH}/{answer_id}").json().get("status") == "failed")
+    assert [event["type"] for event in read(other, answer_id)] == [event["type"] for event in events]
+    served.engine.reset(Script((), error=error))
+    for is_streamed in (False, True):
+        assert ask(served, stream=is_streamed).status_code == 503
+    told = ask(served, background=True).json()
+    wait_until(lambda: served.http.get(f"{PATH}/{told['id']}").json()["status"] == "failed")
+
+
+def test_taken_over(tmp_path: Path, state: Path) -> None:
+    """A gateway dies: another one goes on behind the last stored token, with the request's own ids and seed."""
+    with run_api(tmp_path / "b", FULL, state=state) as other:
+        other.http.headers.update(dict(other.metadata))
+        with run_api(tmp_path / "a", FULL, state=state) as first:
+            first.http.headers.update(dict(first.metadata))
+            whole = f"before {CALL}"
+            ids = first.ids(whole)
+            first.engine.reset(Script(ids[: len(ids) - 4], is_hanging=True))
+            other.engine.reset(other.script(whole))
+            told = ask(first, background=True, tools=[TOOL]).json()
+            first.engine.hanging.get(timeout=60)
+            wait_until(lambda: other.http.get(f"{PATH}/{told['id']}").json()["status"] == "in_progress")
+            begun = first.engine.generations[0]
+        wait_stored(other, told["id"])
+        (resumed,) = other.engine.generations
+        assert 0 < len(resumed.emitted) <= len(ids) - 4 and resumed.computes == "weights"
+        assert list(resumed.emitted) == ids[: len(resumed.emitted)]
+        assert resumed.sampling == begun.sampling and resumed.prompt_ids == begun.prompt_ids
+        events = read(other, told["id"])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        text, call = events[-1]["response"]["output"]
+        assert text["content"][0]["text"].strip() == "before" and json.loads(call["arguments"]) == {"x": "a 🙂 b"}
+        assert read(other, told["id"]) == events
+
+
+def test_whole_answers_end_with_their_gateway(tmp_path: Path, state: Path) -> None:
+    """Nobody knows the id of one that was to be sent whole."""
+    with run_api(tmp_path / "b", FULL, state=state) as other:
+        other.http.headers.update(dict(other.metadata))
+        with run_api(tmp_path / "a", FULL, state=state) as first:
+            first.engine.reset(Script(first.ids(ANSWER)[:3], is_hanging=True))
+            with pytest.raises(httpx.ReadTimeout):
+                first.http.post(PATH, json={"model": SERVED, "input": "x"}, headers=dict(first.metadata), timeout=1.0)
+            assert first.engine.wait_ending() == "closed"  # with its client
+        assert other.engine.generations == []

@@ -1,0 +1,120 @@
+"""Stored answers in the database: who may write them, and what is left of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
+from tests.support.postgres import run_postgres
+
+LEASE_S = 60.0
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
+    if request.param == "sqlite":
+        yield tmp_path_factory.mktemp("state") / "answers"
+        return
+    with run_postgres() as server:
+        yield server.url
+
+
+@pytest.fixture
+def database(place: str | Path) -> Iterator[Database]:
+    """Empty."""
+    found = Database(place)
+    found.clean(-1e9, -1)
+    with found._transaction(is_written=True):
+        for table in ("answers", "tokens", "gateways"):
+            found._do(f"DELETE FROM {table}")
+    yield found
+    found.close()
+
+
+def answer(name: str = "a", previous: str = "", created_s: int = 1_000) -> Answer:
+    return Answer(name, "responses", "owner", "m", previous, created_s, b"asked", b"{}", "in_progress", b"{}")
+
+
+def part(first: int, ids: bytes, finish: str = "") -> TokenPart:
+    return TokenPart(0, first, ids, b"", finish)
+
+
+def test_round_trip_and_only_the_owner_writes(database: Database, place: str | Path) -> None:
+    other = Database(place)
+    assert database.write([Change(answer(), True, parts=[part(0, b"aaaa")])], "g1", LEASE_S) == set()
+    assert other.write([Change(answer(), False, parts=[part(1, b"bbbb")])], "g2", LEASE_S) == {"a"}
+    found = other.find("a")
+    assert found == answer()
+    assert other.find_tokens("a") == [part(0, b"aaaa")]
+    other.close()
+
+
+def test_written_once_more(database: Database) -> None:
+    """A call whose reply was lost is repeated, with what has come since."""
+    database.write([Change(answer(), True, parts=[part(0, b"aaaa")])], "g1", LEASE_S)
+    database.write([Change(answer(), True, parts=[part(0, b"aaaabbbb", "stop")])], "g1", LEASE_S)
+    assert database.find_tokens("a") == [part(0, b"aaaabbbb", "stop")]
+    assert database.find_tokens("a", 0, 1) == database.find_tokens("a", 1) == []
+
+
+def test_taken_over_when_the_lease_ends(database: Database, place: str | Path) -> None:
+    database.write([Change(answer(), True)], "g1", LEASE_S)
+    other = Database(place)
+    assert other.claim("g2", LEASE_S, 9) == []
+    database.release("g1")
+    assert [one.id for one in other.claim("g2", LEASE_S, 9)] == ["a"]
+    assert database.claim("g3", LEASE_S, 9) == []
+    assert database.write([Change(answer(), False)], "g1", LEASE_S) == {"a"}
+    assert database.renew("g1", LEASE_S)[:2] == (set(), set())
+    other.ask_cancel("a")
+    assert other.renew("g2", LEASE_S) == ({"a"}, {"a"}, 1)
+    other.close()
+
+
+def test_over_is_over(database: Database) -> None:
+    """An answer that has ended is not written to, renewed or taken."""
+    ended = answer()
+    ended.status, ended.result = "completed", b"whole"
+    database.write([Change(ended, True, parts=[part(0, b"aaaa", "stop")])], "g1", LEASE_S)
+    database.release("g1")
+    assert database.claim("g2", LEASE_S, 9) == []
+    assert database.write([Change(answer(), False, parts=[part(1, b"bbbb")])], "g1", LEASE_S) == {"a"}
+    assert database.find("a") == ended
+
+
+def test_conversation(database: Database) -> None:
+    for name, previous in (("a", ""), ("b", "a"), ("c", "b")):
+        database.write([Change(answer(name, previous), True)], "g1", LEASE_S)
+    assert [one.id for one in database.find_history("c", "owner", 9)] == ["a", "b", "c"]
+    assert [one.id for one in database.find_history("c", "owner", 2)] == ["b", "c"]
+    assert database.find_history("c", "another", 9) == []
+    database.delete("a")
+    assert [one.id for one in database.find_history("c", "owner", 9)] == ["b", "c"]
+    assert database.find("a") is None
+
+
+def test_cleaned(database: Database) -> None:
+    """What is over and old goes, then the oldest, until the rest fits; what is not over stays."""
+    for at, name in enumerate("abcd"):
+        one = answer(name, created_s=2_000_000_000 + at)
+        one.status = "in_progress" if name == "b" else "completed"
+        database.write([Change(one, True, num_bytes=100, parts=[part(0, bytes(100), "")])], "g1", LEASE_S)
+    size = 107
+    assert database.clean(1e9, 4 * size) == 4 * size
+    assert database.clean(1e9, 2 * size) == 2 * size
+    assert [name for name in "abcd" if database.find(name)] == ["b", "d"]
+    assert database.find_tokens("a") == []
+    assert database.clean(-2e9, 4 * size) == size
+
+
+def test_files_of_others_and_of_newer_gateways(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    database = Database(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "answers.sqlite").stat().st_mode & 0o777 == 0o600
+    with database._transaction(is_written=True):
+        database._do("UPDATE state_version SET version = 999")
+    database.close()
+    with pytest.raises(StoreError, match="newer gateway"):
+        Database(folder)

@@ -1,0 +1,223 @@
+"""Stored answers in real processes: gateways, workers and the database are killed while answers are written."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.fleet import HOST, Process, ProcessFleet, run_fleet
+from tests.support.live import WAIT_S, wait_until
+from tests.support.postgres import Postgres, run_postgres
+from tests.support.surface import MODEL
+
+# What reading a stream raises when its connection ends: the client's own error, or that of its HTTP library.
+BROKEN = openai.APIError, import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
+NUM_STREAMS = 8
+NUM_BEFORE = 8  # events that each stream has at least when its gateway is killed
+NUM_TOKENS = 300
+STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 4000}}, "required": ["story"]}
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fleet(postgres: Postgres) -> Iterator[ProcessFleet]:
+    """With two gateways."""
+    flags = [f"--state-url={postgres.url}", f"--state-lease-s={LEASE_S:g}"]
+    with run_fleet(1, 2, {"gateway": flags}, lease_s=60, forks=True, starts=False) as running:
+        running.add_gateway("gateway-b")
+        running.start()
+        yield running
+
+
+def client_of(gateway: Process) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{HOST}:{gateway.port}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def asked(number: int) -> Any:
+    """For a long answer, in a form."""
+    return {
+        "model": MODEL,
+        "input": f"Tell me story {number}",
+        "max_output_tokens": NUM_TOKENS,
+        "text": {"format": {"type": "json_schema", "name": "story", "schema": STORY}},
+        "extra_body": {"seed": number},
+    }
+
+
+def shape(events: Sequence[Any]) -> list[Any]:
+    """What does not differ between two answers to one request."""
+    return [(event.type, event.sequence_number, getattr(event, "delta", "")) for event in events]
+
+
+@contextmanager
+def stopped(processes: Sequence[Process]) -> Iterator[None]:
+    for process in processes:
+        process.stop()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def decode_workers(fleet: ProcessFleet) -> list[Process]:
+    return [worker for worker in fleet.workers() if worker.role == "decode"]
+
+
+def is_known(gateway: Process, answer_id: str) -> bool:
+    with suppress(openai.NotFoundError):
+        return client_of(gateway).responses.retrieve(answer_id).id == answer_id
+    return False
+
+
+def read_on(gateways: Sequence[Process], answer_id: str, events: list[Any]) -> None:
+    """Reads the rest of a stream from whichever gateway answers."""
+
+    def is_read() -> bool:
+        for gateway in gateways:
+            try:
+                after = events[-1].sequence_number
+                stream = client_of(gateway).responses.retrieve(answer_id, stream=True, starting_after=after)
+                events.extend(stream)
+            except (openai.APIConnectionError, openai.APIStatusError, openai.APIError):
+                continue
+            if events[-1].type in ("response.completed", "response.incomplete"):
+                return True
+        return False
+
+    wait_until(is_read)
+
+
+def test_killed_gateway(fleet: ProcessFleet) -> None:
+    """Each client gets each event once, and the text of an undisturbed answer."""
+    first, second = fleet.gateway, fleet["gateway-b"]
+    begun = [Event() for _ in range(NUM_STREAMS)]
+
+    def follow(number: int) -> list[Any]:
+        events: list[Any] = []
+        try:
+            for event in client_of(first).responses.create(**asked(number), stream=True):
+                events.append(event)
+                if len(events) == NUM_BEFORE:
+                    begun[number].set()
+        except BROKEN:  # the connection broke
+            pass
+        read_on([second, first], events[0].response.id, events)
+        return events
+
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        following = [threads.submit(follow, number) for number in range(NUM_STREAMS)]
+        assert all(event.wait(WAIT_S) for event in begun)
+        with stopped(decode_workers(fleet)):  # so that some are not over
+            first.kill()
+        got = [one.result(WAIT_S) for one in following]
+    first.start()
+    first.wait_ready()
+    for number, events in enumerate(got):
+        whole = list(client_of(second).responses.create(**asked(number), stream=True))
+        assert shape(events) == shape(whole)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        stored = client_of(first).responses.retrieve(events[0].response.id)
+        assert stored.output_text == events[-1].response.output_text == whole[-1].response.output_text
+    assert "an answer goes on here" in second.read_log()
+
+
+def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
+    """One stops for longer than its lease; what it writes when it runs again changes nothing."""
+    first, second = fleet.gateway, fleet["gateway-b"]
+    events: list[Any] = []
+    stream = client_of(first).responses.create(**asked(77), stream=True)
+    while len(events) < NUM_BEFORE:
+        events.append(next(stream))
+    answer_id = events[0].response.id
+    wait_until(lambda: is_known(second, answer_id))
+    with stopped(decode_workers(fleet)):
+        first.stop()
+        try:
+            wait_until(lambda: answer_id in second.read_log())
+        finally:
+            first.resume()
+    events += list(stream)  # from the first, which learns that it has lost it
+    whole = list(client_of(second).responses.create(**asked(77), stream=True))
+    for gateway in (first, second):
+        read = list(client_of(gateway).responses.retrieve(answer_id, stream=True))
+        assert shape(read) == shape(whole) == shape(events)
+    assert client_of(second).responses.retrieve(answer_id).status == whole[-1].response.status
+
+
+def test_drained_gateway(fleet: ProcessFleet) -> None:
+    """It leaves its answers to the other one and ends at once."""
+    first, second = fleet.gateway, fleet["gateway-b"]
+    events: list[Any] = []
+    stream = client_of(first).responses.create(**asked(78), stream=True)
+    while len(events) < NUM_BEFORE:
+        events.append(next(stream))
+    with stopped(decode_workers(fleet)):
+        first.terminate()
+        assert first.wait_exited(WAIT_S) == 0
+    with suppress(*BROKEN):
+        events += list(stream)
+    read_on([second], events[0].response.id, events)
+    first.restart()
+    whole = list(client_of(second).responses.create(**asked(78), stream=True))
+    assert shape(events) == shape(whole)
+
+
+def test_killed_database(fleet: ProcessFleet, postgres: Postgres) -> None:
+    """Answers go on, with one warning; what needs the store says so; what it lacks is written when it is back."""
+    gateway = fleet.gateway
+    client = client_of(gateway)
+    before = client.responses.create(**asked(1))
+    num_warned = gateway.read_log().count("answers are not stored for now")
+    postgres.kill()
+    try:
+        told = [client.responses.create(**asked(number)) for number in range(3)]
+        streamed = list(client.responses.create(**asked(0), stream=True))
+        assert streamed[-1].response.output_text == told[0].output_text
+        assert told[1].output_text == before.output_text
+        for call in (
+            lambda: client.responses.create(**asked(9), background=True),
+            lambda: client.responses.create(**asked(9), previous_response_id=before.id),
+            lambda: client.responses.retrieve("resp_unknown"),
+        ):
+            with pytest.raises(openai.InternalServerError) as refused:
+                call()
+            assert refused.value.status_code == 503 and refused.value.code == "store_unavailable"
+        wait_until(lambda: gateway.read_log().count("answers are not stored for now") == num_warned + 1)
+    finally:
+        postgres.start()
+    other = client_of(fleet["gateway-b"])
+
+    def is_there() -> bool:
+        with suppress(openai.APIStatusError):
+            return bool(other.responses.retrieve(told[2].id).output_text == told[2].output_text)
+        return False
+
+    wait_until(is_there)
+    assert gateway.read_log().count("answers are not stored for now") == num_warned + 1
+
+
+def test_alone_with_a_file(tmp_path: Path) -> None:
+    """One gateway and a folder: after a kill the next one goes on."""
+    flags = {"gateway": [f"--state-dir={tmp_path / 'state'}", f"--state-lease-s={LEASE_S:g}"]}
+    with run_fleet(1, 1, flags, lease_s=60, forks=True) as fleet:
+        client = client_of(fleet.gateway)
+        whole = client.responses.create(**asked(5))
+        with stopped([fleet["decode-0"]]):
+            told = client.responses.create(**asked(5), background=True)
+            fleet.gateway.kill()
+        fleet.gateway.restart()
+        wait_until(lambda: client.responses.retrieve(told.id).status not in ("queued", "in_progress"))
+        assert client.responses.retrieve(told.id).output_text == whole.output_text
