@@ -80,13 +80,16 @@ prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes half an hour: attacks, more examples of fuzzers, schedules of faults, cards and tokens, faults
+nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, schedules of faults, cards and tokens, faults, nvcc
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
 	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 $(BIN)/python -m pytest -n $(JOBS) \
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
+	$(BIN)/python -m pip install --quiet --upgrade --target build/cuda "cuda-toolkit[crt,curand,nvcc,nvvm]==13.0.*"
+	CUDA_HOME="$(CURDIR)/build/cuda/nvidia/cu13" $(BIN)/python -m bench.gpu_checks.prebuild build/nightly-aot \
+	    --architectures 9.0a --dtypes bfloat16 --kv-dtypes auto --head-dims 64 --head-dims 128 --head-dims 512
 
 faults: $(DEV_STAMP) ## Test faults between real processes; tests/faults/README.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults tests/bench/test_gpu_check.py $(ARGS)

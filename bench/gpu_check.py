@@ -75,7 +75,7 @@ PARTS = (
     Part("deaths", 120, ("service:check_deaths",)),
     Part("churn", 60 + CHURN_S, ("engine:check_churn",)),
     Part("figures", 60, ("speed:time_speculation", "speed:time_fp8", "speed:time_start")),
-    Part("coded weights", 60, ("coded:check_groups", "coded:check_blocks")),
+    Part("coded weights", 60, ("coded:check_groups", "coded:check_blocks", "coded:check_experts")),
     Part("nixl", 120, ("ipc:check_nixl",)),
     Part("kernel times", 60, (
         "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear", "coded:time_coded",

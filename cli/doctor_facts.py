@@ -45,6 +45,7 @@ class Machine:
     gpus: tuple[GpuFacts, ...]  # as torch numbers them
     triton: str
     flashinfer: str
+    no_cuda_compiler: str  # why FlashInfer could compile no module
     nixl: str
     rdma_devices: tuple[str, ...]  # that the kernel has, such as mlx5_0
 

@@ -13,8 +13,9 @@ import torch
 
 from bench.products import check_products
 from cli.doctor_facts import GpuFacts, Machine, Model
-from engine.compose import choose_for_layers, load_any_config
+from engine.compose import choose_for_layers, load_any_config, pad_parts
 from engine.cpu.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
+from engine.cuda.toolkit import explain_no_compiler
 from engine.engine import choose_device
 from engine.fallback.config import FallbackConfig
 from engine.formats.checks import check_kv_dtype
@@ -75,6 +76,7 @@ def examine_machine() -> Machine:
         gpus=gpus,
         triton=find_version("triton"),
         flashinfer=find_version("flashinfer-python"),
+        no_cuda_compiler=explain_no_compiler(),
         nixl=find_version("nixl-cu13") or find_version("nixl-cu12"),
         rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -101,7 +103,7 @@ def examine_model(config: ServeConfig, model_name: str) -> Model:
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
-        shape = PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype)
+        shape = PoolShape(1, pad_parts(one.kv_parts, device), config.page_tokens, kv_dtype)
         parts += shape.page_parts(shape.parts)
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks

@@ -73,8 +73,7 @@ def judge_machine(config: ServeConfig, machine: Machine) -> Iterator[Row]:
         found, _, advice = lacks.partition(": ")
         advice = advice and f"{advice}; until then torch computes more slowly"
         yield Row("triton", "warning" if lacks else "ok", found or f"{machine.triton}, {machine.c_compiler}", advice)
-        advice = "" if machine.flashinfer else "pip install 'baton[cuda]'; until then attention is slow"
-        yield Row("flashinfer", "warning" if advice else "ok", machine.flashinfer or "not installed", advice)
+        yield judge_flashinfer(machine)
     if machine.own_namespaces:
         advice = "workers in other containers must share the PID namespace, and IPC for CUDA: docker run --pid, --ipc"
         yield Row("namespaces", "ok", f"{' and '.join(machine.own_namespaces)} of a container's own", advice)
@@ -101,6 +100,20 @@ def judge_kernels(machine: Machine, is_on_gpu: bool) -> Row:
         return Row("cpu kernels", "ok", "not built, and not needed on a GPU")
     advice = "set CXX to a compiler that works" if machine.cpp_compiler else "install g++"
     return Row("cpu kernels", "warning", machine.kernel_error, f"{advice}; until then attention is slow")
+
+
+def judge_flashinfer(machine: Machine) -> Row:
+    """Whether it is there, and a compiler for modules that are not; what a model needs, its worker's row says."""
+    found, lacks = machine.flashinfer, machine.no_cuda_compiler
+    if not found:
+        return Row("flashinfer", "warning", "not installed", "pip install 'baton[cuda]'; until then attention is slow")
+    if not lacks:
+        return Row("flashinfer", "ok", found)
+    found = f"{found}, compiles nothing: {lacks}"
+    if lacks.endswith(" is set"):  # on purpose, as in our images
+        return Row("flashinfer", "ok", found)
+    package = "g++" if "g++" in lacks else "'baton[cuda]' by pip"
+    return Row("flashinfer", "warning", found, f"install {package}; until then modules not built ahead are slow")
 
 
 def judge_nixl(config: ServeConfig, machine: Machine) -> Row:

@@ -23,11 +23,12 @@ def find_requirements() -> Mapping[str, list[str]]:
     """Image |-> what it asks for."""
     project: dict[str, Any] = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
+    cuda = [one for one in extras["cuda"] if not one.startswith("cuda-toolkit")]  # the image compiles nothing
     gateway = (HERE / "gateway-requirements.txt").read_text().splitlines()
     return {
         "gateway": [line for line in gateway if not line.startswith("#")],
         "worker-cpu": project["dependencies"],
-        "worker-cuda": [*project["dependencies"], *extras["cuda"], *extras["nixl"], TORCH],
+        "worker-cuda": [*project["dependencies"], *cuda, *extras["nixl"], TORCH],
     }
 
 

@@ -120,7 +120,8 @@ def choose_attention(
     def build_expanded(shape: AttentionShape) -> AttentionBackend:
         return opened.choose_attention(shape, windows, dtype, dtype).backend
 
-    return replace(choice, backend=LatentAttention(shape, dtype, choice.backend, build_expanded))
+    backend = LatentAttention(shape, dtype, choice.backend, build_expanded, pad_head=opened.pad_head)
+    return replace(choice, backend=backend)
 
 
 def choose_for_layers(
@@ -129,7 +130,13 @@ def choose_for_layers(
 ) -> AttentionChoice:  # fmt: skip
     """For a model with these shapes and windows of layers."""
     pick = partial(choose_attention, device=device, dtype=dtype, kv_dtype=kv_dtype, has_sinks=has_sinks)
-    return choose.choose_for_layers(pick, shapes, windows, page_tokens)
+    return choose.choose_for_layers(pick, shapes, windows, page_tokens, open_device(device).pad_head)
+
+
+def pad_parts(parts: Sequence[KvPart], device: torch.device) -> tuple[KvPart, ...]:
+    """Parts of pages as a device has them."""
+    pad_head = open_device(device).pad_head
+    return tuple(part._replace(head_dim=pad_head(part.head_dim)) for part in parts)
 
 
 def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
@@ -295,7 +302,7 @@ def assemble_engine(
     if draft is not None and isinstance(draft.decoder, HeadDecoder):
         decoder.tap(draft.decoder.head.taps)
     pool_dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
-    shapes = [PoolShape(1, one.decoder.config.kv_parts, page_tokens, pool_dtype) for one in models]
+    shapes = [PoolShape(1, pad_parts(one.decoder.config.kv_parts, device), page_tokens, pool_dtype) for one in models]
     slots = PoolShape(1, config.state_parts, 1, torch.float32)
     attention = [_choose_attention(one.decoder, page_tokens, pool_dtype) for one in models]
     context_tokens = _resolve_context(decoder, max_context_tokens)
@@ -305,7 +312,7 @@ def assemble_engine(
         rules = ImageRules(config.image_token, config.image_attention, config.counts_rows)
         rows.images = ImageRows(rules)
         if rules.sees_whole:
-            reference = reference_attention(config.attention_shapes, page_tokens)
+            reference = reference_attention(config.attention_shapes, page_tokens, open_device(device).pad_head)
             attention[0] = replace(attention[0], backend=WholeImageAttention(attention[0].backend, reference))
     gpu_memory, opened = _gpu_memory(device), open_device(device)
     if gpu_memory is not None and largest_step is not None:
@@ -323,14 +330,15 @@ def assemble_engine(
         barrier = partial(ranks.all_reduce_min, 0, device)
         return PoolShare(ranks.rank, ranks.size, parts, fd, barrier) if ranks.size > 1 else None
 
-    parts = tuple(part for one, own in zip(models, shapes, strict=True) for part in own.page_parts(one.kv_parts))
+    whole = [pad_parts(one.kv_parts, device) for one in models]
+    parts = tuple(part for kv, own in zip(whole, shapes, strict=True) for part in own.page_parts(kv))
     draft_shape = None if draft is None else shapes[1]
     pages = shapes[0].with_pages(num_pages + has_padding)
     pool = opened.build_pool(pages, draft_shape, share(place.pool_fds[0], parts), place.lends)
     states = None
     if config.state_parts:
-        whole = share(place.pool_fds[1], slots.page_parts(model.state_parts))
-        states = opened.build_pool(slots.with_pages(num_slots + has_padding), share=whole, lends=place.lends)
+        whole_states = share(place.pool_fds[1], slots.page_parts(model.state_parts))
+        states = opened.build_pool(slots.with_pages(num_slots + has_padding), share=whole_states, lends=place.lends)
         rows.states = states.shape.split(states.pages)
     additions, read_adapter = decoder.additions, None
     adapters = additions if isinstance(additions, Adapters) else None

@@ -26,6 +26,10 @@ class Device:
         """Its own, not this machine's; 0: none."""
         return 0
 
+    def pad_head(self, head_dim: int) -> int:
+        """The dimensions of a head of keys or values in this device's pages; zeros follow its own."""
+        return head_dim
+
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,

@@ -15,7 +15,7 @@ from engine.batch import Layout, StepFeature
 from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.sampling.counts import CountedTokens
 from engine.sampling.fields import PARAMS, to_row
-from engine.staging import Ints, upload
+from engine.staging import Ints, join_ranges, upload
 from wire.images import ImageSpan
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -100,7 +100,7 @@ class InputBatch(CountedTokens):
             self.open_counts(row, answer_begin)
         if slot != NO_SLOT:
             self.adapters.open(row, token_ids, slot)
-        InputBatch.write_tokens(self, row, 0, token_ids)  # not what sends further tokens to ranks
+        InputBatch.write_tokens(self, [(row, 0, token_ids)])  # not what sends further tokens to ranks
 
     def close(self, row: int) -> None:
         """The sequence ended or was evicted. Steps already launched may still write to the row."""
@@ -112,11 +112,13 @@ class InputBatch(CountedTokens):
             del self.bias[row]
         self.close_counts(row)
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
-        if begin + len(token_ids) > self.width:
-            raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
-        self._put(row, begin, token_ids)
+    def write_tokens(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
+        """(row, first position, tokens) of each part: a prompt or drafts. Arrays must not change afterwards."""
+        for _, begin, token_ids in parts:
+            if begin + len(token_ids) > self.width:
+                raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
+        if parts:
+            self._put(parts)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         """Write ids of the sequence's pages, from its `first`-th page on."""
@@ -135,6 +137,10 @@ class InputBatch(CountedTokens):
         """Free an adapter's memory on the host: no slot gets it any more. Idempotent."""
         self.adapters.forget(digest)
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        """On the device, after everything launched before."""
-        self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
+    def _put(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
+        """In one copy, on the device, after everything launched before."""
+        rows, begins, token_ids = zip(*parts, strict=True)
+        firsts = np.array(rows, np.int64) * self.width + np.array(begins, np.int64)
+        _, places = join_ranges(firsts, np.array([len(one) for one in token_ids], np.int64))
+        at, tokens = upload([places, np.concatenate(token_ids)], self.device)
+        self.flat_tokens.index_copy_(0, at, tokens)

@@ -65,7 +65,8 @@ class HandOvers:
         result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached)
         heard_at = time.monotonic()  # the last sign of life sent to the decode worker
         while offered < end or len(result.prompt_logprobs) < num_scores:
-            positions = self._kv.next_offer(sequence, offered)
+            factor = self._sender.offer_factor(request.ticket.address)
+            positions = self._kv.next_offer(sequence, offered, factor)
             if positions is not None:
                 pages = self._kv.pages_of(sequence, positions)
                 slots = self._kv.states.offered(sequence, positions)

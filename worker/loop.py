@@ -168,7 +168,7 @@ class WorkerLoop:
             if not planned:
                 return
         started = time.perf_counter()
-        requests = [self._rows.request(step) for step in planned]
+        requests = self._rows.requests(planned)
         if led := [(step, step.draft_lead) for step in planned if step.draft_lead is not None]:
             with self.thread.lock:
                 for step, lead in led:

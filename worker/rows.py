@@ -41,12 +41,14 @@ class RowWriter:
         for key in keys:
             self._rows.drop_adapter(key)
 
-    def request(self, step: ScheduledSequence) -> ForwardRow:
-        """What the engine computes for one sequence."""
+    def requests(self, steps: Iterable[ScheduledSequence]) -> list[ForwardRow]:
+        """What the engine computes for each sequence. Writes their drafts."""
+        new = [(one.sequence.row, one.begin + one.count, np.array(one.drafts, np.int32)) for one in steps if one.drafts]
+        self._rows.write_tokens(new)
+        return [self._request(step) for step in steps]
+
+    def _request(self, step: ScheduledSequence) -> ForwardRow:
         row, params = step.sequence.row, step.sequence.params
-        if step.drafts:
-            drafts = np.array(step.drafts, np.int32)
-            self._rows.write_tokens(row, step.begin + step.count, drafts)
         mask = self.mask(step) if params.min_tokens else step.mask
         return ForwardRow(
             row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,

@@ -15,7 +15,7 @@ from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
-from engine.compose import choose_attention
+from engine.compose import choose_attention, open_device
 from engine.cuda.graphs import Capture, CudaCapture
 from tests.support.batches import Part, pack
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
@@ -39,6 +39,7 @@ class Case:
     heads: tuple[int, int]  # query, KV
     head_dim: int
     window: int | None = None
+    has_sinks: bool = False
 
 
 DECODE = ((1, 1), (1, 500), (1, 16), (1, 2049))
@@ -50,6 +51,9 @@ CASES = [
     Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
     Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
     Case("drafts", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
+    Case("heads of 96", DECODE, (32, 8), 96),
+    Case("sinks", DECODE, (64, 8), 64, 128, has_sinks=True),
+    Case("prompts, sinks", ((700, 700), (100, 1100)), (64, 8), 64, has_sinks=True),
 ]
 
 
@@ -70,7 +74,8 @@ class Problem:
         """[T, Hq, D]; writes into `pool`."""
         backend.plan(pool, self.batch)
         query_key, value, rope, _ = self.heads
-        return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window)
+        sinks = torch.linspace(-1, 4, self.case.heads[0], device=pool.device) if self.case.has_sinks else None
+        return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window, sinks)
 
 
 def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_layers: int = NUM_LAYERS) -> Problem:
@@ -84,10 +89,11 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_laye
     num_heads, num_kv_heads = case.heads
     sizes = pool_sizes(
         num_pages=sum(counts), num_kv_heads=num_kv_heads, num_layers=num_layers, page_tokens=PAGE_TOKENS,
-        head_dim=case.head_dim,
+        head_dim=open_device(device).pad_head(case.head_dim),
     )  # fmt: skip
     num_tokens = sum(query for query, _ in case.lens)
     pool = torch.empty(sizes, dtype=dtype, device=device).normal_()
+    pool[..., case.head_dim :] = 0
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, case.head_dim, generator=generator).to(device, dtype)
     heads = QKV(qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :])
     return Problem(case, pack(parts, PAGE_TOKENS, device), pool, heads)
@@ -107,7 +113,7 @@ def check_attention(device: torch.device) -> str:
     worst, name = 0.0, ""
     for case in CASES:
         problem = build_problem(case if device.type == "cuda" else shorten(case), device, dtype_for(device))
-        choice = choose_attention(problem.shape, [case.window], device, problem.pool.dtype)
+        choice = choose_attention(problem.shape, [case.window], device, problem.pool.dtype, has_sinks=case.has_sinks)
         assert not choice.is_fallback, choice.reason
         name = choice.backend.name
         strided, contiguous = problem.pool.clone(), problem.pool.narrow(LAYERS, LAYER, 1).contiguous()

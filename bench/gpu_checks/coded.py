@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.gpu_checks.fp8 import LAYER_SHAPES, NUM_ROWS, ROUNDED_ERROR, SMALL_SHAPES, copies, rows_of, timed, weight_of
-from engine.cuda import gpu_blocks, gpu_groups
+from engine.cuda import gpu_blocks, gpu_experts, gpu_groups
 from engine.cuda.ops import CudaOps
-from engine.formats.fp8 import BLOCK, Fp8Matrix
-from engine.formats.groups import GROUP, Groups, StoredGroups, store_groups
+from engine.formats.fp8 import BLOCK, Fp8Matrix, quantise_rows
+from engine.formats.groups import GROUP, Groups, StoredGroups, store_groups, with_zeros
 from engine.formats.ops import FormatOps
+from engine.formats.quantised_forms import MXFP4_CODES
+from engine.formats.stacks import stack_fp8, stack_groups, widen
 from engine.ops.base import multiply_widened
+from engine.weights.formats import Stack
 from tests.support.quantised import quantise_blocks
 
 MANY_ROWS = 512
@@ -65,6 +68,49 @@ def check_blocks(device: torch.device) -> str:
             assert off < ROUNDED_ERROR, f"{depth}x{num_outputs}, rounded rows: off by {off:.1%} of the product's norm"
             worst_rounded = max(worst_rounded, off)
     return f"few rows equal; rounded rows off by {worst_rounded:.1%} of the product's norm"
+
+
+def check_experts(device: torch.device) -> str:
+    """Experts in MXFP4, 4 bits and e4m3, few rows and many: equal to the same weights in the rows' dtype"""
+    # the interpreter cannot multiply bfloat16
+    dtype, depth = (torch.bfloat16, 2880) if device.type == "cuda" else (torch.float16, 64)
+    num_experts, top_k = 8, 2
+    for form in ("mxfp4", "groups4", "e4m3"):
+        gate_up, down = (stack_of(form, num_experts, num_outputs, depth, device) for num_outputs in (2 * depth, depth))
+        plain = [
+            widen(Stack(one.codes.cpu(), one.form, *map(_on_host, one[2:]))).to(device, dtype)
+            for one in (gate_up, down)
+        ]
+        for num_rows in (1, NUM_ROWS[-1]):
+            rows, weights = rows_of(num_rows, depth, dtype, device), torch.rand(num_rows, top_k, device=device)
+            ids = torch.rand(num_rows, num_experts, device=device).topk(top_k).indices
+            found = gpu_experts.mix_many(
+                rows, ids, weights, gate_up.codes, down.codes, "silu", None, None, gate_up[1:], down[1:]
+            )
+            truth = gpu_experts.mix_many(rows, ids, weights, plain[0], plain[1], "silu")
+            assert torch.equal(found, truth), f"{form}, {num_rows} rows: off by {(found - truth).abs().max():.2g}"
+    return "equal bits in 3 forms"
+
+
+def _on_host(table: Tensor | None) -> Tensor | None:
+    return None if table is None else table.cpu()
+
+
+def stack_of(form: str, num_experts: int, num_outputs: int, depth: int, device: torch.device) -> Stack:
+    """A random matrix of each expert."""
+    if form == "e4m3":
+        weights = [weight_of(num_outputs, depth, device).float() for _ in range(num_experts)]
+        return stack_fp8([[Fp8Matrix(*quantise_rows(weight))] for weight in weights], device)
+    groups = []
+    for seed in range(num_experts):
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(0, 15, (num_outputs, depth), dtype=torch.uint8, generator=generator)
+        scale = torch.full((num_outputs, depth // GROUP), 2.0**-8)
+        is_mxfp4 = form == "mxfp4"
+        groups.append(
+            [with_zeros(MXFP4_CODES[codes.long()], scale, 12, 8) if is_mxfp4 else with_zeros(codes, scale, 8, 4)]
+        )
+    return stack_groups(groups, device)
 
 
 def time_coded(device: torch.device) -> str:

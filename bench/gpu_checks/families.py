@@ -43,7 +43,7 @@ def peaks(engine: FullEngine, size: int) -> torch.Tensor:
         engine.rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
         step = engine.runner.launch([ForwardRow(row, 0, length, num_logits=1, chosen_logprobs=0, state_to=row)])
         found += [one.logprob for one in step.collect().logprobs if one is not None]
-        engine.rows.write_tokens(row, length, tokens[length:])
+        engine.rows.write_tokens([(row, length, tokens[length:])])
     for count in (count for count in STEPS if count <= size):
         rows = [
             ForwardRow(row, length, 1, num_logits=1, chosen_logprobs=0, state_from=row, state_to=size + row)

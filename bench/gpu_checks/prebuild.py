@@ -23,7 +23,15 @@ from typing import Any, Literal
 import torch
 from cyclopts import App
 
-from engine.cuda.modules import ARCHITECTURES, FA3_HEAD_DIMS, HEAD_DIMS, find_nvcc
+from engine.attention.shape import AttentionShape
+from engine.cuda.modules import (
+    ARCHITECTURES,
+    FA3_HEAD_DIMS,
+    HEAD_DIMS,
+    SINK_HEAD_DIMS,
+    specify_sinks,
+)
+from engine.cuda.toolkit import find_nvcc, link_toolkit
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]
@@ -69,19 +77,12 @@ def build_environment(folder: Path, architectures: tuple[str, ...]) -> dict[str,
     return {
         "FLASHINFER_CUDA_ARCH_LIST": " ".join(architectures),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}",
     }
-
-
-def write_driver_stub(folder: Path) -> None:
-    """An empty libcuda to link against: the real one comes with a GPU's driver."""
-    out = folder / "libcuda.so"
-    command = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", "/dev/null", "-o", str(out)]
-    subprocess.run(command, check=True, timeout=60)
 
 
 def build_specs(
     modules: Any,
+    sinks: str,
     dtypes: tuple[DType, ...],
     head_dims: tuple[int, ...],
     kv_dtypes: tuple[KvDType, ...],
@@ -90,8 +91,9 @@ def build_specs(
 ) -> Iterator[Any]:
     """For each dtype, head size and KV type, with and without a window: fa2, and fa3 for prompts in KV of that dtype.
 
-    Heads that fa3 does not have are those of layers without a window (Gemma 4). `modules` is
-    flashinfer.jit.attention.modules. Our K and V have equal strides, as fa2's primary module expects.
+    Heads that fa3 does not have are those of layers without a window (Gemma 4). Some are built with sinks as well.
+    `modules` is flashinfer.jit.attention.modules, `sinks` its variants.attention_sink_decl for fa2. Our K and V have
+    equal strides, as fa2's primary module expects.
     """
     for dtype, head_dim, kv_dtype, has_window in product(dtypes, head_dims, kv_dtypes, (False, True)):
         has_fa3s_heads = head_dim in FA3_HEAD_DIMS
@@ -103,6 +105,10 @@ def build_specs(
         yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
         if has_fa3 and has_fa3s_heads and kv is own:
             yield modules.gen_batch_prefill_module("fa3", *shared, False)
+        if head_dim in SINK_HEAD_DIMS and not has_softcap:
+            shape, window = AttentionShape(1, 1, head_dim, 1.0), 1 if has_window else None
+            arguments = specify_sinks(shape, window, (own, kv), torch.int32, sinks)
+            yield modules.gen_customize_batch_prefill_module("fa2", *arguments)
 
 
 @app.default
@@ -126,9 +132,11 @@ def main(
     check_folder(folder, targets)
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
         os.environ.update(build_environment(Path(scratch), targets))
-        write_driver_stub(Path(scratch))
-        core, modules = map(importlib.import_module, ("flashinfer.jit.core", "flashinfer.jit.attention.modules"))
-        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes, softcap, "9.0a" in targets))
+        link_toolkit(Path(scratch))
+        names = "core", "attention.modules", "attention.variants"
+        core, modules, variants = (importlib.import_module(f"flashinfer.jit.{name}") for name in names)
+        sinks = variants.attention_sink_decl["fa2"]
+        specs = list(build_specs(modules, sinks, dtypes, head_dims, kv_dtypes, softcap, "9.0a" in targets))
         core.build_jit_specs(specs, verbose=True, skip_prebuilt=False)
         for spec in specs:
             target = folder / spec.name / f"{spec.name}.so"

@@ -25,8 +25,9 @@ class TorchSdpaAttention:
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         self._batch = batch
-        # [L, 2 or 1, num_pages, Hkv, page_tokens, D], a view
-        self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
+        # [L, 2 or 1, num_pages, Hkv, page_tokens, D], a view; without what pads heads (`Device.pad_head`)
+        layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
+        self._layers = layers[..., : self._shape.head_dim]
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "TorchSdpaAttention":
         return self

@@ -1,6 +1,7 @@
 """An NVIDIA GPU: Triton's kernels, and FlashInfer's where it has some."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,9 @@ from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.cuda.gpu import Gpu
-from engine.cuda.modules import choose_kernels, explain_no_compiler, find_built
+from engine.cuda.modules import choose_kernels, find_built, pad_head
 from engine.cuda.pool import GpuPool
+from engine.cuda.toolkit import choose_toolkit, explain_no_compiler
 from engine.device import Device
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.ops.base import Ops
@@ -30,10 +32,14 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch).total_memory)
 
+    def pad_head(self, head_dim: int) -> int:
+        return pad_head(head_dim)
+
     def choose_attention(
         self, shape: AttentionShape, windows: Collection[int | None], dtype: torch.dtype, kv_dtype: torch.dtype,
         has_sinks: bool = False,
     ) -> AttentionChoice:  # fmt: skip
+        choose_toolkit()
         try:
             from engine.cuda import flashinfer
         except ImportError as error:
@@ -43,12 +49,15 @@ class CudaDevice(Device):
             return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
         own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
         capability = torch.cuda.get_device_capability(self.torch)
-        kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
+        padded = replace(shape, head_dim=pad_head(shape.head_dim))
+        kernels, reason = choose_kernels(
+            padded, windows, own, kv, find_built(), capability, explain_no_compiler(), has_sinks
+        )
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
         processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
         backend = flashinfer.FlashInferAttention(
-            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels
+            shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels, kv_dtype if has_sinks else None
         )  # fmt: skip
         return AttentionChoice(backend, reason, is_fallback=False)
 

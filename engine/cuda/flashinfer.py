@@ -4,40 +4,62 @@ The only file that imports FlashInfer; imported only where a GPU is chosen. `pla
 and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may capture
 them and replays them with the last plan. Answers, which a step begins with, are planned apart from prompts: FlashInfer
 chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one. Answers with drafts, and those
-after them, count as prompts where no graph takes the step.
+after them, have a plan of their own where no graph takes the step.
 
-    new tokens of a step   | 1 | 1 | 1 | 1 | 512            | 300      |
-    plans                  | decode        | prefill, by fa2 or fa3    |
+    new tokens of a step   | 1 | 1 | 1 | 1 | 5 | 3 | 5 | 512            | 300      |
+    plans                  | decode        | fa2       | prefill, by fa2 or fa3    |
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import structlog
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import utils as flashinfer_utils
+from flashinfer.jit import env as jit_environment
+from flashinfer.jit.attention.variants import attention_sink_decl
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.base import FP8_LIMIT
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
-from engine.cuda.modules import HEAD_DIMS, Kernels
+from engine.cuda.modules import (
+    HEAD_DIMS,
+    PADDED_HEAD_DIMS,
+    Kernels,
+    describe,
+    find_built,
+    name_modules,
+    pad_head,
+    specify_sinks,
+)
 from engine.cuda.splits import choose_part, scratch_bytes
+from engine.cuda.toolkit import JIT_CACHE
 from engine.staging import Ints, find_starts, mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
+from wire.sampling import MAX_DRAFT_TOKENS
 
+log = structlog.get_logger()
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+MOST_DRAFTED = 1 + MAX_DRAFT_TOKENS  # new tokens of an answer; a prompt's few count as one, too
+LARGEST_RANGE = 1 << 13  # more than the sequences of any step
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
 PLANS_AHEAD = 6  # plans of each kind on their way to the device: of two steps of a model, and what drafts for each
 DTYPES = (torch.bfloat16, torch.float16)
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
 FA3_TOKENS = 128
-NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
@@ -63,7 +85,10 @@ class Workspace:
         self.scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._mark: Callable[[], torch.cuda.Event | None] = mark if device.type == "cuda" else lambda: None
-        self._planned: dict[tuple[Window, bool], Tensor] = {}
+        if device.type == "cuda":
+            _pin_ranges()
+        self._unused = torch.empty(LARGEST_RANGE, dtype=torch.int32)
+        self._planned: dict[tuple[Window, str], Tensor] = {}
         self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
 
     def reserve(self, num_bytes: int) -> None:
@@ -71,17 +96,23 @@ class Workspace:
         if num_bytes > self.scratch.numel():
             self.scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def share(self, wrapper: WrapperT, window: Window) -> WrapperT:
-        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture."""
-        kind = window, isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper)
+    def share(self, wrapper: WrapperT, window: Window, name: str) -> WrapperT:
+        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture.
+
+        name: of wrappers of which a step plans one for each window.
+        """
+        kind = window, name
         if kind not in self._planned:
             self._planned[kind] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
         _replace(wrapper, "_int_workspace_buffer", self._planned[kind])
         return wrapper
 
     @contextmanager
-    def stage(self, wrapper: Wrapper) -> Iterator[None]:
-        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that."""
+    def stage(self, wrapper: Wrapper, keeps_starts: bool) -> Iterator[None]:
+        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that.
+
+        keeps_starts: the plan would write once more, from unpinned memory, where each sequence's queries begin.
+        """
         copied = self._staged[0][1] if self._staged else None
         is_free = copied is None or copied.query()  # type: ignore[no-untyped-call]
         if not self._staged or not (is_free or len(self._staged) == PLANS_AHEAD * len(self._planned)):
@@ -91,8 +122,23 @@ class Workspace:
             if copied is not None and not is_free:
                 copied.synchronize()
         _replace(wrapper, "_pin_memory_int_workspace_buffer", pinned)
+        starts = wrapper._qo_indptr_buf if keeps_starts else None
+        if starts is not None:
+            _replace(wrapper, "_qo_indptr_buf", self._unused[: len(starts)])
         yield
+        if starts is not None:
+            _replace(wrapper, "_qo_indptr_buf", starts)
         self._staged.append((pinned, self._mark()))
+
+
+def _pin_ranges() -> None:
+    """Plans of answers copy 0, 1, 2, ... from FlashInfer's cache: unpinned, the copy might wait for the device."""
+    for size in (1 << power for power in range(LARGEST_RANGE.bit_length())):
+        flashinfer_utils._get_range_buf(size, "cpu")  # type: ignore[arg-type]
+    ranges = flashinfer_utils._cache_buf
+    for key, values in ranges.items():
+        if key[0].startswith("range_") and not values.is_cuda:
+            ranges[key] = torch.arange(len(values), dtype=values.dtype, pin_memory=True)
 
 
 def _replace(wrapper: Wrapper, name: str, buffer: Tensor) -> None:
@@ -116,38 +162,57 @@ class FlashInferAttention:
         device: torch.device,
         num_processors: int,
         has_fa3: bool = False,
+        sinks_kv: torch.dtype | None = None,
         workspace: Workspace | None = None,
         graph: GraphSize | None = None,
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
-        num_processors: multiprocessors of the device. has_fa3: its modules can be used. graph: the size of captured
-        steps; None: steps of any size.
+        num_processors: multiprocessors of the device. has_fa3: its modules can be used. sinks_kv: the type of
+        pages, if layers have sinks. graph: the size of captured steps; None: steps of any size.
         """
-        self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._own_shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._shape = shape = replace(shape, head_dim=pad_head(shape.head_dim))  # of pages
+        self._padding = shape.head_dim - self._own_shape.head_dim
         self._workspace, self._num_processors = workspace or Workspace(device), num_processors
-        share = self._workspace.share
+        self._graph, self._sinks_kv = graph, sinks_kv
+        self._no_sinks = None if sinks_kv is None else torch.full([shape.num_heads], -torch.inf, device=device)
         self._num_tokens = 1 if graph is None else graph.num_tokens
         self._workspace.reserve(0 if graph is None else scratch_bytes(shape, *graph[:2], num_processors))
         self._scratch_bytes = self._workspace.scratch.numel()
-        self._decode = {window: share(self._build_decode(graph), window) for window in windows}
-        kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
-        self._prefill = {
-            kind: {window: share(self._build_prefill(kind), window) for window in windows} for kind in kinds
-        }
+        self._kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
+        self._is_new = graph is None
         self._has_loaded = False  # every prefill module
         self._planned: list[tuple[slice, Mapping[Window, Wrapper]]] = []  # of which new tokens
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
         return FlashInferAttention(
-            self._shape, self._windows, self._dtype, self._device, self._num_processors,
-            workspace=self._workspace, graph=graph,
+            self._own_shape, self._windows, self._dtype, self._device, self._num_processors,
+            sinks_kv=self._sinks_kv, workspace=self._workspace, graph=graph,
         )  # fmt: skip
 
-    def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
+    @cached_property
+    def _decode(self) -> Mapping[Window, Wrapper]:
+        """Built by the first plan, as modules with sinks are loaded, or compiled, with their wrapper."""
+        return {window: self._workspace.share(self._build_decode(window), window, "decode") for window in self._windows}
+
+    @cached_property
+    def _drafts(self) -> Mapping[Window, Wrapper]:
+        """Of answers with drafts beside prompts."""
+        return self._build_all("fa2", "drafts")
+
+    @cached_property
+    def _prefill(self) -> Mapping[Kernels, Mapping[Window, Wrapper]]:
+        return {kind: self._build_all(kind, "prefill") for kind in self._kinds}
+
+    def _build_all(self, kind: Kernels, name: str) -> Mapping[Window, Wrapper]:
+        share = self._workspace.share
+        return {window: share(self._build_prefill(window, kind), window, name) for window in self._windows}
+
+    def _build_decode(self, window: Window) -> BatchDecodeWithPagedKVCacheWrapper:
         """By tensor cores: the other kernels are at best as fast."""
-        buffers = {}
+        graph, buffers = self._graph, {}
         if graph is not None:
             sizes = {
                 "indptr": graph.num_sequences + 1, "indices": graph.num_pages, "last_page_len": graph.num_sequences
@@ -156,15 +221,30 @@ class FlashInferAttention:
                 f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=self._device)
                 for name, size in sizes.items()
             }
-        return BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
             self._workspace.scratch, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
-            backend="fa2", **buffers,
+            backend="fa2", jit_args=self._specify(window), **buffers,
         )  # fmt: skip
+        if self._num_tokens > 1:
+            wrapper._qo_indptr_buf.mul_(self._num_tokens)  # where each sequence's queries begin, for all plans
+        return wrapper
 
-    def _build_prefill(self, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
-        return BatchPrefillWithPagedKVCacheWrapper(self._workspace.scratch, "HND", backend=kind)
+    def _build_prefill(self, window: Window, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
+        return BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace.scratch, "HND", backend=kind, jit_args=self._specify(window)
+        )
+
+    def _specify(self, window: Window) -> list[Any] | None:
+        """None: FlashInfer chooses its own module when it plans."""
+        if self._sinks_kv is None:
+            return None
+        dtypes = self._dtype, self._sinks_kv
+        return specify_sinks(self._shape, window, dtypes, torch.int32, attention_sink_decl["fa2"])
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
+        if self._is_new:
+            self._is_new = False
+            self._announce(pool.dtype)
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
@@ -178,10 +258,10 @@ class FlashInferAttention:
         join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         query_lens, size = batch.query_lens_host, len(seq_lens)
         answers = size if cu_seqlens_q[-1] == self._num_tokens * size else int(np.argmax(query_lens != 1))
+        prompts = size if np.all(query_lens <= MOST_DRAFTED) else int(np.argmax(query_lens > MOST_DRAFTED))
+        ends = sorted({0, answers, prompts if answers < prompts < size else answers, size})
         self._planned = []
-        for begin, end in ((0, answers), (answers, size)):
-            if begin == end:
-                continue
+        for begin, end in pairwise(ends):
             tokens = slice(int(cu_seqlens_q[begin]), int(cu_seqlens_q[end]))
             own_starts, own_query_starts = starts[begin : end + 1], cu_seqlens_q[begin : end + 1]
             host_starts, host_last_lens, host_lens, host_query_starts = pin(
@@ -192,12 +272,15 @@ class FlashInferAttention:
                 self._device,
             )  # fmt: skip
             is_answer = end == answers
-            planned = [self._decode] if is_answer else self._choose_prefill(tokens.stop - tokens.start, end - begin)
+            if is_answer or end < size:
+                planned = [self._decode if is_answer else self._drafts]
+            else:
+                planned = self._choose_prefill(tokens.stop - tokens.start, end - begin)
             starts_of_queries = () if is_answer else (host_query_starts,)
             mask = {"q_len_per_req": self._num_tokens} if is_answer else {"causal": True}
             part = self._choose_part(num_pages[begin:end], page_tokens) if is_answer else None
             for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
-                with self._workspace.stage(wrapper):
+                with self._workspace.stage(wrapper, is_answer and self._num_tokens > 1):
                     wrapper.plan(
                         *starts_of_queries, host_starts, indices[own_starts[0] : own_starts[-1]], host_last_lens,
                         self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
@@ -206,6 +289,20 @@ class FlashInferAttention:
                         seq_lens=host_lens, fixed_split_size=part if window is None else None,
                     )  # fmt: skip
             self._planned.append((tokens, planned[-1]))
+
+    def _announce(self, kv_dtype: torch.dtype) -> None:
+        """Says once what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
+        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, kv_dtype))
+        has_sinks = self._sinks_kv is not None
+        built, folder = find_built().modules, jit_environment.FLASHINFER_JIT_DIR
+        missing = [
+            describe(name)
+            for kind in self._kinds
+            for name in sorted(name_modules(self._shape, self._windows, own, kv, kind, has_sinks) - built)
+            if not (folder / name / f"{name}.so").exists()
+        ]
+        if missing and not find_spec(JIT_CACHE):
+            log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
 
     def _choose_prefill(self, num_tokens: int, num_sequences: int) -> list[Mapping[Window, Wrapper]]:
         """The wrappers to be planned, of which the last ones attend."""
@@ -220,18 +317,21 @@ class FlashInferAttention:
         return choose_part(num_pages, page_tokens, self._num_tokens, self._shape, self._num_processors)
 
     def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
-        if sinks is not None:
-            raise ValueError(NO_SINKS)
+        if sinks is not None and self._sinks_kv is None:
+            raise ValueError("a layer has sinks: build its backend with `sinks_kv`")
+        extra = () if self._sinks_kv is None else (self._no_sinks if sinks is None else sinks, self._shape.scale)
         keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
         batch, rope = self._batch, heads.rope or NO_ROPE
         query = rope_and_write(
             heads.query_key, heads.value, *rope, keys, values, batch.slot_mapping, limit,
         )  # fmt: skip
+        if self._padding:
+            query = functional.pad(query, (0, self._padding))
         out = query.new_empty(query.shape)  # without it, FlashInfer's prefill fills its own with zeros first
         for tokens, wrappers in self._planned:
-            wrappers[window].run(query[tokens], (keys, values), out=out[tokens])
-        return out
+            wrappers[window].run(query[tokens], (keys, values), *extra, out=out[tokens])
+        return out[..., : self._own_shape.head_dim].contiguous() if self._padding else out
 
 
 def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
@@ -241,12 +341,12 @@ def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernel
 
 def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:
     """Why FlashInfer does not support such a model; None if it does."""
-    if has_sinks:
-        return NO_SINKS
+    if has_sinks and shape.softcap:
+        return "FlashInfer has no module for both sinks and a soft cap"
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
     if shape.value_dim:
         return "these kernels have values beside keys"
-    if shape.head_dim not in HEAD_DIMS:
-        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, HEAD_DIMS))}"
+    if shape.head_dim not in (dims := {*HEAD_DIMS, *PADDED_HEAD_DIMS}):
+        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, sorted(dims)))}"
     return None

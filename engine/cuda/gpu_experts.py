@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.cuda.gpu_choice import can_choose as can_choose
+from engine.cuda.gpu_choice import choose_experts as choose_experts
+from engine.cuda.gpu_stacks import load_weights
 from engine.cuda.sizes import SLOT_TILES
-from engine.experts.routing import Routing
 
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
 # Outputs and depth of a program's tile: 32 weights a thread, in four 16-byte loads.
@@ -30,37 +32,16 @@ MANY_STAGES = 3
 TORCH_GENERATIONS = (9, 10)  # compute capabilities where torch multiplies groups without a wait
 TORCH_SLOTS = 64  # of an expert on average, from which that is faster
 
-WIDTHS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+Form = tuple[str, Tensor | None, Tensor | None]  # of weights, and their tables
+PLAIN: Form = ("plain", None, None)
+HALVED = ("groups4", "minimums4", "mxfp4")  # two codes in a byte
+
 
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LIMIT = tl.constexpr(7.0)
 SLOPE = tl.constexpr(1.702)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): (1 + tanh(x)) / 2 is sigmoid(2 x)
 GELU_CUBE = tl.constexpr(0.044715)
-
-
-def can_choose(routing: Routing) -> bool:
-    """Whether `choose_experts` can: groups are powers of two."""
-    sizes = (routing.num_experts, routing.num_groups) if routing.num_groups > 1 else ()
-    return all(size & (size - 1) == 0 for size in sizes)
-
-
-def choose_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None, expert_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`experts.moe.route` in one launch; of equal scores the first expert is taken. bias, expert_scale: float32."""
-    (num_rows, num_experts), top_k = logits.shape, routing.top_k
-    ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
-    rounded = {"logits": logits.dtype, "rounded": dtype or logits.dtype}.get(routing.precision, torch.float32)
-    choose_kernel[(num_rows,)](
-        logits.contiguous(), bias, expert_scale, ids, weights, num_experts, routing.epsilon, routing.scale,
-        top_k, triton.next_power_of_2(top_k), routing.num_groups, routing.top_groups, routing.group_peaks,
-        routing.scoring == "sigmoid", routing.scores_all, routing.renormalise, routing.precision == "logits",
-        WIDTHS[rounded], triton.next_power_of_2(num_experts),
-    )  # fmt: skip
-    return ids, weights
 
 
 def mix(
@@ -99,11 +80,17 @@ def mix(
 
 def mix_many(
     rows: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, gate_up_form: Form = PLAIN,
+    down_form: Form = PLAIN,
 ) -> Tensor:  # fmt: skip
-    """`mix` of any number of rows. The number of programs depends on it alone: nothing waits for the ids."""
-    (num_experts, depth, width), (num_rows, top_k) = down.shape, ids.shape
-    if rows.stride(1) != 1 or gate_up.shape != (num_experts, 2 * width, rows.shape[1]) or depth != rows.shape[1]:
+    """`mix` of any number of rows. The number of programs depends on it alone: nothing waits for the ids.
+
+    Weights may be in few bits, which programs widen to the rows' dtype: see gpu_stacks.
+    """
+    (num_experts, depth, columns), (num_rows, top_k) = down.shape, ids.shape
+    width = columns * (2 if down_form[0] in HALVED else 1)
+    expected = (num_experts, 2 * width, depth // (2 if gate_up_form[0] in HALVED else 1))
+    if rows.stride(1) != 1 or gate_up.shape != expected or depth != rows.shape[1]:
         raise ValueError(f"weights are {tuple(gate_up.shape)} and {tuple(down.shape)} for rows of {rows.shape[1]}")
     num_slots = num_rows * top_k
     tile = SLOT_TILES[num_slots > SLOT_TILES[0] * num_experts]
@@ -116,14 +103,19 @@ def mix_many(
     products = torch.empty(num_slots, depth, dtype=torch.float32, device=rows.device)
     outputs, columns = MANY_TILE
     multiply_tiles[num_tiles, triton.cdiv(width, outputs)](
-        rows, order, starts, experts, gate_up, gate_up_bias, gated, rows.stride(0), top_k, width, depth,
-        activation, tile, outputs, columns, MANY_STAGES,
+        rows, order, starts, experts, gate_up, *gate_up_form[1:], gate_up_bias, gated, rows.stride(0), top_k, width,
+        depth, _width_of(gate_up_form), gate_up_form[0], activation, tile, outputs, columns, MANY_STAGES,
     )  # fmt: skip
     multiply_tiles[num_tiles, triton.cdiv(depth, outputs)](
-        gated, order, starts, experts, down, down_bias, products, width, top_k, depth, width,
-        None, tile, outputs, columns, MANY_STAGES,
+        gated, order, starts, experts, down, *down_form[1:], down_bias, products, width, top_k, depth,
+        width, _width_of(down_form), down_form[0], None, tile, outputs, columns, MANY_STAGES,
     )  # fmt: skip
     return add_slots(products, weights, None, rows.dtype)
+
+
+def _width_of(form: Form) -> int:
+    """Of its tables."""
+    return 1 if form[1] is None else form[1].shape[2]
 
 
 def is_for_torch(rows: Tensor, num_slots: int, down: Tensor) -> bool:
@@ -144,87 +136,6 @@ def add_slots(outputs: Tensor, weights: Tensor, places: Tensor | None, dtype: to
     total = torch.empty(num_rows, width, dtype=dtype, device=outputs.device)
     add_slots_kernel[num_rows, triton.cdiv(width, SUM_TILE)](outputs, weights, places, total, top_k, width, SUM_TILE)
     return total
-
-
-@triton.jit
-def choose_kernel(
-    logits, bias, expert_scale, ids, weights, num_experts, epsilon, factor,
-    TOP_K: tl.constexpr, KEPT: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PEAKS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr, SCORES_ALL: tl.constexpr, RENORMALISE: tl.constexpr, ROUNDS_ALL: tl.constexpr,
-    ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program t: the experts of row t. See `choose_experts`. ROUNDED: of the weights, with ROUNDS_ALL of each step."""
-    row = tl.program_id(0)
-    experts = tl.arange(0, BLOCK)
-    is_expert = experts < num_experts
-    values = tl.load(logits + row * num_experts + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
-    scores = values
-    if SCORES_ALL:
-        scores = narrow(score(values, IS_SIGMOID), ROUNDED, ROUNDS_ALL)
-    choice = scores
-    if bias is not None:
-        choice += tl.load(bias + experts, mask=is_expert, other=0.0)
-    choice = tl.where(is_expert, choice, float("-inf"))
-    if GROUPS > 1:  # BLOCK is the number of experts
-        choice = keep_best_groups(choice, GROUPS, TOP_GROUPS, PEAKS, BLOCK)
-    places = tl.arange(0, KEPT)
-    is_place = places < TOP_K
-    chosen = tl.full((KEPT,), float("-inf"), tl.float32)
-    mine = tl.zeros((KEPT,), tl.int64)
-    for place in tl.static_range(TOP_K):
-        best = tl.minimum(tl.argmax(choice, 0, tie_break_left=True), num_experts - 1)  # NaN chooses an expert, too
-        mine = tl.where(places == place, best.to(tl.int64), mine)
-        chosen = tl.where(places == place, tl.sum(tl.where(experts == best, scores, 0.0)), chosen)
-        choice = tl.where(experts == best, float("-inf"), choice)
-    if not SCORES_ALL:
-        chosen = narrow(score(chosen, IS_SIGMOID), ROUNDED, ROUNDS_ALL)
-    if RENORMALISE:
-        total = narrow(tl.sum(tl.where(is_place, chosen, 0.0)), ROUNDED, ROUNDS_ALL)
-        chosen = narrow(tl.div_rn(chosen, narrow(total + epsilon, ROUNDED, ROUNDS_ALL)), ROUNDED, ROUNDS_ALL)
-    chosen = narrow(chosen * factor, ROUNDED, ROUNDS_ALL)
-    if expert_scale is not None:
-        chosen *= tl.load(expert_scale + mine)
-    tl.store(ids + row * TOP_K + places, mine, mask=is_place)
-    tl.store(weights + row * TOP_K + places, narrow(chosen, ROUNDED, True), mask=is_place)
-
-
-@triton.jit
-def score(values, IS_SIGMOID: tl.constexpr):
-    """Of float32 logits, -inf where there is none."""
-    if IS_SIGMOID:
-        return 1.0 / (1.0 + tl.exp(-values))
-    powers = tl.exp(values - tl.max(values, 0))
-    return powers / tl.sum(powers, 0)
-
-
-@triton.jit
-def narrow(values, ROUNDED: tl.constexpr, ROUNDS: tl.constexpr):
-    """Rounded to a dtype, if ROUNDS."""
-    if ROUNDS:
-        values = values.to(ROUNDED).to(tl.float32)
-    return values
-
-
-@triton.jit
-def keep_best_groups(
-    choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """[E] |-> [E] with -inf for experts outside the best groups."""
-    grouped = tl.reshape(choice, (GROUPS, BLOCK // GROUPS))
-    members = tl.arange(0, BLOCK // GROUPS)[None, :]
-    sums = tl.zeros((GROUPS,), tl.float32)
-    left = grouped
-    for _ in tl.static_range(PEAKS):
-        best = tl.argmax(left, 1, tie_break_left=True)
-        sums += tl.max(left, 1)
-        left = tl.where(members == best[:, None], float("-inf"), left)
-    groups = tl.arange(0, GROUPS)
-    is_kept = groups < 0
-    for _ in tl.static_range(TOP_GROUPS):
-        best = tl.argmax(sums, 0, tie_break_left=True)
-        is_kept = is_kept | (groups == best)
-        sums = tl.where(groups == best, float("-inf"), sums)
-    return tl.reshape(tl.where(is_kept[:, None], grouped, float("-inf")), (BLOCK,))
 
 
 @triton.jit
@@ -316,8 +227,9 @@ def sort_slots(
 
 @triton.jit
 def multiply_tiles(
-    x, order, starts, experts, w, bias, y, row_stride, top_k, num_outputs, depth,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    x, order, starts, experts, w, scale, second, bias, y, row_stride, top_k, num_outputs, depth, table_width,
+    FORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): block i of outputs of tile t of slots. See `sort_slots`; w, bias: as in `multiply_slots`.
 
@@ -342,7 +254,6 @@ def multiply_tiles(
         first *= 2
         sources, targets = slots // top_k, places.to(tl.int64)
     inputs = x + sources[None, :] * row_stride
-    weights, up_weights = w + (first + outputs)[:, None] * depth, w + (first + num_outputs + outputs)[:, None] * depth
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     ups = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for column in tl.range(0, depth, COLUMNS, num_stages=STAGES):
@@ -350,13 +261,16 @@ def multiply_tiles(
         is_column = columns < depth
         is_inside = is_output[:, None] & is_column[None, :]
         values = tl.load(inputs + columns[:, None], mask=is_row[None, :] & is_column[:, None], other=0.0)
-        sums = tl.dot(
-            tl.load(weights + columns[None, :], mask=is_inside, other=0.0), values, sums, input_precision="ieee"
+        weights = load_weights(
+            w, scale, second, first + outputs, columns, is_inside, depth, table_width, FORM, values.dtype
         )
+        sums = tl.dot(weights, values, sums, input_precision="ieee")
         if ACTIVATION is not None:
-            ups = tl.dot(
-                tl.load(up_weights + columns[None, :], mask=is_inside, other=0.0), values, ups, input_precision="ieee"
-            )
+            weights = load_weights(
+                w, scale, second, first + num_outputs + outputs, columns, is_inside, depth, table_width,
+                FORM, values.dtype,
+            )  # fmt: skip
+            ups = tl.dot(weights, values, ups, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + first + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:

@@ -10,9 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.gpu_linear import MAX_ROWS, STAGES, VECTOR_ROWS, add_sums, choose_num_splits, finish
+from engine.cuda.gpu_linear import MAX_ROWS as TILE_ROWS
+from engine.cuda.gpu_linear import STAGES, VECTOR_ROWS, add_sums, choose_num_splits, finish
 
 GROUP = tl.constexpr(32)
+# Blocks of TILE_ROWS rows share the codes in L2, and each widens them. For more rows that costs more than to widen W
+# once, which moves seven times its bytes.
+MAX_ROWS = 256
 # Outputs of a program's tile, and groups of each.
 VECTOR_TILE = (8, 32)  # two groups of 4 bits a thread, each in one load of 16 bytes
 TILE = (64, 4)  # as deep as gpu_linear's
@@ -49,9 +53,11 @@ def multiply(
     num_splits = choose_num_splits(num_outputs, depth)
     is_split = num_splits > 1
     sums = rows.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else product
-    multiply_rows_of_groups[triton.cdiv(num_outputs, outputs), num_splits](
+    num_blocks = triton.cdiv(num_rows, TILE_ROWS)
+    multiply_rows_of_groups[triton.cdiv(num_outputs, outputs) * num_blocks, num_splits](
         rows, codes, scale, second, bias, sums, num_rows, rows.stride(0), num_outputs, num_groups, width, num_splits,
-        is_split, bits, has_minimums, max(16, triton.next_power_of_2(num_rows)), outputs, groups, STAGES,
+        num_blocks, is_split, bits, has_minimums, min(TILE_ROWS, max(16, triton.next_power_of_2(num_rows))), outputs,
+        groups, STAGES,
     )  # fmt: skip
     if is_split:
         add_sums(sums, None, bias, product)
@@ -133,19 +139,19 @@ def multiply_row_of_groups(
     tl.store(y + row * num_outputs + outputs, total, mask=is_output)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_blocks"])
 def multiply_rows_of_groups(
-    x, codes, scale, second, bias, y, num_rows, row_stride, num_outputs, num_groups, width, num_splits,
+    x, codes, scale, second, bias, y, num_rows, row_stride, num_outputs, num_groups, width, num_splits, num_blocks,
     IS_SPLIT: tl.constexpr, BITS: tl.constexpr, HAS_MINIMUMS: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s): block i of outputs for all rows, over every num_splits-th tile of depth from s on.
+    """Program (i num_blocks + j, s): outputs of block i, rows of block j, every num_splits-th tile of depth from s on.
 
     x: [M, K]; y: [M, N], or the splits' sums [num_splits, M, N] float32. See gpu_linear.multiply_rows.
     """
-    split = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    split, block = tl.program_id(1), tl.program_id(0)
+    rows = block % num_blocks * ROWS + tl.arange(0, ROWS)
+    outputs = block // num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows[None, :] < num_rows, outputs[:, None] < num_outputs
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for begin in tl.range(split * GROUPS, num_groups, num_splits * GROUPS, num_stages=STAGES):

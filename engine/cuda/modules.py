@@ -5,27 +5,30 @@ step. So `bench.gpu_checks.prebuild` lists the architectures beside the modules,
 neither torch nor FlashInfer.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape
 
 ARCHITECTURES = "architectures.txt"  # in the folder of modules: one line, such as "8.0 8.9 9.0a"
 HEAD_DIMS = (64, 128, 256, 512)  # that fa2 has
+PADDED_HEAD_DIMS = (80, 96, 112)  # attended as 128: fa2 compiles for 96, but its rows would meet in shared memory
+SINK_HEAD_DIMS = (64,)  # of models with sinks: gpt-oss
 FA3_HEAD_DIMS = (64, 128, 256)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
-JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
-NO_JIT = "FLASHINFER_DISABLE_JIT"
 LEAST_CAPABILITY = (8, 0)  # engine/cuda/splits.py knows the tiles of no older one
 FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 
 Capability = tuple[int, int]  # compute capability, such as (9, 0)
 Kernels = Literal["fa2", "fa3"]
+
+
+def pad_head(head_dim: int) -> int:
+    """The dimensions of a head of keys or values in a GPU's pages, zeros last."""
+    return 128 if head_dim in PADDED_HEAD_DIMS else head_dim
 
 
 class BuiltAhead(NamedTuple):
@@ -36,20 +39,41 @@ class BuiltAhead(NamedTuple):
 
 
 def name_modules(
-    shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str, kernels: Kernels = "fa2"
-) -> frozenset[str]:
+    shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str, kernels: Kernels = "fa2",
+    has_sinks: bool = False,
+) -> frozenset[str]:  # fmt: skip
     """What FlashInfer loads for layers with these windows: one for all with a window, one for all without.
 
     Prompts and answers share fa2's: both are computed by tensor cores. dtypes as torch prints them, without "torch.".
+    Those with sinks have names of our own.
     """
     q, kv, size = SHORT[dtype], SHORT[kv_dtype], shape.head_dim
+    kind = "attention_sink" if has_sinks else "kv_cache"
     suffix = "kv_stride_equal" if kernels == "fa2" else "sm90"
     return frozenset(
-        f"batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}"
+        f"batch_prefill_with_{kind}_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}"
         f"_head_dim_vo_{size}_posenc_0_use_swa_{window is not None}_use_logits_cap_{shape.softcap > 0}"
         f"_f16qk_False_{suffix}"
         for window in windows
     )
+
+
+def specify_sinks(
+    shape: AttentionShape, window: int | None, dtypes: tuple[Any, Any], index_dtype: Any, variant: str
+) -> list[Any]:
+    """FlashInfer's `jit_args` for fa2 with sinks, which `run` then takes, and the scale after them.
+
+    dtypes: torch's, of queries and of pages; variant: FlashInfer's attention_sink_decl for fa2.
+    """
+    own, kv = dtypes
+    own_name, kv_name = (str(one).removeprefix("torch.") for one in dtypes)
+    (name,) = name_modules(shape, [window], own_name, kv_name, has_sinks=True)
+    tensors_and_scalars = ["sink"], ["float"], ["sm_scale"], ["double"]
+    options = 0, window is not None, False, False, False, "equal", "full"  # no positions, window, cap, halves, fp8
+    return [
+        name, own, kv, own, index_dtype, shape.head_dim, shape.head_dim, *tensors_and_scalars, "AttentionSink", variant,
+        *options,
+    ]  # fmt: skip
 
 
 def runs_on(architecture: str, capability: Capability) -> bool:
@@ -86,17 +110,18 @@ def find_gap(needed: Collection[str], built: BuiltAhead, capability: Capability,
 
 def choose_kernels(
     shape: AttentionShape, windows: Collection[int | None], dtype: str, kv_dtype: str, built: BuiltAhead,
-    capability: Capability, no_compiler: str,
+    capability: Capability, no_compiler: str, has_sinks: bool = False,
 ) -> tuple[tuple[Kernels, ...], str]:  # fmt: skip
     """What this GPU attends with, and the reason. fa2: everything; fa3: long prompts. Nothing: FlashInfer would fail.
 
     fa3 takes our pages: their keys and values have equal strides. It multiplies e4m3 keys only by e4m3 queries.
     """
+    needed = name_modules(shape, windows, dtype, kv_dtype, has_sinks=has_sinks)
     if capability < LEAST_CAPABILITY:
         return (), "FlashInfer is used from compute capability 8.0 on"
-    if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype), built, capability, no_compiler):
+    if gap := find_gap(needed, built, capability, no_compiler):
         return (), gap
-    if capability != FA3_CAPABILITY or kv_dtype != dtype or shape.head_dim not in FA3_HEAD_DIMS:
+    if capability != FA3_CAPABILITY or kv_dtype != dtype or has_sinks or shape.head_dim not in FA3_HEAD_DIMS:
         return ("fa2",), "FlashInfer, fa2"
     if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype, "fa3"), built, capability, no_compiler):
         return ("fa2",), f"FlashInfer, fa2 also for prompts: {gap}"
@@ -107,7 +132,8 @@ def describe(module: str) -> str:
     """What a name of `name_modules` says, for people."""
     q, kv, size = re.findall(r"dtype_q_(\w+?)_|dtype_kv_(\w+?)_|head_dim_qk_(\d+)_", module)
     window, cap = (", a window" * ("use_swa_True" in module), ", a soft cap" * ("use_logits_cap_True" in module))
-    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}{', fa3' * module.endswith('_sm90')}"
+    sinks, fa3 = (", sinks" * ("_attention_sink_" in module), ", fa3" * module.endswith("_sm90"))
+    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}{sinks}{fa3}"
 
 
 def find_built() -> BuiltAhead:
@@ -119,20 +145,3 @@ def find_built() -> BuiltAhead:
     listed = folder / ARCHITECTURES
     architectures = tuple(listed.read_text().split()) if listed.is_file() else ()
     return BuiltAhead(frozenset(path.stem for path in folder.glob("*/*.so")), architectures)
-
-
-def find_nvcc() -> str:
-    """Where FlashInfer would find CUDA's compiler; empty: nowhere."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return shutil.which("nvcc", path=f"{home}/bin") or ""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin") or ""
-
-
-def explain_no_compiler() -> str:
-    """Why FlashInfer cannot compile a module that is not built ahead; empty if it can."""
-    if find_spec(JIT_CACHE):
-        return ""
-    if os.environ.get(NO_JIT):
-        return f"{NO_JIT} is set"
-    return "" if find_nvcc() else "there is no nvcc"

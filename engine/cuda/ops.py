@@ -63,7 +63,7 @@ class CudaOps(FormatOps, ExpertOps, RecurrentOps, AdapterOps, FieldOps):
 
     def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
         """Few rows are multiplied by the codes; for many, a part of the weights at a time is widened to their dtype."""
-        multiply = gpu_groups.multiply if len(rows) <= gpu_linear.MAX_ROWS else gpu_groups.multiply_many
+        multiply = gpu_groups.multiply if len(rows) <= gpu_groups.MAX_ROWS else gpu_groups.multiply_many
         return multiply(rows, *weight, bias)
 
     def add_adapters_(self, out: Tensor, rows: Tensor, tiles: AdapterTiles, weights: AdapterWeights) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,13 +77,16 @@ def _add_norms(builder: LayerBuilder, router: Linear, experts: Experts, mlp: Lin
 
 
 def build_experts(format: PlainFormat, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
-    """products: of each expert, gate and up, then down. On a GPU in the model's dtype, whatever the file has."""
+    """products: of each expert, gate and up, then down."""
     reader = format.reader
     if reader.device.type == "cuda":
         ups, downs = zip(*products, strict=True)
-        gate_up, down = (torch.stack([reader.fuse(one) for one in ones]) for ones in (ups, downs))
+        kernels = format.ops.find(ExpertOps).expert_kernels
+        stack = partial(PlainFormat.stack, format) if kernels is None else format.stack
+        gate_up, down = stack(ups), stack(downs)
         up_bias, down_bias = _stack_biases(reader, ups), _stack_biases(reader, downs)
-        return GroupedExperts(gate_up, down, activation, up_bias, down_bias, format.ops.find(ExpertOps).expert_kernels)
+        forms = gate_up[1:], down[1:]
+        return GroupedExperts(gate_up.codes, down.codes, activation, up_bias, down_bias, kernels, forms)
     return BucketedExperts([Expert(format.gated(one, activation), format.linear(down)) for one, down in products])
 
 

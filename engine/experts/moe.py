@@ -17,6 +17,8 @@ from engine.layer_config import Activation
 from engine.ops.base import activate
 
 Product = Callable[[Tensor], Tensor]  # [n, K] |-> [n, N]
+Form = tuple[str, Tensor | None, Tensor | None]
+PLAIN: Form = ("plain", None, None)
 
 
 class Experts(Protocol):
@@ -65,18 +67,25 @@ class GroupedExperts:
     Shapes depend on the number of rows alone and nothing waits for the GPU, so that steps can be captured as CUDA
     graphs. A row's experts are added in the order of its ids. The GPU paths have not run on a card yet.
 
-    On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, and on CPUs, the
-    blocking of its products depends on how many rows share an expert.
+    On a GPU a row of at most MAX_ROWS has the same bits whatever the others are. In more rows, with weights in few
+    bits, and on CPUs, the blocking of its products depends on how many rows share an expert.
     """
 
-    gate_up: Tensor  # [E, 2 I, H], each expert's gate before its up. All tensors are of one dtype and contiguous,
+    gate_up: Tensor  # [E, 2 I, H], each expert's gate before its up. All plain ones are of one dtype and contiguous,
     down: Tensor  # [E, H, I]
     activation: Activation = "silu"
     gate_up_bias: Tensor | None = None  # [E, 2 I]
     down_bias: Tensor | None = None  # [E, H]
     kernels: Any = None  # the module engine.cuda.gpu_experts, where there is Triton
+    forms: tuple[Form, Form] = (PLAIN, PLAIN)  # of gate_up and down, with `kernels`; see weights.formats.Stack
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.forms != (PLAIN, PLAIN):
+            coded: Tensor = self.kernels.mix_many(
+                rows, ids, weights, self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias,
+                *self.forms,
+            )  # fmt: skip
+            return coded
         if self.kernels is not None and not self.kernels.is_for_torch(rows, ids.numel(), self.down):
             mix = self.kernels.mix if len(rows) <= self.kernels.MAX_ROWS else self.kernels.mix_many
             mixed: Tensor = mix(

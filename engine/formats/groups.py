@@ -152,9 +152,9 @@ class StoredGroups(NamedTuple):
         return with_zeros(codes, scale, second, bits).dense()
 
 
-def store_groups(groups: Groups, device: torch.device) -> StoredGroups:
+def store_groups(groups: Groups, device: torch.device, kind: Tables | None = None) -> StoredGroups:
     """On `device`, with the smallest tables that are exact. ValueError if a scale or minimum is not finite."""
-    kind = Tables.smallest([groups])
+    kind = Tables.smallest([groups]) if kind is None else kind
     tables = kind.fit(groups)
     assert tables is not None, "Tables.smallest has tried it"
     num_tables = 1 if kind in (Tables.SCALES, Tables.SCALES_32) else 2

@@ -1,5 +1,6 @@
 """How products keep weights in few bits: those of a file, or rounded to 8 or 4 bits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,9 @@ from engine.formats.fp8 import E4M3, Fp8Matrix, has_fp8, quantise_rows
 from engine.formats.groups import GROUP, Groups, join_groups, round_to_8_bits, store_groups
 from engine.formats.linear import Fp8Linear, GroupsLinear, Int8Linear, round_rows
 from engine.formats.ops import FormatOps
+from engine.formats.stacks import stack_fp8, stack_groups
 from engine.layers.linear import Linear, Quantization
-from engine.weights.formats import PlainFormat
+from engine.weights.formats import PlainFormat, Stack
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product
 
@@ -29,7 +31,7 @@ class Int8Format(PlainFormat):
 class GpuFormat(PlainFormat):
     """Weights on a GPU in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits if it has more.
 
-    Plain stay embedding, head and experts; weights in other forms, products of which only some parts are in groups,
+    Plain stay embedding and head; weights in other forms, products of which only some parts are in groups,
     those of a rank whose columns cut a group or block, and e4m3 on a GPU that cannot multiply it or in a float16 model,
     whose rows are not rounded to e4m3.
     """
@@ -42,6 +44,21 @@ class GpuFormat(PlainFormat):
             return super().linear(product)
         self.reader.count(product)
         return found
+
+    def stack(self, products: Sequence[Product]) -> Stack:
+        """As above, but experts are not rounded; in float16 models they keep e4m3, too."""
+        reader, device = self.reader, self.reader.device
+        groups = [found for one in products if (found := reader.coded(one, Groups))]
+        if len(groups) == len(products) and len({part.bits for one in groups for part in one}) == 1:
+            stack = stack_groups(groups, device)
+        else:
+            fp8 = [matrices for one in products if has_fp8(device) and (matrices := find_fp8(reader, one))]
+            if len(fp8) < len(products):
+                return super().stack(products)
+            stack = stack_fp8(fp8, device)
+        for one in products:
+            reader.count(one)
+        return stack
 
     def _find_groups(self, product: Product) -> Linear | None:
         reader, parts = self.reader, find_groups(self.reader, product, self.quantization, self.ops.find(FormatOps))

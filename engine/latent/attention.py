@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
+from engine.attention.layered import as_is
 from engine.attention.qkv import QKV, rotate
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import narrow
@@ -116,14 +117,14 @@ class LatentAttention:
 
     def __init__(
         self, shape: AttentionShape, dtype: torch.dtype, absorbed: AttentionBackend, build_expanded: BuildBackend,
-        costs: Costs = COSTS, *, may_expand: bool = True,
+        costs: Costs = COSTS, *, may_expand: bool = True, pad_head: Callable[[int], int] = as_is,
     ) -> None:  # fmt: skip
         """dtype: of queries. absorbed: of the same shape, which attends to what pages have as to one head.
 
-        build_expanded: for heads with keys and values of their own.
+        build_expanded: for heads with keys and values of their own. pad_head: see `Device`.
         """
         self._shape, self._dtype, self._costs, self._may_expand = shape, dtype, costs, may_expand
-        self._absorbed, self._build_expanded = absorbed, build_expanded
+        self._absorbed, self._build_expanded, self._pad_head = absorbed, build_expanded, pad_head
         self.name = absorbed.name
         self.is_capturable = absorbed.is_capturable
         self._expanding: Expansion | None = None  # of the last plan
@@ -147,7 +148,7 @@ class LatentAttention:
         counts = torch.from_numpy(-(-batch.seq_lens_host.astype(np.int64) // page_tokens)).to(rows.device)
         column = torch.arange(batch.page_table.shape[1], device=rows.device)
         pages = batch.page_table[column < counts[:, None]]  # [M]
-        num_pages, head_dim = len(pages), max(shape.expanded)
+        num_pages, head_dim = len(pages), self._pad_head(max(shape.expanded))
         num_heads = choose_num_heads(shape.num_heads, 2 * num_pages * page_tokens * head_dim * self._dtype.itemsize)
         sizes = KvPart(1, num_heads, head_dim).pool_sizes(num_pages, page_tokens)
         if self._scratch.numel() < prod(sizes):
@@ -161,12 +162,13 @@ class LatentAttention:
             own_shape = AttentionShape(num_heads, num_heads, head_dim, shape.scale)
             self._backends[num_heads] = self._build_expanded(own_shape)
         self._backends[num_heads].plan(heads, own)
-        return Expansion(pool, rows, batch.slot_mapping, pages, heads, self._backends[num_heads])
+        return Expansion(pool[..., : shape.head_dim], rows, batch.slot_mapping, pages, heads, self._backends[num_heads])
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "LatentAttention":
         backend = self._absorbed.for_graph(num_sequences, num_tokens, num_pages)
         return LatentAttention(
-            self._shape, self._dtype, backend, self._build_expanded, self._costs, may_expand=False
+            self._shape, self._dtype, backend, self._build_expanded, self._costs, may_expand=False,
+            pad_head=self._pad_head,
         )  # fmt: skip
 
     def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:

@@ -3,8 +3,11 @@
 A format reads its own part of a checkpoint. No weight exists twice outside the page cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.layer_config import Activation
@@ -12,6 +15,15 @@ from engine.layers.linear import Embedding, Gated, GatedLinear, Linear, PlainLin
 from engine.ops.base import Ops
 from engine.weights.reader import ShardReader
 from engine.weights.table import Product
+
+
+class Stack(NamedTuple):
+    """A matrix of each expert, [E, N, K]."""
+
+    codes: Tensor  # plain: the weights
+    form: str = "plain"  # others: formats/stacks.py
+    scale: Tensor | None = None
+    second: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,10 @@ class PlainFormat:
     def gated(self, product: Product, activation: Activation = "silu") -> Gated:
         """gate and up of a product of two parts, joined."""
         return GatedLinear(self.linear(product), self.ops, activation)
+
+    def stack(self, products: Sequence[Product]) -> Stack:
+        """One of each expert, for kernels."""
+        return Stack(torch.stack([self.reader.fuse(one) for one in products]))
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
         """The embedding, and the product to float32 logits; tied if both are equal."""

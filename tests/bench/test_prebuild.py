@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bench.gpu_checks import prebuild
-from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete, write_driver_stub
+from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete
+from engine.cuda.toolkit import LINK_FLAGS, link_toolkit
 
 
 class Modules:
@@ -21,12 +22,12 @@ class Modules:
     def gen_batch_prefill_module(*arguments: Any) -> tuple[Any, ...]:
         return arguments
 
-    _gen_batch_prefill_primary_module = gen_batch_prefill_module
+    _gen_batch_prefill_primary_module = gen_customize_batch_prefill_module = gen_batch_prefill_module
 
 
 def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> None:
-    build = partial(build_specs, Modules, ("bfloat16", "float16"), (64, 128), ("auto", "fp8"))
-    specs = list(build(has_fa3=True))
+    build = partial(build_specs, Modules, "sinks", ("bfloat16", "float16"), (64, 128), ("auto", "fp8"))
+    specs = [spec for spec in build(has_fa3=True) if "AttentionSink" not in str(spec)]
     wanted = set()
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (64, 128):
@@ -37,16 +38,25 @@ def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> 
                     wanted |= {("fa3", *shared, False)} if kv_dtype is dtype else set()
     assert len(specs) == 24
     assert set(specs) == wanted
-    assert list(build()) == [spec for spec in specs if spec[0] == "fa2"]
+    others = [spec for spec in build() if spec not in specs]
+    assert [spec for spec in build() if spec in specs] == [spec for spec in specs if spec[0] == "fa2"]
+    assert len({spec[1] for spec in others}) == len(others) == 8 and all(spec[6] == 64 for spec in others), "gpt-oss's"
 
 
-def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> None:
-    write_driver_stub(tmp_path)
+def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = tmp_path / "toolkit"
+    for file in ("bin/nvcc", "lib64/libcudart.so"):
+        (toolkit / file).parent.mkdir(parents=True)
+        (toolkit / file).touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv(LINK_FLAGS, "")
+    link_toolkit(tmp_path)
+    link_toolkit(tmp_path)
     ctypes.CDLL(str(tmp_path / "libcuda.so"))
     assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "the library that a module loads at run time"
     environment = build_environment(tmp_path, ("8.0", "9.0a"))
     assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "8.0 9.0a"
-    assert environment["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{tmp_path}"
+    assert os.environ[LINK_FLAGS] == f"-L{tmp_path}", "once"
 
 
 def test_each_nvcc_compiles_for_all_cards_it_can_name() -> None:
@@ -56,7 +66,7 @@ def test_each_nvcc_compiles_for_all_cards_it_can_name() -> None:
 
 
 def test_modules_with_a_soft_cap_are_others() -> None:
-    plain, with_window = build_specs(Modules, ("bfloat16",), (256,), ("auto",), has_softcap=True)
+    plain, with_window = build_specs(Modules, "sinks", ("bfloat16",), (256,), ("auto",), has_softcap=True)
     assert plain[-3:] == (False, True, False) and with_window[-3:] == (True, True, False)
 
 
@@ -67,8 +77,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
     nvcc.chmod(0o755)
+    (nvcc.parents[1] / "lib64").mkdir()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    for name in build_environment(tmp_path, ()):
+    for name in (*build_environment(tmp_path, ()), LINK_FLAGS):
         monkeypatch.setenv(name, "")  # which the call below changes
 
     def specify(*arguments: Any) -> Any:
@@ -82,15 +93,17 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parts = {
         "flashinfer.jit.core": SimpleNamespace(build_jit_specs=compile_all),
         "flashinfer.jit.attention.modules": SimpleNamespace(
-            gen_batch_prefill_module=specify, _gen_batch_prefill_primary_module=specify
+            gen_batch_prefill_module=specify,
+            _gen_batch_prefill_primary_module=specify,
         ),
+        "flashinfer.jit.attention.variants": SimpleNamespace(attention_sink_decl={"fa2": "sinks"}),
     }
     monkeypatch.setattr("importlib.import_module", parts.__getitem__)
     return tmp_path / "aot"
 
 
 def test_the_architectures_are_listed_beside_the_modules(compiler: Path) -> None:
-    assert prebuild.main(compiler, dtypes=("bfloat16",), head_dims=(64,), kv_dtypes=("auto",)) == 0
+    assert prebuild.main(compiler, dtypes=("bfloat16",), head_dims=(128,), kv_dtypes=("auto",)) == 0
     wanted = "8.0 8.9 9.0a 10.0a 12.0a"
     assert (compiler / "architectures.txt").read_text() == f"{wanted}\n"
     assert [module.read_text() for module in compiler.glob("*/*.so")] == [wanted] * 4
@@ -98,5 +111,5 @@ def test_the_architectures_are_listed_beside_the_modules(compiler: Path) -> None
         prebuild.main(compiler, architectures="12.0f")
     assert len(list(compiler.glob("*/*.so"))) == 4
     ada = compiler.parent / "ada"
-    prebuild.main(ada, dtypes=("bfloat16",), head_dims=(64,), kv_dtypes=("auto",), architectures="8.9")
+    prebuild.main(ada, dtypes=("bfloat16",), head_dims=(128,), kv_dtypes=("auto",), architectures="8.9")
     assert len(list(ada.glob("*/fa2*.so"))) == len(list(ada.glob("*/*.so"))) == 2, "fa3 is for Hopper alone"

@@ -28,7 +28,7 @@ CPU = Machine(
     are_products_slow=False, c_compiler="/usr/bin/gcc", has_python_header=True, own_namespaces=(),
     memory_file_error="", locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
-    triton="", flashinfer="", nixl="", rdma_devices=(),
+    triton="", flashinfer="", no_cuda_compiler="", nixl="", rdma_devices=(),
 )  # fmt: skip
 NODE = replace(
     CPU, torch="2.11.0+cu130", torch_cuda="13.0", driver="580.65", num_driver_gpus=2, visible_gpus=("0", "1"),
@@ -127,6 +127,9 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), NO_FILE, "shared memory", "warning", "allow memfd_create"),
         (ServeConfig(), UNMOUNTED, "no known limit of memory", "warning", "mount /sys/fs/cgroup"),
         (ServeConfig(), replace(NODE, flashinfer=""), "flashinfer", "warning", "baton[cuda]"),
+        (ServeConfig(), replace(NODE, no_cuda_compiler="there is no nvcc"), "flashinfer", "warning", "baton[cuda]"),
+        (ServeConfig(), replace(NODE, no_cuda_compiler="there is no g++"), "flashinfer", "warning", "install g++"),
+        (ServeConfig(), replace(NODE, no_cuda_compiler="FLASHINFER_DISABLE_JIT is set"), "flashinfer", "ok", ""),
         (ServeConfig(), replace(NODE, triton=""), "triton", "warning", "pip install triton"),
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
         (ServeConfig(), replace(NODE, has_python_header=False), "triton", "warning", "python3-dev"),

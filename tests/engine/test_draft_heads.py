@@ -108,7 +108,7 @@ class Rows:
         """A step of the model with these drafts. Returns how many were right."""
         asked = []
         for row, (own, known) in enumerate(zip(drafts, self.tokens, strict=True)):
-            self.engine.rows.write_tokens(row, len(known), np.array(own, np.int32))
+            self.engine.rows.write_tokens([(row, len(known), np.array(own, np.int32))])
             asked.append(self.ask(row, len(known) - self._begins[row] + len(own), 1 + len(own)))
         found, begin, num_right = self.engine.runner.launch(asked).collect(), 0, []
         for row, (own, known) in enumerate(zip(drafts, self.tokens, strict=True)):

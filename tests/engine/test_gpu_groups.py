@@ -20,17 +20,21 @@ from engine.formats.groups import Groups, StoredGroups, round_to_4_bits, store_g
 from engine.formats.linear import Fp8Linear, GroupsLinear
 from engine.formats.ops import FormatOps
 from engine.formats.products import GpuFormat
+from engine.formats.stacks import widen
 from engine.layers.linear import Linear, PlainLinear, Quantization
 from engine.models.assemble import build_decoder
+from engine.models.table import build_table
 from engine.ops.base import Ops
+from engine.weights.formats import PlainFormat
 from engine.weights.reader import ShardReader
+from engine.weights.table import Shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
 from tests.support.quantised import write_models
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
-SHAPES = [(1, 131, 704), (2, 130, 704), (5, 65, 1120), (16, 128, 512), (64, 70, 352)]
+SHAPES = [(1, 131, 704), (2, 130, 704), (5, 65, 1120), (16, 128, 512), (64, 70, 352), (150, 130, 352)]
 
 
 def randn(*sizes: int, seed: int = 0) -> Tensor:
@@ -94,6 +98,7 @@ def test_the_kernel_multiplies_like_torch(
 
 def test_many_rows_widen_a_part_of_the_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_groups, "WIDE_BYTES", 4 * 256 * 64)
+    monkeypatch.setattr(gpu_groups, "MAX_ROWS", 64)
     widened = list[int]()
     widen: Callable[..., Tensor] = gpu_groups.widen
 
@@ -113,12 +118,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     rows, stored = randn(2, 64), store_groups(draw(8, 64, 4, "zeros"), CPU)
     assert stored.second is not None
     faults: list[tuple[Tensor, StoredGroups]] = [
-        (randn(65, 64), stored), (randn(2, 96), stored), (randn(64, 2).T, stored), (rows, stored._replace(bits=8)),
+        (randn(257, 64), stored), (randn(2, 96), stored), (randn(64, 2).T, stored), (rows, stored._replace(bits=8)),
         (rows, stored._replace(scale=stored.scale[:, :1].contiguous())),
         (rows, stored._replace(second=stored.second.T.contiguous().T)),
     ]  # fmt: skip
     for other, weight in faults:
-        with pytest.raises(ValueError, match=r"expected at most 64 rows of \d+ and|hold no groups of"):
+        with pytest.raises(ValueError, match=r"expected at most 256 rows of \d+ and|hold no groups of"):
             gpu_groups.multiply(other, *weight)
 
 
@@ -146,6 +151,18 @@ def test_a_checkpoint_keeps_its_bits(name: str, kinds: list[type], tmp_path: Pat
     ids = list(range(2, 40))
     truth = logits_of(load_model(plain, "float32", CPU), ids)
     torch.testing.assert_close(logits_of(decoder, ids), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_a_checkpoint_keep_its_bits(tmp_path: Path) -> None:
+    """gpt-oss's in MXFP4, of whole models and of a rank's half."""
+    config, checkpoint = open_model(write_models(tmp_path, "mxfp4")[0])
+    for shard in (Shard(0, 1), Shard(1, 2)):
+        reader = ShardReader(checkpoint, torch.float32, CPU, lambda *_: None, shard)
+        for products in zip(*build_table(config).layers[0].experts, strict=True):
+            stack = GpuFormat(reader, Ops(), "none").stack(products)
+            assert stack.form == "mxfp4" and stack.scale is not None and stack.scale.dtype is torch.uint8
+            assert torch.equal(widen(stack), PlainFormat(reader, Ops()).stack(products).codes)
+            assert 8 * (stack.codes.nbytes + stack.scale.nbytes) == 4.25 * widen(stack).numel()
 
 
 def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ CONFIG = build_config(
 EXPERTS = build_config(
     tiny_config("qwen3_moe", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024).to_dict()
 )
+SINKS = build_config(tiny_config("gpt_oss", hidden=256, head_dim=64, intermediate=512, vocab=1024).to_dict())
 BF16, FP16 = torch.bfloat16, torch.float16
 EVERYONE, PROMPT, ROW_PAGES, PAGE_TOKENS = range(len(SAMPLINGS)), 20, 4, 16
 PADDING_PAGE = len(SAMPLINGS) * ROW_PAGES
@@ -62,7 +63,10 @@ class Built:
         decoder = build_decoder(config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none"), LAYER_PARTS)
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         if way != "torch_sdpa":
-            attention = flashinfer.FlashInferAttention(config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132)
+            attention = flashinfer.FlashInferAttention(
+                config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132,
+                sinks_kv=dtype if config.has_sinks else None,
+            )  # fmt: skip
         sizes = pool_sizes(
             num_pages=PADDING_PAGE + 1, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
             page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
@@ -90,7 +94,7 @@ class Built:
             self.rows.close(row)
             self.rows.open(row, np.arange(PROMPT, dtype=np.int32), sampling, PROMPT)
             self.rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-            self.rows.write_tokens(row, PROMPT, np.arange(4, dtype=np.int32))
+            self.rows.write_tokens([(row, PROMPT, np.arange(4, dtype=np.int32))])
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +185,19 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((8, 0), BF16), ((8, 9), BF16), ((9, 0), FP16), ((9, 0), BF16), ((12, 0), BF16)], ids=str
-)
+    ("capability", "dtype", "config"),
+    [
+        ((8, 0), BF16, EXPERTS), ((8, 9), BF16, EXPERTS), ((9, 0), FP16, EXPERTS), ((9, 0), BF16, EXPERTS),
+        ((12, 0), BF16, EXPERTS), ((9, 0), BF16, SINKS),
+    ],
+    ids=["sm_80", "sm_89", "float16", "sm_90", "sm_120", "sinks"],
+)  # fmt: skip
 def test_steps_of_experts_are_captured_on_every_card(
-    capability: tuple[int, int], dtype: torch.dtype, choices: Choices
+    capability: tuple[int, int], dtype: torch.dtype, config: ModelConfig, choices: Choices
 ) -> None:
     gpu = ShapeGpu(capability)
     with gpu.on():
-        built = Built(gpu, "graphs", EXPERTS, dtype)
+        built = Built(gpu, "graphs", config, dtype)
         checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE if not SAMPLINGS[row].has_penalties]
         assert built.launch(PROMPTS, plain(20), checked) == 2
         assert {"multiply_slots", "multiply_tiles"} <= {*gpu.launched}  # few rows and many
@@ -196,6 +205,29 @@ def test_steps_of_experts_are_captured_on_every_card(
         built.launch(checked)
         begins = [at for at, name in enumerate(gpu.launched) if name == "rope_and_write_kernel"]
         assert begins[1] - begins[0] <= 14, gpu.launched[begins[0] : begins[1]]
+
+
+@pytest.mark.parametrize(
+    ("way", "config", "dtype"),
+    [
+        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
+    ],
+    ids=["dense", "experts", "sinks", "fp8"],
+)  # fmt: skip
+def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
+    way: str, config: ModelConfig, dtype: torch.dtype, choices: Choices
+) -> None:
+    gpu = ShapeGpu()
+    with gpu.on():
+        built = Built(gpu, way, config, dtype)
+        for counts in ([1], [17], [32, 32], [43] * 12):  # 1, 17, 64 and 516 rows
+            before = gpu.num_products
+            built.launch([ForwardRow(row, 0, count, 1) for row, count in enumerate(counts)])
+            assert gpu.num_products > before
+        assert not gpu.wide
+        wide = torch.zeros(2, 2, device=CUDA)
+        wide.mm(wide)
+        assert gpu.wide, "one is noticed"
 
 
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,7 +255,7 @@ def test_drafts_and_missing_tokens_go_through_graphs_of_several_tokens(pair: Any
     first, second, third = plan(1, range(3), range(3))
     for rows in pair.rows:
         for part in (first, second):
-            rows.write_tokens(part.row, part.begin + 1, np.array([5, 6, 7], np.int32))
+            rows.write_tokens([(part.row, part.begin + 1, np.array([5, 6, 7], np.int32))])
     mask = np.full((3, -(-VOCAB // 32)), -1, np.int32)
     mask[1] = 1 << 9
     for number, requests in enumerate(
@@ -276,7 +276,7 @@ def test_drafts_and_missing_tokens_go_through_graphs_of_several_tokens(pair: Any
 def test_steps_that_graphs_cannot_do_go_without_one(pair: Any) -> None:
     first, _second, third = plan(1, range(3), range(3))
     for rows in pair.rows:
-        rows.write_tokens(0, first.begin + 1, np.array([5, 6, 7, 8], np.int32))
+        rows.write_tokens([(0, first.begin + 1, np.array([5, 6, 7, 8], np.int32))])
         open_row(rows, 3, 7)  # with penalties
     length = len(PROMPTS[7])
     pair([ForwardRow(3, 0, length, 1)])

@@ -216,7 +216,7 @@ def test_positions_of_drafts_after_images(family: str, has_graphs: bool, tmp_pat
     num_prompt, tokens = len(case.token_ids), case.tokens
     assert ours.prefill(cut(case, False))[0] == tokens[0]
     assert not replays
-    ours.rows.write_tokens(1, num_prompt + 1, np.array([tokens[1], (tokens[2] + 1) % 200], np.int32))
+    ours.rows.write_tokens([(1, num_prompt + 1, np.array([tokens[1], (tokens[2] + 1) % 200], np.int32))])
     assert ours.runner.launch([ForwardRow(1, num_prompt, 3, 3)]).collect().tokens[:2] == tokens[1:3]
     assert ours.runner.launch([ForwardRow(1, num_prompt + 2, 1, 1)]).collect().tokens == [tokens[3]]
     assert ours.decode(num_prompt + 3)[0] == tokens[4]

@@ -1,15 +1,18 @@
 """Rows of a batch: open ones are separate from closed ones, and counts equal a fresh count."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.input_batch import InputBatch
 from engine.sampling.fields import SEEN_BIT
+from engine.staging import upload
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -64,7 +67,23 @@ def test_counts_do_not_shrink_and_tokens_stay_within_the_row() -> None:
     with pytest.raises(ValueError, match=r"\[7\] tokens were counted in rows \[1\], now \[6\]"):
         rows.count_tokens(np.array([1]), np.array([6]))
     with pytest.raises(ValueError, match="47 tokens in a row of 46"):
-        rows.write_tokens(0, 44, np.zeros(3, np.int32))
+        rows.write_tokens([(0, 44, np.zeros(3, np.int32))])
+
+
+def test_drafts_of_all_rows_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, copies = InputBatch(3, 30, 4, VOCAB, CPU), 0
+
+    def count(arrays: list[Any], device: torch.device) -> list[Tensor]:
+        nonlocal copies
+        copies += 1
+        return upload(arrays, device)
+
+    monkeypatch.setattr("engine.input_batch.upload", count)
+    rows.write_tokens([(2, 7, np.array([1, 2, 3], np.int32)), (0, 0, np.array([4], np.int32))])
+    rows.write_tokens([])
+    assert copies == 1
+    assert rows.tokens[2, 6:11].tolist() == [0, 1, 2, 3, 0] and rows.tokens[0, :2].tolist() == [4, 0]
+    assert rows.tokens.count_nonzero() == 4
 
 
 def test_biases_of_tokens_beyond_the_vocabulary_are_dropped() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
@@ -64,10 +65,17 @@ class Mix:
             weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
         )  # fmt: skip
 
-    def run(self, costs: Costs) -> tuple[Tensor, Tensor]:
-        """[T, Hq, V], and the pool afterwards."""
-        backend = LatentAttention(SHAPE, torch.float32, TorchSdpaAttention(SHAPE), TorchSdpaAttention, costs)
-        pool = self.pool.clone()
+    def run(self, costs: Costs, padding: int = 0) -> tuple[Tensor, Tensor]:
+        """[T, Hq, V], and the pool afterwards. padding: of heads in pages, on a GPU (`Device.pad_head`)."""
+
+        def build_expanded(shape: AttentionShape) -> TorchSdpaAttention:
+            assert shape.head_dim == PLAIN + ROTATED + padding
+            return TorchSdpaAttention(shape)
+
+        backend = LatentAttention(
+            SHAPE, torch.float32, TorchSdpaAttention(SHAPE), build_expanded, costs, pad_head=lambda dim: dim + padding
+        )
+        pool = functional.pad(self.pool, (0, padding))
         backend.plan(pool, self.batch)
         return backend.attend(1, self.heads, None), pool
 
@@ -80,9 +88,9 @@ def test_both_ways_have_one_result_on_every_mix(
     monkeypatch.setattr(latent, "SCRATCH_BYTES", scratch_bytes)
     mix = Mix(page_tokens)
     absorbed, pool = mix.run(NEVER)
-    for costs in (ALWAYS, Costs(absorbed=2.0)):
-        found, other = mix.run(costs)
-        assert torch.equal(other, pool) and found.is_contiguous()
+    for costs, padding in ((ALWAYS, 0), (Costs(absorbed=2.0), 0), (ALWAYS, 12)):
+        found, other = mix.run(costs, padding)
+        assert torch.equal(other, functional.pad(pool, (0, padding))) and found.is_contiguous()
         torch.testing.assert_close(found, absorbed, rtol=1e-4, atol=1e-4)
     ways = choose_expanded(mix.batch.query_lens_host, mix.batch.seq_lens_host, SHAPE, Costs(absorbed=2.0))
     assert 0 < ways.sum() < len(ways)

@@ -43,6 +43,17 @@ async def test_kv_is_handed_over_page_by_page(transport: Transport) -> None:
         assert decode.peers.transports() == {prefill.peer.address: transport}
 
 
+async def test_offers_are_larger_where_reading_is_fast() -> None:
+    async with workers("shm") as (opened, prefill, decode):
+        address = decode.peer.address
+        assert prefill.sender.offer_factor(address) == 1
+        await answer(opened, prefill, 0, PROMPT)
+        ((_, target),) = prefill.sender._targets.items()
+        for transport, factor in {"shm": 1, "cuda_ipc": 8, "nixl:rc_mlx5": 8, "nixl:tcp": 1}.items():
+            target.transport = transport
+            assert prefill.sender.offer_factor(address) == factor, transport
+
+
 async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
     async with workers() as (opened, prefill, decode):
         prefill.peer.layout.dtype = "bfloat16"

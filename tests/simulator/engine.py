@@ -36,16 +36,15 @@ class VirtualRows:
         images: Sequence[object] = (),
     ) -> None:  # fmt: skip
         self.seeds[row] = sampling.seed
-        self.write_tokens(row, 0, token_ids)
+        self.write_tokens([(row, 0, token_ids)])
 
     def close(self, row: int) -> None:
         self._pages[row] = [0] * (WIDTH // PAGE_TOKENS)
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        ids = token_ids.tolist()
-
+    def write_tokens(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
         def write() -> None:
-            self.tokens[row][begin : begin + len(ids)] = ids
+            for row, begin, token_ids in parts:
+                self.tokens[row][begin : begin + len(token_ids)] = token_ids.tolist()
 
         self.enqueue(write)
 

@@ -100,9 +100,9 @@ class Problem:
 
 def check_writes(problem: Problem, pool: Tensor) -> None:
     """Only the named rows of layer 1 changed, and they hold the new keys and values."""
-    expected = problem.pool.clone()
+    expected, dim = problem.pool.clone(), problem.key.shape[-1]
     for token, slot in enumerate(problem.batch.slot_mapping.tolist()):
         page, row = divmod(slot, pool.shape[TOKENS])
-        of_layer(expected, 1)[0, page, :, row] = problem.key[token]
-        of_layer(expected, 1)[-1, page, :, row] = problem.value[token]
+        of_layer(expected, 1)[0, page, :, row, :dim] = problem.key[token]
+        of_layer(expected, 1)[-1, page, :, row, :dim] = problem.value[token]
     assert torch.equal(pool, expected)

@@ -47,7 +47,7 @@ def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch
     rows = InputBatch(len(parts), longest, page_tokens, 1, device)
     for row, part in enumerate(parts):
         rows.open(row, np.zeros(0, np.int32), SamplingParams(), 0)
-        rows.write_tokens(row, part.begin, np.array(part.token_ids, np.int32))
+        rows.write_tokens([(row, part.begin, np.array(part.token_ids, np.int32))])
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
     requests = [ForwardRow(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
     return build_batch(lay_out(rows, requests), rows)

@@ -152,7 +152,7 @@ def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:
 def launch_groups(
     num_rows: int, num_outputs: int, bits: int, has_minimums: bool, dtype: torch.dtype = torch.float16
 ) -> None:
-    """64 rows or fewer, or widening. Without minimums the middle code stands for 0."""
+    """256 rows or fewer, or widening. Without minimums the middle code stands for 0."""
     codes, scale = empty(num_outputs, 512 * bits, dtype=torch.uint8), empty(num_outputs, 128, dtype=dtype)
     second = scale if has_minimums else None
     if num_rows:
@@ -189,6 +189,21 @@ def launch_many_experts(num_rows: int, activation: str, has_bias: bool, dtype: t
     grouped = Routing(256, 8, "sigmoid", num_groups=8, top_groups=4, group_peaks=2)
     choose_experts(empty(num_rows, 256, dtype=torch.float32), grouped, empty(256, dtype=torch.float32))
     mix_many(empty(num_rows, 2048, dtype=dtype), ids, weights, gate_up, down, activation, *biases)
+
+
+def launch_coded_experts(form: str) -> None:
+    """Four of 128 experts of gpt-oss for each of 64 rows, in few bits."""
+    ids, weights = (empty(64, 4, dtype=one) for one in (torch.int64, torch.float32))
+    halves, dtype = 2 if form in ("mxfp4", "groups4") else 1, FP8 if form == "e4m3" else torch.uint8
+
+    def stack(num_outputs: int) -> tuple[Tensor, tuple[str, Tensor | None, Tensor | None]]:
+        codes, num_groups = empty(128, num_outputs, 2816 // halves, dtype=dtype), 22 if form == "e4m3" else 96
+        table = {"mxfp4": torch.uint8, "e4m3": torch.float32}.get(form, torch.float16)
+        tables = [empty(128, num_outputs, num_groups, dtype=table) for _ in range(2)]
+        return codes, (form, tables[0], tables[1] if form.startswith("groups") else None)
+
+    (gate_up, up_form), (down, down_form) = stack(5632), stack(2816)
+    mix_many(empty(64, 2816), ids, weights, gate_up, down, "silu", None, None, up_form, down_form)
 
 
 def launch_adapters() -> None:
@@ -262,7 +277,7 @@ CASES: dict[str, Callable[[], None]] = {
     "bf16 row": partial(launch_product, 1, BF16, 4096),
     "bf16 rows in splits": partial(launch_product, 2, BF16, 4096),
     "4 bits row": partial(launch_groups, 1, 4096, 4, False),
-    "4 bits rows": partial(launch_groups, MAX_ROWS, 28_672, 4, False),
+    "4 bits rows": partial(launch_groups, 4 * MAX_ROWS, 28_672, 4, False),
     "4 bits rows in splits": partial(launch_groups, MAX_ROWS, 4096, 4, True, torch.float32),
     "8 bits row": partial(launch_groups, 1, 4096, 8, True, torch.float32),
     "8 bits rows in splits": partial(launch_groups, 2, 4096, 8, False),
@@ -276,6 +291,7 @@ CASES: dict[str, Callable[[], None]] = {
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
     "experts of 17 rows": partial(launch_many_experts, 17, "clamped", True, torch.float16),
     "experts of many rows": partial(launch_many_experts, 2048, "silu", False),
+    **{f"experts in {form}": partial(launch_coded_experts, form) for form in ("mxfp4", "groups4", "groups8", "e4m3")},
     **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
     "states": launch_states,
     "adapters": launch_adapters,
@@ -291,8 +307,10 @@ TILES = {
     "adapters",
     "experts clamped biased",
     "experts of many rows",
+    "experts in mxfp4",
+    "experts in groups4",
 }
-FP8_TILES = {"write fp8 128", "fp8 rounding", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
+FP8_TILES = {"experts in e4m3", "write fp8 128", "fp8 rounding", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
 
 
 class Driver:

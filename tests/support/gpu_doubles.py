@@ -5,6 +5,7 @@ Knows the contracts of FlashInfer's plan and of the sampling kernel, not their c
 
 from typing import Any
 
+import flashinfer
 import torch
 from torch import Tensor
 
@@ -32,9 +33,17 @@ class _Plans(Wrapper):
             self.planned[name].to("cpu")
             self.planned[name].to(CUDA, non_blocking=True)
         self.planned["indices"].to(CUDA)
+        if (length := self.planned.get("q_len_per_req")) is not None:  # of answers
+            starts = flashinfer.utils._get_range_buf(len(self.planned["indptr"]), "cpu")  # type: ignore[arg-type]
+            if length > 1 and self.made["use_cuda_graph"]:
+                self._qo_indptr_buf.copy_(starts * length, non_blocking=True)
+            elif not self.made["use_cuda_graph"]:
+                starts.to(CUDA, non_blocking=True)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         assert keys.is_cuda and values.is_cuda
+        if self.made.get("use_cuda_graph"):
+            assert self._qo_indptr_buf.is_cuda
         return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

@@ -44,9 +44,9 @@ class LateRows(InputBatch):
         self.num_opened[row] += 1
         super().open(row, token_ids, sampling, answer_begin, slot, images)
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+    def _put(self, parts: Sequence[tuple[int, int, NDArray[np.int32]]]) -> None:
         put = super()._put
-        self.queue.append(lambda: put(row, begin, token_ids))
+        self.queue.append(lambda: put(parts))
 
     def _clear(self, line: int) -> None:
         clear = super()._clear

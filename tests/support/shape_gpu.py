@@ -32,6 +32,9 @@ KERNEL_DTYPES = {
 }  # argument of a kernel |-> how the kernel reads it, contiguous
 
 
+PINNED: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice; a library may keep some too
+
+
 class WaitsError(AssertionError):
     """The host waits for the GPU, or uses memory of the other side."""
 
@@ -45,10 +48,11 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_replays = 0
         self.launched: list[str] = []  # kernels of torch and ours, in order
         self.num_products = 0  # matrix products launched
+        self.wide: list[tuple[torch.Size, ...]] = []  # operands of those of float32
         self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._step_begin = 0  # products launched before the last step
-        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice
+        self._pinned = PINNED
         self._is_step = self.is_captured = False
 
     @contextmanager
@@ -121,6 +125,9 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func.overloadpacket in PRODUCTS:
             self.num_products += 1
+            matrices = [one for one in tensors if one.ndim == 2]
+            if any(one.dtype is torch.float32 for one in matrices) and func.overloadpacket is not aten._scaled_mm:
+                self.wide.append(tuple(one.shape for one in matrices))
         if func.overloadpacket is aten._grouped_mm and (self.capability[0] not in (9, 10) or args[0].dtype != BF16):
             wait("aten._grouped_mm: elsewhere, and in other dtypes, it reads the ends of groups on the host")
         if not func.is_view and func.overloadpacket not in ALLOCATIONS:

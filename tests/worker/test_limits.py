@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from cli.bench import load_shape
 from engine.adapters.slots import AdapterLimits
@@ -241,6 +242,15 @@ def test_latents_take_what_pages_keep_of_them_on_each_rank() -> None:
     assert (shape.num_weights, shape.num_active) == (671_026_419_200, 36_625_618_432)
 
 
+def test_kv_counts_as_pages_hold_it() -> None:
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 3072}
+    padded, whole = (
+        limits.shape_of(build_config(AutoConfig.for_model("llama", head_dim=dim, **sizes).to_dict()))
+        for dim in (96, 128)
+    )
+    assert padded.kv_token_bytes == whole.kv_token_bytes and padded.query_width < whole.query_width
+
+
 def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: facts)
@@ -250,3 +260,38 @@ def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.Monk
         assert found.max_running == (config.max_running or 1024)
         assert largest_step_of(found).chunk_tokens >= 512
     assert complete_here(DecodeConfig(model="/nowhere"), torch.device("cpu")).max_running == 64, "nothing is read"
+
+
+QUANTISED = {  # family, sizes |-> bytes of the file, H100s
+    "gpt-oss-120b": ("gpt_oss", {"num_hidden_layers": 36, "num_local_experts": 128}, 65.2e9, 1),
+    "Qwen3-235B-FP8": ("qwen3_moe", dict(
+        num_hidden_layers=94, num_experts=128, num_experts_per_tok=8, hidden_size=4096, moe_intermediate_size=1536,
+        num_attention_heads=64, num_key_value_heads=4, head_dim=128, vocab_size=151_936,
+    ), 236.6e9, 4),
+    "Llama-70B-AWQ": ("llama", dict(
+        num_hidden_layers=80, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128_256,
+    ), 39.8e9, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_large_quantised_models_fit_as_their_files_do(name: str) -> None:
+    family, sizes, file_bytes, tp = QUANTISED[name]
+    config = build_config(AutoConfig.for_model(family, **sizes).to_dict())
+    shape = limits.shape_of(replace(config, quantization={}), int(file_bytes))
+    _, decode = complete_on(CARDS["h100"], shape, tp)
+    found = limits_of(decode, shape.vocab_size, most_logits(int(CARDS["h100"].memory_bytes)))
+    room = estimate_room(shape, found, CARDS["h100"].memory_bytes, tp)
+    assert room.left_bytes(0.9) > 4 * 8192 * shape.kv_token_bytes_of(tp), "four contexts of 8,192 tokens"
+    assert room.taken_bytes * tp < 1.1 * file_bytes
+
+
+def test_experts_that_are_not_rounded_count_in_16_bits_and_with_their_float32_products() -> None:
+    config = build_config(AutoConfig.for_model("gpt_oss").to_dict())
+    shape = limits.shape_of(config, 65_000_000_000)
+    kept_bytes = shape.num_weights * shape.weight_bytes
+    assert 2.2e11 < kept_bytes < 2 * shape.num_weights, "all but two thousand million are experts"
+    assert limits.shape_of(config, 2 * shape.num_weights).weight_bytes == 2
+    dense = replace(shape, expert_rows=0)
+    assert limits.estimate_token_bytes(shape, 1) == limits.estimate_token_bytes(dense, 1) + 4 * 4 * 2880

@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 import worker.ranks.children
 import worker.ranks.leader
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Draft, Drafter, Wanted
 from decode_worker.speculation.lengths import PROBE_LENGTHS
 from decode_worker.speculation.speculator import Speculator
@@ -42,12 +44,20 @@ from tests.support.draft_heads import write_oracle
 from tests.support.forks import ForkedPopen
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.rank_follower import CPU, MEET_S
+from tests.support.real_workers import NUM_PAGES as KV_PAGES
+from tests.support.real_workers import PAGE_TOKENS as KV_PAGE_TOKENS
+from tests.support.real_workers import build_kv_engine, packed
 from tests.support.threads import one_thread
-from worker.loop import WorkerLoop
+from worker.kv_cache import KVCacheManager
+from worker.loop import StepExtras, WorkerLoop
 from worker.params import SequenceParams
+from worker.plan import TokenBudget
+from worker.prefix_cache import PrefixCache
 from worker.ranks.children import RankChildren, Start
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
+from worker.receiving import begin_read, finish_read
+from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Update
 
 __all__ = ["one_thread"]  # a fixture
@@ -349,3 +359,32 @@ def test_a_failed_warm_up_of_rank_0_is_explained(alone: FullEngine, monkeypatch:
         replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
     for end in (*ours, *theirs):
         end.close()
+
+
+def test_a_sequence_whose_kv_came_while_a_step_ran_is_in_the_next_launch() -> None:
+    """Not in the one after: it waits for no step that was launched before its KV was there."""
+    engine, runner = build_kv_engine()
+    scheduler = Scheduler(KVCacheManager(PrefixCache(KV_PAGES, engine.pool.generations), KV_PAGE_TOKENS), 8, END_S)
+    loop = WorkerLoop(
+        StepExtras(), scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(99, ""), lambda *_: None,
+        DecodeMetrics(scheduler), steps_ahead=1,
+    )  # fmt: skip
+    scheduler.admit(SequenceParams("answers", packed([1, 2, 3]), 2, 30), 0.0)
+    awaited = scheduler.admit(
+        SequenceParams("awaited", packed(list(range(9))), 8, 3, local_prefill_max_tokens=0), time.monotonic()
+    )
+    launched: list[int] = []  # sequences of each step
+    launch = runner.launch
+
+    def launch_noting(requests: Sequence[ForwardRow]) -> Launched:
+        launched.append(len(requests))
+        return launch(requests)
+
+    runner.launch = launch_noting  # type: ignore[method-assign]
+    for _ in range(4):
+        loop.step()
+    pages, _slots = begin_read(scheduler, awaited.id, awaited.params.attempt, 0, 8, 2)
+    assert len(pages) == 2 and launched == [1] * 4 and len(loop._in_flight) == 1
+    finish_read(scheduler, awaited.id, 8, time.monotonic())
+    loop.step()
+    assert launched == [1, 1, 1, 1, 2]

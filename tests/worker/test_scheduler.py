@@ -105,6 +105,7 @@ def test_offers_are_of_so_many_pages_at_most() -> None:
     finish(scheduler, plan(scheduler, 11))
     assert [scheduler.kv.next_offer(sequence, begin) for begin in (0, 8)] == [range(8), None]
     finish(scheduler, plan(scheduler, 11))
+    assert scheduler.kv.next_offer(sequence, 8, factor=8) == range(8, 22), "over a fast transport all that is there"
     assert [scheduler.kv.next_offer(sequence, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
 
 

@@ -55,12 +55,10 @@ class Close(msgspec.Struct, tag=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
-    row: int
-    begin: int
-    token_ids: Array
+    parts: list[tuple[int, int, Array]]
 
     def apply(self, rows: InputBatch) -> None:
-        rows.write_tokens(self.row, self.begin, self.token_ids)
+        rows.write_tokens(self.parts)
 
 
 class Pages(msgspec.Struct, tag=True, array_like=True):
@@ -173,9 +171,10 @@ class LedInputBatch(InputBatch):
         self._leader.note(Close(row))
         super().close(row)
 
-    def write_tokens(self, row: int, begin: int, token_ids: Array) -> None:
-        self._leader.note(Tokens(row, begin, token_ids))
-        super().write_tokens(row, begin, token_ids)
+    def write_tokens(self, parts: Sequence[tuple[int, int, Array]]) -> None:
+        if parts:
+            self._leader.note(Tokens(list(parts)))
+            super().write_tokens(parts)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         self._leader.note(Pages(row, first, list(pages)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
+from engine.cuda.modules import pad_head
 from engine.cuda.sizes import most_logits
 from engine.experts.config import moe_of
 from engine.fallback.config import FallbackConfig
@@ -71,11 +72,12 @@ class ModelShape:
     vocab_size: int
     num_kv_heads: int
     query_width: int  # dimensions of all heads of all layers
-    kv_width: int  # half of what pages keep of a token: dimensions of all KV heads of all layers that have their own
+    kv_width: int  # half of what a GPU's pages keep of a token: dimensions of all KV heads of all layers with their own
     context_tokens: int
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
     kv_item_bytes: int = ITEM_BYTES
+    expert_rows: int = 0  # experts that a token takes
     slot_bytes: int = 0  # of the states of a sequence, over all heads; 0: layers keep none
     full_kv_width: int = 0  # kv_width if pages kept the heads that they stand for; 0: they do
 
@@ -139,7 +141,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         return ModelShape(
             num_weights, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
             shapes[0].num_kv_heads, sum(shape.num_heads * shape.head_dim for shape in shapes),
-            sum(shape.num_kv_heads * shape.head_dim for shape in shapes), config.context_tokens, (),
+            sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in shapes), config.context_tokens, (),
             slot_bytes=slot_bytes,
         )  # fmt: skip
     table, shapes = build_table(config), tuple(map(config.shape_of, config.layers))
@@ -149,12 +151,15 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
     if token_embedding := table.products.get("token_embedding"):
         looked_up += sizes[next(token_embedding.stored()).name]
     num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
-    num_idle, inner_size = 0, config.intermediate_size
+    num_idle, num_experts, inner_size, expert_rows = 0, 0, config.intermediate_size, 0
     if (moe := moe_of(config)) is not None:
         expert = 3 * config.hidden_size * moe.inner_size
         num_moe = sum(layer.is_moe for layer in config.layers)
-        num_idle = num_moe * expert * (moe.routing.num_experts - moe.routing.top_k)
-        inner_size = max(inner_size, moe.routing.top_k * moe.inner_size + moe.shared_size)
+        expert_rows = moe.routing.top_k
+        num_experts = num_moe * expert * moe.routing.num_experts
+        num_idle = num_moe * expert * (moe.routing.num_experts - expert_rows)
+        inner_size = max(inner_size, expert_rows * moe.inner_size + moe.shared_size)
+    in_pages = [replace(shape, head_dim=pad_head(shape.head_dim)) for shape in config.attention_shapes]
     return ModelShape(
         num_weights=num_weights,
         num_active=num_weights - num_idle - looked_up,
@@ -164,10 +169,11 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         vocab_size=config.vocab_size,
         num_kv_heads=config.num_kv_heads,
         query_width=sum(shape.num_heads * (shape.expanded[0] or shape.head_dim) for shape in shapes),
-        kv_width=sum(shape.kept_numbers for shape in config.attention_shapes) // 2,
+        kv_width=sum(shape.kept_numbers for shape in in_pages) // 2,
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
-        weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,
+        weight_bytes=_find_weight_bytes(config, file_bytes / num_weights, num_experts / num_weights),
+        expert_rows=expert_rows,
         slot_bytes=slot_bytes,
         full_kv_width=sum(shape.num_heads * sum(shape.expanded) for shape in config.attention_shapes) // 2,
     )
@@ -273,12 +279,24 @@ def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int, max_logits:
     )  # fmt: skip
 
 
+def _find_weight_bytes(config: ModelConfig, stored: float, expert_share: float) -> float:
+    """On average, where a file has `stored`, or what is rounded would have; 0: unknown.
+
+    Experts keep a quantised file's bits, and are not rounded (engine/formats/products.py: stack).
+    """
+    if config.quantization is not None or not stored:
+        return stored or ITEM_BYTES
+    return stored + expert_share * max(ITEM_BYTES - stored, 0)
+
+
 def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
     """What a step's token takes within one layer: a float32 sum, its norm and the layer's delta (8 H bytes), and the
-    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product.
+    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product, and of
+    experts what each gives, in float32.
     """
     attention = 2 * (3 * shape.query_width + 2 * shape.kv_width) / shape.num_layers / tp
-    return 8 * shape.hidden_size + max(attention, 2 * 3 * shape.inner_size / tp)
+    products = 2 * 3 * shape.inner_size / tp + 4 * shape.expert_rows * shape.hidden_size
+    return 8 * shape.hidden_size + max(attention, products)
 
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:

@@ -15,6 +15,10 @@ from torch.nn import functional
 from engine.cuda import gpu_experts
 from engine.experts.moe import BucketedExperts, Expert, Experts, GroupedExperts, MixtureOfExperts, route
 from engine.experts.routing import Routing
+from engine.formats.fp8 import Fp8Matrix
+from engine.formats.groups import round_to_4_bits, round_to_8_bits, with_zeros
+from engine.formats.quantised_forms import MXFP4_CODES
+from engine.formats.stacks import stack_fp8, stack_groups, widen
 from engine.layer_config import Activation
 from engine.ops.base import activate
 
@@ -218,6 +222,45 @@ def test_experts_add_up_like_a_loop(num_rows: int, activation: Activation, has_b
     mixed = stacked.make(way)(rows, *chosen)
     assert mixed.dtype is torch.float32
     torch.testing.assert_close(mixed.double(), stacked.loop(rows, *chosen), rtol=1e-5, atol=1e-5)
+
+
+def code(rows: Tensor, form: str) -> list[Any]:
+    """One part, [n, K], in few bits."""
+    if form.startswith("e4m3"):
+        peak = rows.view(len(rows), -1, 128).abs().amax(2) if form == "e4m3 blocks" else rows.abs().amax(1)
+        scale = (peak / 448).float()
+        each = scale.repeat_interleave(128, 1) if scale.ndim == 2 else scale[:, None]
+        return [Fp8Matrix((rows / each).to(torch.float8_e4m3fn), scale)]
+    if form == "mxfp4":
+        scale = torch.exp2((rows.view(len(rows), -1, 32).abs().amax(2) / 6).log2().ceil() - 1)
+        nearest = (rows / scale.repeat_interleave(32, 1))[..., None].sub(MXFP4_CODES[:15] - 12.0).abs().argmin(-1)
+        return [with_zeros(MXFP4_CODES[nearest], scale, 12, 8)]
+    groups = round_to_8_bits(rows) if form.endswith("8") else round_to_4_bits(rows)
+    return (
+        [groups._replace(minimum=groups.minimum.add(0.01).half().float())] if form.startswith("minimums") else [groups]
+    )
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e4m3 blocks", "groups4", "groups8", "minimums4", "minimums8", "mxfp4"])
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_experts_in_few_bits_add_up_like_a_loop_of_their_values(form: str, num_rows: int) -> None:
+    activation: Activation = "clamped" if form == "mxfp4" else "silu"
+    plain, rows, chosen = random_experts(activation, True, 256, 128), 2 * randn(num_rows, 256), choose(num_rows)
+    stack = stack_fp8 if form.startswith("e4m3") else stack_groups
+    gate_up, down = (
+        stack([code(one.nan_to_num(0.5), form) for one in ones], torch.device("cpu"))
+        for ones in (plain.gate_up, plain.down)
+    )
+    assert gate_up.form == down.form == form.partition(" ")[0]
+    dense = replace(plain, gate_up=widen(gate_up), down=widen(down))
+    experts = GroupedExperts(
+        gate_up.codes, down.codes, activation, plain.gate_up_bias, plain.down_bias, gpu_experts,
+        (gate_up[1:], down[1:]),
+    )  # fmt: skip
+    mixed = experts(rows, *chosen)
+    torch.testing.assert_close(mixed.double(), dense.loop(rows, *chosen), rtol=1e-5, atol=1e-4)
+    wanted = torch.stack([torch.cat([part.dense() for part in code(one.nan_to_num(0.5), form)]) for one in plain.down])
+    assert torch.equal(widen(down), wanted), "each value is exact"
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(600, 7), (9, 520)])
