@@ -133,8 +133,7 @@ class KVCacheManager:
     # -- offers --------------------------------------------------------------------------------------------------
 
     def next_offer(self, sequence: Sequence, begin: int, factor: int = 1) -> range | None:
-        """Positions from `begin` on that can be offered now: whole pages, plus the last part once all are computed; at
-        most `factor` times `max_offer_pages`."""
+        """Positions from `begin` on to offer now: whole pages, the last part at the end; `factor` offers at most."""
         computed, end = sequence.computed, sequence.params.end
         whole = computed if computed == end else computed // self.page_tokens * self.page_tokens
         stop = min(whole, begin + factor * self.max_offer_pages * self.page_tokens)

@@ -43,8 +43,9 @@ class RowWriter:
 
     def requests(self, steps: Iterable[ScheduledSequence]) -> list[ForwardRow]:
         """What the engine computes for each sequence. Writes their drafts."""
-        new = [(one.sequence.row, one.begin + one.count, np.array(one.drafts, np.int32)) for one in steps if one.drafts]
-        self._rows.write_tokens(new)
+        drafted = [step for step in steps if step.drafts]
+        ends = [(step.sequence.row, step.begin + step.count) for step in drafted]
+        self._rows.write_tokens([(*at, np.array(one.drafts, np.int32)) for at, one in zip(ends, drafted, strict=True)])
         return [self._request(step) for step in steps]
 
     def _request(self, step: ScheduledSequence) -> ForwardRow:

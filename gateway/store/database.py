@@ -265,7 +265,8 @@ class Database:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                with suppress(*_errors()):  # a full disk has ended it already
+                    self._connection.execute("ROLLBACK")
                 raise
         except _errors() as error:
             self.close()

@@ -1,5 +1,8 @@
 """Stored answers in real processes: gateways, workers and the database are killed while answers are written."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -9,10 +12,11 @@ from threading import Event
 from typing import Any
 
 import openai
+import psycopg
 import pytest
 
 from tests.support.fleet import HOST, Process, ProcessFleet, run_fleet
-from tests.support.live import WAIT_S, wait_until
+from tests.support.live import CHECKOUT, WAIT_S, wait_until
 from tests.support.postgres import Postgres, run_postgres
 from tests.support.surface import MODEL
 
@@ -173,6 +177,38 @@ def test_drained_gateway(fleet: ProcessFleet) -> None:
     first.restart()
     whole = list(client_of(second).responses.create(**asked(78), stream=True))
     assert shape(events) == shape(whole)
+
+
+def test_example_survives(fleet: ProcessFleet, postgres: Postgres) -> None:
+    """The program of examples/ prints the whole answer although its gateway is killed in the middle."""
+    first, second = fleet.gateway, fleet["gateway-b"]
+    urls = [f"http://{gateway.address}" for gateway in (first, second)]
+    command = [sys.executable, CHECKOUT / "examples/python/survives.py", "Tell me a long story", *urls]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as running:
+        assert running.stdout is not None and (begun := running.stdout.read(1))
+        with stopped(decode_workers(fleet)):
+            first.kill()
+        rest, errors = running.communicate(timeout=WAIT_S)
+        assert running.returncode == 0, errors
+    first.restart()
+    with psycopg.connect(postgres.url) as connection:
+        row = connection.execute("SELECT result FROM answers ORDER BY created_s DESC, id LIMIT 1").fetchone()
+    assert row is not None
+    output = json.loads(row[0])["output"]
+    assert (begun + rest).decode().removesuffix("\n") == output[0]["content"][0]["text"]
+
+
+def test_chained_turns_compute_what_is_new(fleet: ProcessFleet) -> None:
+    """As many prompt tokens are cached as when the whole conversation is sent."""
+    client = client_of(fleet.gateway)
+    first = client.responses.create(model=MODEL, input="hello " * 40, temperature=0, max_output_tokens=24)
+    said = [{"role": "user", "content": "hello " * 40}, {"role": "assistant", "content": first.output_text}]
+    more: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+    chained = client.responses.create(input="and then?", previous_response_id=first.id, **more)
+    whole = client.responses.create(input=[*said, {"role": "user", "content": "and then?"}], **more)
+    assert chained.output_text == whole.output_text
+    assert chained.usage.input_tokens == whole.usage.input_tokens
+    assert chained.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16 > 0
 
 
 def test_killed_database(fleet: ProcessFleet, postgres: Postgres) -> None:

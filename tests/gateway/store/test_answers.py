@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from gateway.errors import ApiError
@@ -271,3 +272,27 @@ def test_whole_answers_end_with_their_gateway(tmp_path: Path, state: Path) -> No
                 first.http.post(PATH, json={"model": SERVED, "input": "x"}, headers=dict(first.metadata), timeout=1.0)
             assert first.engine.wait_ending() == "closed"  # with its client
         assert other.engine.generations == []
+
+
+def test_official_client(served: Served) -> None:
+    """OpenAI's: a conversation of three turns, background, polling, a stream left and read on, and deleting."""
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0)
+    first = client.responses.create(model=SERVED, input="hello")
+    second = client.responses.create(model=SERVED, input="more", previous_response_id=first.id)
+    third = client.responses.create(model=SERVED, input="more", previous_response_id=second.id)
+    assert third.previous_response_id == second.id and third.usage and first.usage
+    assert third.usage.input_tokens > 2 * first.usage.input_tokens
+    assert client.responses.retrieve(third.id) == third
+    items = list(client.responses.input_items.list(third.id))
+    assert [item.content[0].text for item in items] == ["more"]  # type: ignore[union-attr]
+    told = client.responses.create(model=SERVED, input="hello", background=True)
+    wait_until(lambda: client.responses.retrieve(told.id).status == "completed")
+    with client.responses.create(model=SERVED, input="hello", stream=True) as stream:
+        seen = [next(stream), next(stream), next(stream)]
+    answer_id = seen[0].response.id  # type: ignore[union-attr]
+    rest = list(client.responses.retrieve(answer_id, stream=True, starting_after=seen[-1].sequence_number))
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
+    assert rest[-1].type == "response.completed" and rest[-1].response.output_text == ANSWER
+    client.responses.delete(answer_id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer_id)

@@ -118,3 +118,19 @@ def test_files_of_others_and_of_newer_gateways(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(StoreError, match="newer gateway"):
         Database(folder)
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """What does not fit is refused as a whole; what was there stays, and there may be room again."""
+    database = Database(tmp_path / "state")
+    database.write([Change(answer(), True, parts=[part(0, b"aaaa")])], "g1", LEASE_S)
+    database._connection.execute("PRAGMA max_page_count = 20")
+    large = answer("b")
+    large.body = bytes(1 << 20)
+    changes = [Change(answer(), False, parts=[part(1, b"bbbb")]), Change(large, True)]
+    with pytest.raises(StoreError, match="full"):
+        database.write(changes, "g1", LEASE_S)
+    assert database.find_tokens("a") == [part(0, b"aaaa")]
+    assert database.write(changes, "g1", LEASE_S) == set()
+    assert database.find_tokens("a") == [part(0, b"aaaa"), part(1, b"bbbb")]
+    database.close()
