@@ -181,7 +181,8 @@ def judge_service(
         return
     weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
     code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
-    yield Row("model", "ok", f"{source} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
+    sizes = f"{weights}, context {model.context_tokens}, {model.shape.describe_kv()}"
+    yield Row("model", "ok", f"{source} in {model.dtype}, {sizes}{code}")
     yield Row("tools", "ok", model.tools)
     gpus = machine.visible_gpus[: len(machine.gpus)]
     try:

@@ -3,16 +3,19 @@
 Imports no torch: commands read configurations at once. engine/compose.py names what computes such models.
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from engine.experts.config import MoeNorms
-from engine.experts.read import build_experts
+from engine.experts.read import ReadExperts, build_experts
 from engine.hybrids.config import add_delta_net, add_gated_conv
-from engine.json_values import Json, flag, integer, number
+from engine.json_values import Json, flag, integer, number, number_unless_zero
+from engine.latent.config import read_latents, read_scale
 from engine.models import read_config
 from engine.models.config import MlpNames, Norms
-from engine.models.families import BIASES, GEMMA, GEMMA_LAYERS, QKV_BIAS, Family, Fields, of_flag
+from engine.models.families import BIASES, GEMMA, GEMMA_LAYERS, QKV_BIAS, Family, Fields, of_flag, of_number
 from engine.models.families import FAMILIES as PLAIN
 from engine.models.read_config import Catalogue
 from engine.varied.read import add_varied_layers, read_token_inputs
@@ -28,6 +31,35 @@ def read_inner_size(config: Json) -> int:
     return -(-int(number(config, "block_ffn_dim_multiplier") * size) // multiple) * multiple
 
 
+def read_residual(config: Json) -> float:
+    """MiniCPM's, of what a layer adds."""
+    depth = math.sqrt(integer(config, "num_hidden_layers"))
+    return number_unless_zero(config, "scale_depth", depth) / depth
+
+
+def read_divisor(config: Json) -> float:
+    """MiniCPM's, of logits."""
+    hidden_size = integer(config, "hidden_size")
+    return hidden_size / number_unless_zero(config, "dim_model_base", hidden_size)
+
+
+def read_groups(config: Json, key: str) -> int:
+    """V2 has groups of experts where its topk_method says so."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ValueError(f"topk_method {method!r:.80} is not supported; supported: greedy, group_limited_greedy")
+    return 1 if method == "greedy" else integer(config, key)
+
+
+def build_shared_experts(routing: Fields, **moe: Any) -> ReadExperts:
+    """Beside experts that take all rows, in the layers after the first."""
+    return build_experts(
+        "mlp.gate", "mlp.experts", "per_expert", "n_routed_experts", layers="after_first", routing=routing,
+        shared_size=lambda config: integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts"),
+        has_wide_router=True, shared="mlp.shared_experts", **moe,
+    )  # fmt: skip
+
+
 LFM2_NORMS = Norms(
     "operator_norm", before_mlp="ffn_norm", query="self_attn.q_layernorm", key="self_attn.k_layernorm",
     final="embedding_norm",
@@ -37,6 +69,27 @@ SIGMOID: Fields = {
     "scoring": "sigmoid", "renormalise": of_flag("norm_topk_prob"),
     "scale": partial(number, key="routed_scaling_factor"),
 }  # fmt: skip
+V2_EXPERTS = build_shared_experts({
+    "scale": partial(number, key="routed_scaling_factor"), "num_groups": partial(read_groups, key="n_group"),
+    "top_groups": partial(read_groups, key="topk_group"),
+})  # fmt: skip
+V3_EXPERTS = build_shared_experts(
+    {
+        **SIGMOID, "epsilon": 1e-20, "group_peaks": 2, "num_groups": partial(integer, key="n_group"),
+        "top_groups": partial(integer, key="topk_group"),
+    },
+    choice_bias="mlp.gate.e_score_correction_bias",
+)  # fmt: skip
+LATENT: Fields = {**BIASES, "token_kv": read_latents, "num_kv_heads": 1, "attention_scale": read_scale}
+LATENT_RENAMED = {"qk_rope_head_dim": "head_dim"}  # what ropes turn
+DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    {
+        "q_lora_rank": 1536, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    },
+    LATENT, LATENT_RENAMED, extend=(V3_EXPERTS,),
+)  # fmt: skip
 QWEN3_5: Fields = {**BIASES, "norm_offset": 1.0, "qk_norm": "head", "has_output_gate": True}
 QWEN3_5_DEFAULTS = {
     "vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 4096,
@@ -139,15 +192,31 @@ FAMILIES: Mapping[str, Family] = PLAIN | {
             "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
         },
         {**QKV_BIAS, "qk_norm": lambda config: "head" if flag(config, "use_qk_norm") else "none"},
-        has_partial_rope=True, extend=(build_experts(
-            "mlp.gate", "mlp.experts", "per_expert", "n_routed_experts", layers="after_first",
-            routing={
-                **SIGMOID, "epsilon": 1e-20, "group_peaks": 2, "num_groups": partial(integer, key="n_group"),
-                "top_groups": partial(integer, key="topk_group"),
-            },
-            choice_bias="mlp.gate.e_score_correction_bias", has_wide_router=True, shared="mlp.shared_experts",
-            shared_size=lambda config: integer(config, "moe_intermediate_size") * integer(config, "n_shared_experts"),
-        ),),
+        has_partial_rope=True, extend=(V3_EXPERTS,),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {"q_lora_rank": 1536, "first_k_dense_replace": 0, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+        {**LATENT, "has_mlp_bias": of_flag("mlp_bias")}, LATENT_RENAMED, extend=(V2_EXPERTS,),
+    ),
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,  # its files call themselves so
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        {
+            "q_lora_rank": 768, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5,
+        },
+        LATENT, LATENT_RENAMED, extend=(V3_EXPERTS,),
+    ),
+    "minicpm3": Family(
+        "MiniCPM3ForCausalLM",
+        {"q_lora_rank": 768, "rope_interleave": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        {
+            **LATENT, "has_mlp_bias": of_flag("mlp_bias"), "embedding_multiplier": of_number("scale_emb", 1.0),
+            "rounds_multiplier": True, "residual_multiplier": read_residual, "logits_divisor": read_divisor,
+        },
+        LATENT_RENAMED,
     ),
 }  # fmt: skip
 CATALOGUE = Catalogue(FAMILIES, tuple(WHOLES), open_whole)

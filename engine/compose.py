@@ -14,6 +14,7 @@ from engine.adapters.ops import AdapterOps
 from engine.adapters.peft import PeftReader
 from engine.adapters.slots import NO_ADAPTERS, AdapterLimits, AdapterRows, Adapters, HostAdapter
 from engine.attention import choose
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice, reference_attention
 from engine.attention.shape import AttentionShape
 from engine.catalogue import CATALOGUE, has_native_code, load_config
@@ -29,7 +30,7 @@ from engine.device import Device
 from engine.engine import ALONE, Engine, KvDType, Loaded, Place, SizePool, choose_device, name_dtype, resolve_kv_dtype
 from engine.experts.build import build_mixture
 from engine.fallback.config import FallbackConfig
-from engine.fallback.open import build_foreign_head, open_foreign, probe_foreign
+from engine.fallback.open import open_foreign, probe_foreign
 from engine.formats.checks import check_kv_dtype, check_quantization
 from engine.formats.gguf import open_gguf
 from engine.formats.gguf_file import read_header
@@ -44,6 +45,7 @@ from engine.heads.runner import HeadRunner
 from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape, PoolShare
+from engine.latent.attention import LatentAttention, build_projection
 from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
@@ -97,7 +99,7 @@ def build_weights(build: Callable[[OpenFormat], DecoderT], source: Source) -> De
     return build(lambda reader, ops: choose_format(reader, ops, source.quantization))
 
 
-LAYER_PARTS = LayerParts(build_mixer, build_mixture, build_token_inputs, build_input_block)
+LAYER_PARTS = LayerParts(build_mixer, build_mixture, build_token_inputs, build_input_block, build_projection)
 PARTS = Parts(LAYER_PARTS, build_weights, open_gguf, read_scheme, decode, read_header, CATALOGUE)
 open_model = partial(load.open_model, parts=PARTS)
 resolve_model_folder = partial(
@@ -110,7 +112,16 @@ def choose_attention(
     kv_dtype: torch.dtype | None = None, has_sinks: bool = False,
 ) -> AttentionChoice:  # fmt: skip
     """See `Device`. kv_dtype: None: `dtype`."""
-    return open_device(device).choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
+    opened = open_device(device)
+    choice = opened.choose_attention(shape, windows, dtype, kv_dtype or dtype, has_sinks)
+    if not shape.value_dim:
+        return choice
+
+    def build_expanded(shape: AttentionShape) -> AttentionBackend:
+        return opened.choose_attention(shape, windows, dtype, dtype).backend
+
+    backend = LatentAttention(shape, dtype, choice.backend, build_expanded, pad_head=opened.pad_head)
+    return replace(choice, backend=backend)
 
 
 def choose_for_layers(
@@ -146,13 +157,11 @@ def load_model(
     quantization: Quantization = "none",
     ranks: Ranks = ONE_RANK,
     adapter_limits: AdapterLimits = NO_ADAPTERS,
-    has_mtp: bool = False,
     max_context_tokens: int = 0,
 ) -> Decoder:
     """See `models.load.load_model`; any model, in any format.
 
-    Raises ValueError also for a device that does not support such weights. has_mtp: `load_head` follows, with the
-    model's own layer.
+    Raises ValueError also for a device that does not support such weights.
     """
     check_quantization(quantization, dtype, device)
     check_folder(folder)
@@ -160,7 +169,7 @@ def load_model(
     if not has_native_code(folder):
         if adapter_limits.num_slots:
             raise ValueError(f"{folder}: models without code of Baton's own take no adapters; set --max-loras 0")
-        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks, has_mtp)
+        return open_foreign(folder, dtype, opened, on_progress, quantization, ranks)
 
     def add(dtype: torch.dtype) -> Additions:
         if not adapter_limits.num_slots:
@@ -175,7 +184,7 @@ def load_head(
 ) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
     """See `heads.load.load_head`."""
     device = open_device(model.device)
-    return heads.load_head(folder, model, device, quantization, PARTS, build_foreign_head, is_mtp=is_mtp)
+    return heads.load_head(folder, model, device, quantization, PARTS, is_mtp=is_mtp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +264,7 @@ def build_engine(
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
-        has_mtp = draft_model == MTP
-        loaded = _load(
-            folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits, has_mtp
-        )
+        loaded = _load(folder, dtype, device, quantization, ranks, max_context_tokens, on_progress, adapter_limits)
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = None
         if draft_model:
@@ -388,12 +394,10 @@ def _resolve_context(decoder: Decoder, max_context_tokens: int) -> int:
 
 def _load(
     folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks, max_context_tokens: int,
-    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS, has_mtp: bool = False,
+    on_progress: OnProgress | None = None, adapter_limits: AdapterLimits = NO_ADAPTERS,
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
-    decoder = load_model(
-        folder, dtype, device, on_progress, quantization, ranks, adapter_limits, has_mtp, max_context_tokens
-    )
+    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks, adapter_limits, max_context_tokens)
     whole, weights = decoder.config, weight_fingerprint(folder, quantization, read_header)
     if not isinstance(whole, ModelConfig):
         weights += f":transformers-{version('transformers')}"

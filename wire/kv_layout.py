@@ -11,14 +11,14 @@ PAGES, KV_HEADS, LAYERS, KEY_VALUE, TOKENS, HEAD_DIM = range(6)  # axes of a poo
 
 
 def pool_sizes(
-    *, num_pages: int, num_kv_heads: int, num_layers: int, page_tokens: int, head_dim: int
+    *, num_pages: int, num_kv_heads: int, num_layers: int, page_tokens: int, head_dim: int, has_values: bool = True
 ) -> tuple[int, ...]:
-    """Sizes of a pool's axes, in order; on the axis KEY_VALUE keys are 0 and values 1."""
+    """Sizes of a pool's axes, in order; on the axis KEY_VALUE keys are 0 and values, if there are any, 1."""
     sizes = {
         PAGES: num_pages,
         KV_HEADS: num_kv_heads,
         LAYERS: num_layers,
-        KEY_VALUE: 2,
+        KEY_VALUE: 1 + has_values,
         TOKENS: page_tokens,
         HEAD_DIM: head_dim,
     }
@@ -39,6 +39,7 @@ class KvPart(NamedTuple):
     num_layers: int
     num_heads: int  # KV heads
     head_dim: int  # of keys and of values; the narrower of the two is padded
+    has_values: bool = True  # False: values are part of the keys
 
     def pool_sizes(self, num_pages: int, page_tokens: int) -> tuple[int, ...]:
         """Of a tensor that holds the part in all pages."""
@@ -48,6 +49,7 @@ class KvPart(NamedTuple):
             num_layers=self.num_layers,
             page_tokens=page_tokens,
             head_dim=self.head_dim,
+            has_values=self.has_values,
         )
 
 

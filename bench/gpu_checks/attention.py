@@ -73,7 +73,7 @@ class Problem:
     def run(self, backend: AttentionBackend, pool: Tensor, layer: int) -> Tensor:
         """[T, Hq, D]; writes into `pool`."""
         backend.plan(pool, self.batch)
-        query_key, value, rope = self.heads
+        query_key, value, rope, _ = self.heads
         sinks = torch.linspace(-1, 4, self.case.heads[0], device=pool.device) if self.case.has_sinks else None
         return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window, sinks)
 

@@ -37,6 +37,7 @@ class AttentionBackend(Protocol):
 
         Modifies only the new tokens' rows at this layer of the pool; may overwrite `heads`. window: a query at position
         p sees positions (p - window, p]; None sees all. sinks: [Hq] float32, one logit for each query head; it joins
-        the softmax, neither scaled nor capped, and has no value. Returns [T, Hq, D], contiguous, in the queries' dtype.
+        the softmax, neither scaled nor capped, and has no value. Returns [T, Hq, D], contiguous, in the queries' dtype;
+        of layers whose values are part of the keys, [T, Hq, Dv].
         """
         ...

@@ -9,7 +9,6 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
-from wire.kv_layout import pool_sizes
 
 
 def as_is(head_dim: int) -> int:
@@ -47,10 +46,8 @@ class LayeredAttention:
     def _split(self, pool: Tensor) -> list[Tensor]:
         views, begin = [], 0
         for shape in self._distinct:
-            sizes = pool_sizes(
-                num_pages=len(pool), num_kv_heads=shape.num_kv_heads, num_layers=self._shapes.count(shape),
-                page_tokens=self._page_tokens, head_dim=self._pad_head(shape.head_dim),
-            )  # fmt: skip
+            part = shape.part(self._shapes.count(shape))._replace(head_dim=self._pad_head(shape.head_dim))
+            sizes = part.pool_sizes(len(pool), self._page_tokens)
             end = begin + prod(sizes[1:])
             views.append(pool[:, begin:end].view(sizes))
             begin = end

@@ -4,7 +4,7 @@ Backends without a kernel for this call `QKV.ready`, the slow twin of cuda/gpu_l
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class QKV(NamedTuple):
     query_key: Tensor  # [T, Hq + Hkv, D], all query heads, then all key heads
     value: Tensor  # [T, Hkv, D]; Hkv is 0 if the layer's keys and values are already in the pool
     rope: RopeArgs | None = None  # None: queries and keys are ready
+    weights: Any = None  # of the layer, for backends that compute heads from what pages have
 
     @property
     def num_heads(self) -> int:

@@ -16,8 +16,19 @@ class AttentionShape:
     head_dim: int  # D
     scale: float  # multiplies q·k, usually D ** -0.5
     softcap: float = 0.0  # a score s = q·k * scale becomes softcap * tanh(s / softcap), before the mask; 0: none
+    value_dim: int = 0  # Dv, where values are the keys' first Dv; 0: they are beside the keys, of D
+    expanded: tuple[int, int] = (0, 0)  # with value_dim: dims of keys and values of the Hq heads that stand for them
+
+    @property
+    def kept_numbers(self) -> int:
+        """Of a token in a page."""
+        return self.num_kv_heads * self.head_dim * (1 if self.value_dim else 2)
+
+    def part(self, num_layers: int) -> KvPart:
+        """Of a page: so many such layers."""
+        return KvPart(num_layers, self.num_kv_heads, self.head_dim, not self.value_dim)
 
 
 def group_layers(shapes: Sequence[AttentionShape]) -> tuple[KvPart, ...]:
     """Shapes of all layers |-> parts of a page. Layers with equal shapes are one part, in the order of their first."""
-    return tuple(KvPart(count, shape.num_kv_heads, shape.head_dim) for shape, count in Counter(shapes).items())
+    return tuple(shape.part(count) for shape, count in Counter(shapes).items())

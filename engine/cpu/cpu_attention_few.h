@@ -58,7 +58,7 @@ template <int kRows> struct RowBlock : Spans {
     static constexpr int kStep = kRows / 4;     // vectors of four keys
     // This thread's memory.
     bfloat16 *queries, *values, *probabilities;  // [depth] panels; two of 2 panels; [kSpanTiles][kRows][32]
-    float *scores, *output;                      // [kSpan][kRows]; [padded / 16][kRows][16]
+    float *scores, *output;                      // [kSpan][kRows]; [padded_values / 16][kRows][16]
     // A lane for each row, and again for the next keys of a vector.
     Floats maxima, sums, tops;
     Ints last, ahead;  // the row's position; the lane's place among a vector's keys
@@ -140,7 +140,7 @@ template <int kRows> struct RowBlock : Spans {
         sums = sums * shrinks + ((totals[0] + totals[2]) + (totals[1] + totals[3]));
         if (-reduce(-shrinks, larger) == 1.0f) return;
         float* to = output;
-        for (int64_t d = 0; d < padded; d += 16)
+        for (int64_t d = 0; d < padded_values; d += 16)
             for (int row = 0; row < kRows; ++row, to += 16) store(to, load<Floats>(to) * shrinks[row]);
     }
     // Of four keys, as cpu_attention_tiles.h sums them: two pairs, then both.
@@ -193,7 +193,7 @@ template <int kRows> struct RowBlock : Spans {
             }
             find_tops(span, end - 32);
             soften(begin, end);
-            for (int64_t d = 0; d < padded; d += 32) multiply_values(begin, end, d);
+            for (int64_t d = 0; d < padded_values; d += 32) multiply_values(begin, end, d);
         }
     }
 };
@@ -206,16 +206,17 @@ template <int kRows> void attend_few(const BatonBatch& batch, const BatonLayer& 
     const int64_t group = batch.num_heads / batch.num_kv_heads, rows = of.num_queries * group;
     RowBlock<kRows> block{batch, layer, of};
     const int64_t dim = block.dim, padded = block.padded;
+    const int64_t value_dim = block.value_dim, padded_values = block.padded_values;
     block.lines_a_step = std::max<int64_t>(1, dim / 8 / block.depth);  // two rows of keys and of values
 
     scratch.reserve(padded * kRows * 6 + padded * kSpan * 4 + 4 * kTileValues * 2 + kRows * kSpan * 6 + 8 * 64);
     block.queries = scratch.take<bfloat16>(padded * kRows);
-    block.output = scratch.take<float>(padded * kRows);
+    block.output = scratch.take<float>(padded_values * kRows);
     block.copies = scratch.take<bfloat16>(2 * padded * kSpan);
     block.values = scratch.take<bfloat16>(4 * kTileValues);
     block.scores = scratch.take<float>(kRows * kSpan);
     block.probabilities = scratch.take<bfloat16>(kRows * kSpan);
-    std::fill_n(block.output, padded * kRows, 0.0f);
+    std::fill_n(block.output, padded_values * kRows, 0.0f);
     block.maxima = Floats{} + kMinusInfinity, block.sums = Floats{};
     const auto find_row = [&](const auto* tensor, int64_t row, int64_t of_token, int64_t of_head) {
         return tensor + (of.token + row / group) * of_token + (of.head * group + row % group) * of_head;
@@ -237,12 +238,12 @@ template <int kRows> void attend_few(const BatonBatch& batch, const BatonLayer& 
     const Ints order{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};  // panels have 4 of each 8 values
     for (int64_t row = 0; row < rows; ++row) {
         auto* const to = const_cast<bfloat16*>(
-            find_row((const bfloat16*)layer.out, row, batch.num_heads * dim, dim));
-        for (int64_t d = 0; d < dim; d += 32) {
+            find_row((const bfloat16*)layer.out, row, batch.num_heads * value_dim, value_dim));
+        for (int64_t d = 0; d < value_dim; d += 32) {
             const float* const at = block.output + d * kRows + row * 16;
             const Floats low = load<Floats>(at) * factors[row], high = load<Floats>(at + 16 * kRows) * factors[row];
-            store_part(to + d, narrow(permute(low, order, high)), dim - d);
-            store_part(to + d + 16, narrow(permute(low, order + 8, high)), dim - d - 16);
+            store_part(to + d, narrow(permute(low, order, high)), value_dim - d);
+            store_part(to + d + 16, narrow(permute(low, order + 8, high)), value_dim - d - 16);
         }
     }
 }

@@ -57,7 +57,8 @@ inline void store_pairs(bfloat16* to, Floats even, Floats odd) {
 struct Spans {
     const BatonBatch& batch;
     const BatonLayer& layer;
-    int64_t dim = batch.head_dim, padded = round_up(dim, 32), depth = padded / 32;
+    int64_t dim = batch.head_dim, padded = round_up(dim, 32), depth = padded / 32;  // of keys
+    int64_t value_dim = batch.value_dim, padded_values = round_up(value_dim, 32);
     int64_t begin_key, end_key;
     const bfloat16* keys;  // of the head
     const int32_t* pages;
@@ -95,14 +96,14 @@ struct Spans {
                 value_runs[run] = key_runs[run] + batch.kv_stride;
                 continue;
             }
-            bfloat16 *key = copies + n * padded, *value = key + kSpan * padded;
+            bfloat16 *key = copies + n * padded, *value = batch.kv_stride ? key + kSpan * padded : key;
             key_runs[run] = key, value_runs[run] = value;
             std::memset((void*)key, 0, kRun * padded * 2);
             std::memset((void*)value, 0, kRun * padded * 2);
             for (int64_t i = 0; i < count; ++i, key += padded, value += padded) {
                 const bfloat16* const from = find_key(keys, span + n + i);
                 std::copy_n(from, dim, key);
-                std::copy_n(from + batch.kv_stride, dim, value);
+                if (batch.kv_stride) std::copy_n(from + batch.kv_stride, dim, value);
             }
         }
         if (span + kSpan < end_key) plan_fetch(keys, span + kSpan);
@@ -111,9 +112,10 @@ struct Spans {
     void plan_fetch(const bfloat16* of_head, int64_t span) {
         num_fetched = 0, line = end_line;
         for (int64_t n = round_up(std::min(kSpan, end_key - span), kRun) - kRun; n >= span_begin(span); n -= kRun) {
-            fetched[num_fetched] = (const char*)find_key(of_head, span + n);
-            fetched[num_fetched + 1] = fetched[num_fetched] + batch.kv_stride * 2;
-            num_fetched += 2;
+            fetched[num_fetched++] = (const char*)find_key(of_head, span + n);
+            if (!batch.kv_stride) continue;
+            fetched[num_fetched] = fetched[num_fetched - 1] + batch.kv_stride * 2;
+            ++num_fetched;
         }
     }
     void fetch() {
@@ -191,8 +193,8 @@ struct TileBlock : Spans {
     int64_t num_strips;
     // This thread's memory.
     Ints* positions;                  // [rows / 16], of the sequence
-    bfloat16 *queries, *values[2];    // [strips][2][depth] panels; [padded / 16][kSpanTiles]
-    float* output;                    // [strips][padded][32]
+    bfloat16 *queries, *values[2];    // [strips][2][depth] panels; [padded_values / 16][kSpanTiles]
+    float* output;                    // [strips][padded_values][32]
     Floats *sums, *maxima;            // [strips][2]
     float* scores[2];                 // [kSpan][32]
     bfloat16* probabilities[2];       // [2][kSpanTiles] panels
@@ -227,7 +229,7 @@ struct TileBlock : Spans {
         const bfloat16* const upper = values[unit.span / kSpan % 2] + tile * kTileValues;
         multiply_unit<true>(upper, upper + kSpanTiles * kTileValues, 64, kTileValues,
                                   probabilities[unit.is_odd] + begin * kTileValues, kSpanTiles * kTileValues,
-                                  output + (unit.strip * padded + d) * kStrip, unit.end / 32 - begin, meanwhile);
+                            output + (unit.strip * padded_values + d) * kStrip, unit.end / 32 - begin, meanwhile);
     }
     // Caps the scores of 32 keys and hides those that a row does not see.
     void change_scores(const Unit& unit, int64_t n, float* at) const {
@@ -287,7 +289,8 @@ struct TileBlock : Spans {
         bfloat16* const to = probabilities[unit.is_odd] + unit.begin * 16;
         Floats totals[8]{};
         Softening soften{*this, at + unit.begin * kStrip, at + unit.end * kStrip, to, (unit.end - unit.begin) / 4, 1, totals};
-        soften.products = depth * ((next ? next->end - next->begin : 0) + (last ? last->end - last->begin : 0)) / 32;
+        soften.products = (depth * (next ? next->end - next->begin : 0) +
+                           padded_values / 32 * (last ? last->end - last->begin : 0)) / 32;
         Floats shrinks[2];
         for (int panel = 0; panel < 2; ++panel) {
             Floats &maximum = maxima[unit.strip * 2 + panel], top = larger(unit.tops[panel], maximum);
@@ -301,7 +304,7 @@ struct TileBlock : Spans {
                 if (n > next->begin) find_tops(*next, n - 32);
             }
         if (last)
-            for (int64_t d = 0; d < padded; d += 32) multiply_values(*last, d, soften);
+            for (int64_t d = 0; d < padded_values; d += 32) multiply_values(*last, d, soften);
         while (soften.at < soften.end) soften.soften();
         if (next) find_tops(*next, next->end - 32);
         for (int half = 4; half > 1; half /= 2)
@@ -310,14 +313,14 @@ struct TileBlock : Spans {
             Floats& sum = sums[unit.strip * 2 + panel];
             sum = sum * shrinks[panel] + totals[panel];
             if (-reduce(-shrinks[panel], larger) == 1.0f) continue;
-            float* to = output + unit.strip * padded * kStrip + panel * 16;
-            for (int64_t d = 0; d < dim; ++d, to += kStrip) store(to, load<Floats>(to) * shrinks[panel]);
+            float* to = output + unit.strip * padded_values * kStrip + panel * 16;
+            for (int64_t d = 0; d < value_dim; ++d, to += kStrip) store(to, load<Floats>(to) * shrinks[panel]);
         }
     }
 
     void transpose_span(int64_t span) {
         for (int64_t n = span_begin(span); n < span_end(span); n += 32)
-            for (int64_t d = 0; d < padded; d += 32) {
+            for (int64_t d = 0; d < padded_values; d += 32) {
                 bfloat16* const low = values[span / kSpan % 2] + (d / 16 * kSpanTiles + n / 32) * kTileValues;
                 bfloat16* const high = low + kSpanTiles * kTileValues;
                 const bfloat16* const* const runs = value_runs + n / kRun;
@@ -349,7 +352,7 @@ struct TileBlock : Spans {
             step(unit, has_next ? &next : nullptr, has_last ? &last : nullptr);
             if (!has_next) break;
         }
-        for (int64_t d = 0; d < padded; d += 32) multiply_values(unit, d, nothing);
+        for (int64_t d = 0; d < padded_values; d += 32) multiply_values(unit, d, nothing);
     }
 };
 
@@ -359,6 +362,7 @@ inline void attend_strips(const BatonBatch& batch, const BatonLayer& layer, cons
     const int64_t group = batch.num_heads / batch.num_kv_heads, rows = of.num_queries * group;
     TileBlock block{batch, layer, of};
     const int64_t dim = block.dim, padded = block.padded, depth = block.depth;
+    const int64_t value_dim = block.value_dim, padded_values = block.padded_values;
     block.num_strips = (rows + kStrip - 1) / kStrip;
     block.lines_a_step = (dim - 1) / (4 * block.num_strips) + 1;  // of 16 * dim a span, in 64 steps a strip
 
@@ -368,14 +372,14 @@ inline void attend_strips(const BatonBatch& batch, const BatonLayer& layer, cons
     block.sums = scratch.take<Floats>(panels);
     block.maxima = scratch.take<Floats>(panels);
     block.queries = scratch.take<bfloat16>(panels * padded * 16);
-    block.output = scratch.take<float>(panels * padded * 16);
+    block.output = scratch.take<float>(panels * padded_values * 16);
     block.copies = scratch.take<bfloat16>(2 * padded * kSpan);
     for (int i = 0; i < 2; ++i) {
-        block.values[i] = scratch.take<bfloat16>(padded * kSpan);
+        block.values[i] = scratch.take<bfloat16>(padded_values * kSpan);
         block.scores[i] = scratch.take<float>(kSpan * kStrip);
         block.probabilities[i] = scratch.take<bfloat16>(kSpan * kStrip);
     }
-    std::fill_n(block.output, panels * padded * 16, 0.0f);
+    std::fill_n(block.output, panels * padded_values * 16, 0.0f);
     for (int64_t panel = 0, row = 0; panel < panels; ++panel) {
         const bfloat16* from[16];
         block.maxima[panel] = Floats{} + kMinusInfinity, block.sums[panel] = Floats{};
@@ -398,19 +402,19 @@ inline void attend_strips(const BatonBatch& batch, const BatonLayer& layer, cons
     }
     block.run(of.next_head);
     for (int64_t panel = 0; panel < panels; ++panel) {
-        const float* at = block.output + panel / 2 * padded * kStrip + panel % 2 * 16;
+        const float* at = block.output + panel / 2 * padded_values * kStrip + panel % 2 * 16;
         const Floats factors = 1.0f / block.sums[panel];
         const int64_t count = std::min<int64_t>(16, rows - panel * 16);
         bfloat16* to[16];
         for (int64_t i = 0, row = panel * 16; i < count; ++i, ++row) {
             const int64_t of_token = (of.token + row / group) * batch.num_heads;
-            to[i] = (bfloat16*)layer.out + (of_token + of.head * group + row % group) * dim;
+            to[i] = (bfloat16*)layer.out + (of_token + of.head * group + row % group) * value_dim;
         }
-        for (int64_t d = 0; d < dim; d += 16) {
+        for (int64_t d = 0; d < value_dim; d += 16) {
             Words words[16];
             for (int i = 0; i < 16; ++i, at += kStrip) words[i] = (Words)(load<Floats>(at) * factors);
             transpose(words);
-            for (int64_t i = 0; i < count; ++i) store_part(to[i] + d, narrow((Floats)words[i]), dim - d);
+            for (int64_t i = 0; i < count; ++i) store_part(to[i] + d, narrow((Floats)words[i]), value_dim - d);
         }
     }
 }

@@ -223,8 +223,9 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
     using Operand = typename Math::Operand;
     constexpr int64_t kSubRows = Math::kSubRows, kTile = Math::kTile;
     using Rows = TileRows<Page, kTile>;
-    const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
-    const int64_t padded = round_up(dim, Math::kStep), head = block.head;
+    const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim, value_dim = batch.value_dim;
+    const int64_t padded = round_up(dim, Math::kStep), padded_values = round_up(value_dim, Math::kStep);
+    const int64_t head = block.head;
     const int64_t first_position = block.position, end_position = first_position + block.num_queries;
     const int64_t rows = block.num_queries * group, padded_rows = round_up(rows, kSubRows);
 
@@ -232,11 +233,11 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
                     2 * padded * kTile * sizeof(Operand) + kSubRows * kTile * (4 + sizeof(Operand)) +
                     2 * sizeof(Rows) + dim * sizeof(Page) + 16 * 64);
     Operand* queries = scratch.take<Operand>(padded_rows * padded);
-    float* output = scratch.take<float>(padded_rows * padded);
+    float* output = scratch.take<float>(padded_rows * padded_values);
     Floats* sums = scratch.take<Floats>(padded_rows);
     float* maxima = scratch.take<float>(padded_rows);
     Operand* packed_keys = scratch.take<Operand>(padded * kTile);
-    Operand* packed_values = scratch.take<Operand>(padded * kTile);
+    Operand* packed_values = scratch.take<Operand>(padded_values * kTile);
     float* scores = scratch.take<float>(kSubRows * kTile);
     Operand* probabilities = scratch.take<Operand>(kSubRows * kTile);
     Rows* tile = scratch.take<Rows>(1);
@@ -245,7 +246,7 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
 
     std::fill_n(zeros, dim, Page{});
     std::fill_n(queries, padded_rows * padded, Operand{});
-    std::fill_n(output, padded_rows * padded, 0.0f);
+    std::fill_n(output, padded_rows * padded_values, 0.0f);
     std::fill_n(sums, padded_rows, Floats{});
     std::fill_n(maxima, padded_rows, kMinusInfinity);
     for (int64_t row = 0; row < rows; ++row) {
@@ -275,8 +276,8 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
         else find_next(head, first_key + kTile);
         prefetch(next->keys, next->num_keys, dim);
         Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
-        prefetch(next->values, next->num_keys, dim);
-        Math::pack_values(tile->values, tile->padded_keys, dim, kTile, packed_values);
+        if (batch.kv_stride) prefetch(next->values, next->num_keys, dim);
+        Math::pack_values(tile->values, tile->padded_keys, value_dim, kTile, packed_values);
         for (int64_t row = 0; row < rows; row += kSubRows) {
             int64_t num_rows = std::min(kSubRows, rows - row);
             int64_t last_position = first_position + (row + num_rows - 1) / group;
@@ -291,16 +292,16 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
                 int64_t begin = std::clamp<int64_t>(position + 1 - layer.window - first_key, 0, end);
                 if (batch.softcap > 0) cap_scores(scores + i * kTile, columns, batch.scale, batch.softcap);
                 soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
-                             maxima + row + i, sums + row + i, output + (row + i) * padded, padded);
+                             maxima + row + i, sums + row + i, output + (row + i) * padded_values, padded_values);
             }
-            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded, padded,
-                                          num_rows, columns, padded);
+            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded_values,
+                                          padded_values, num_rows, columns, padded_values);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
         int64_t token = block.token + row / group;
-        Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * dim;
-        write_scaled(output + row * padded, 1.0f / reduce(sums[row], plus), to, dim);
+        Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * value_dim;
+        write_scaled(output + row * padded_values, 1.0f / reduce(sums[row], plus), to, value_dim);
     }
 }
 
@@ -314,7 +315,7 @@ template <class Page> void write_token(const BatonBatch& batch, const BatonLayer
     const Page* value = (const Page*)layer.value + token * layer.value_token;
     for (int64_t head = 0; head < batch.num_kv_heads; ++head) {
         std::copy_n(key + head * layer.key_head, dim, keys + head * batch.head_stride);
-        std::copy_n(value + head * layer.value_head, dim, values + head * batch.head_stride);
+        if (batch.kv_stride) std::copy_n(value + head * layer.value_head, dim, values + head * batch.head_stride);
     }
 }
 
@@ -328,7 +329,7 @@ template <class Page> void write_tokens(const BatonBatch& batch, const BatonLaye
 int64_t count_bytes(const BatonBatch& batch, int64_t page_bytes) {
     int64_t num_keys = 0;
     for (int64_t block = 0; block < batch.num_blocks; ++block) num_keys += batch.seq_lens[batch.blocks[2 * block]];
-    return num_keys * batch.num_kv_heads * batch.head_dim * 2 * page_bytes;
+    return num_keys * batch.num_kv_heads * batch.head_dim * (batch.kv_stride ? 2 : 1) * page_bytes;
 }
 
 using Attend = void (*)(const BatonBatch&, const BatonLayer&, const Block&);

@@ -16,12 +16,13 @@ struct BatonBatch {
     const int64_t* slot_mapping;   // [num_tokens]: page * page_tokens + row in the page
     const int32_t* blocks;         // [num_blocks, 2]: sequence, first query position among its new tokens
     int64_t page_table_width, num_tokens, num_blocks, block_tokens;
-    int64_t page_stride, head_stride, layer_stride, kv_stride;  // in elements; kv: from keys to values
-    int64_t num_heads, num_kv_heads, page_tokens, head_dim;
+    int64_t page_stride, head_stride, layer_stride;  // in elements
+    int64_t kv_stride;  // from keys to values; 0: a value is the first value_dim of its key
+    int64_t num_heads, num_kv_heads, page_tokens, head_dim, value_dim;
     float scale, softcap;  // softcap: 0 for none
 };
 
-// One layer's tensors, [T, heads, head_dim]; strides in elements.
+// One layer's tensors, [T, heads, head_dim], out: [T, heads, value_dim]; strides in elements.
 struct BatonLayer {
     const void *query, *key, *value;  // key and value: null if they are in the pool
     void* out;  // contiguous

@@ -21,6 +21,7 @@ from engine.cpu.cpu_math import Math
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 BLOCK_ROWS = 256  # query rows of a work item share one packed key tile; 64 KB of output at D=64
+LEAST_SHARED_BYTES = 1 << 20  # of keys that threads share: with fewer, one is done before another is awake
 Ints = NDArray[np.int64]
 NO_WINDOW = 1 << 40  # wider than any context
 
@@ -33,7 +34,7 @@ class _BatonBatch(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slot_mapping", "blocks")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
         *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim", "value_dim")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -96,6 +97,11 @@ class CpuPagedAttention:
         arguments.slot_mapping = batch.slot_mapping.data_ptr()
         arguments.page_table_width = batch.page_table.shape[1]
         arguments.num_tokens = batch.token_ids.shape[0]
+        if self._shape.num_kv_heads == 1:  # its query heads as several, which all have the same keys
+            kept_bytes = int(lens[1].sum()) * self._shape.head_dim * pool.element_size()
+            num_threads = torch.get_num_threads() if kept_bytes >= LEAST_SHARED_BYTES else 1
+            parts = count_head_parts(self._shape.num_heads, len(blocks), num_threads)
+            arguments.num_kv_heads, arguments.head_stride = parts, 0
         self._plan = _Plan(batch, pool, blocks, arguments)
 
     def _describe(self, pool: Tensor) -> _BatonBatch:
@@ -109,11 +115,12 @@ class CpuPagedAttention:
             page_stride=page_stride,
             head_stride=head_stride,
             layer_stride=layer_stride,
-            kv_stride=kv_stride,
+            kv_stride=0 if shape.value_dim else kv_stride,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             page_tokens=pool.shape[TOKENS],
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim or shape.head_dim,
             scale=shape.scale,
             softcap=shape.softcap,
         )
@@ -129,15 +136,17 @@ class CpuPagedAttention:
         shape, has_new = self._shape, value.shape[1] > 0
         if checks.ARE_ON:
             self._check(plan, layer, {"query": query, "key": key, "value": value}, window, sinks)
-        out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
+        out = torch.empty((num_tokens, shape.num_heads, shape.value_dim or shape.head_dim), dtype=dtype)
         arguments = _BatonLayer(
             query.data_ptr(),
             key.data_ptr() if has_new else None,
             value.data_ptr() if has_new else None,
             out.data_ptr(),
             *query.stride()[:2],
-            *key.stride()[:2],
-            *value.stride()[:2],
+            key.stride(0),
+            key.stride(1) if shape.num_kv_heads > 1 else 0,
+            value.stride(0),
+            value.stride(1) if shape.num_kv_heads > 1 else 0,
             layer,
             NO_WINDOW if window is None else window,
             None if sinks is None else sinks.data_ptr(),
@@ -192,8 +201,15 @@ def plan_blocks(query_lens: Ints, seq_lens: Ints, block_tokens: int) -> NDArray[
     return np.stack((sequences[order], firsts[order]), 1).astype(np.int32)
 
 
+def count_head_parts(num_heads: int, num_blocks: int, num_threads: int) -> int:
+    """Into how many parts the query heads of one KV head are divided, so that each thread has work: they read the same
+    keys at about the same time, so memory is read once."""
+    wanted = -(-num_threads // max(num_blocks, 1))
+    return next(count for count in range(wanted, num_heads + 1) if num_heads % count == 0) if wanted < num_heads else 1
+
+
 def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
-    expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 2, HEAD_DIM: shape.head_dim}
+    expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 1 if shape.value_dim else 2, HEAD_DIM: shape.head_dim}
     if pool.dim() != 6 or any(pool.shape[axis] != size for axis, size in expected.items()):
         raise ValueError(f"pool is {tuple(pool.shape)}, expected sizes {expected} by axis (wire.kv_layout)")
     if pool.dtype not in (torch.float32, torch.bfloat16):

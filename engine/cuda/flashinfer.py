@@ -345,6 +345,8 @@ def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = F
         return "FlashInfer has no module for both sinks and a soft cap"
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
+    if shape.value_dim:
+        return "these kernels have values beside keys"
     if shape.head_dim not in (dims := {*HEAD_DIMS, *PADDED_HEAD_DIMS}):
         return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, sorted(dims)))}"
     return None

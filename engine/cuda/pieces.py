@@ -116,7 +116,8 @@ class PieceGraph:
 def has_equal_pieces(config: ModelConfig) -> bool:
     """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
     is_alike = len(set(config.attention_shapes)) == 1 and len(config.kv_layers) == config.num_layers
-    return is_alike and not config.has_output_gate and config.moe is None and config.token_inputs is None
+    is_plain = config.token_kv is None and not config.has_output_gate and config.token_inputs is None
+    return is_alike and is_plain and config.moe is None
 
 
 class PieceGraphs:

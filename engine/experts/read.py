@@ -33,6 +33,10 @@ class ReadExperts:
         if self.layers == "sparse_step":
             step = integer(config, "decoder_sparse_step", 1)
             return layer not in collection(config, "mlp_only_layers", list) and (layer + 1) % step == 0
+        if kinds := collection(config, "mlp_layer_types", list):
+            if len(kinds) <= layer:
+                raise ValueError(f"mlp_layer_types has {len(kinds)} entries, fewer than num_hidden_layers")
+            return bool(kinds[layer] == "sparse")
         return self.layers == "all" or layer >= integer(config, "first_k_dense_replace", least=0)
 
 

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.attention.choose import reference_attention
 from engine.batch import ForwardRow, take_turns
 from engine.device import Device
-from engine.fallback.model import FallbackModel, find_layers
+from engine.fallback.model import FallbackModel
 from engine.fallback.probe import probe_config, read_config, refuse
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
@@ -36,14 +36,12 @@ LIMITS = {torch.float32: (2e-3, 1.0), torch.float16: (0.05, 0.5), torch.bfloat16
 
 
 def load_fallback(
-    folder: Path, dtype: torch.dtype | None, device: Device, on_progress: OnProgress | None = None,
-    has_mtp: bool = False,
-) -> FallbackModel:  # fmt: skip
+    folder: Path, dtype: torch.dtype | None, device: Device, on_progress: OnProgress | None = None
+) -> FallbackModel:
     """Load the checkpoint in `folder` onto `device` and compare it with transformers alone.
 
-    dtype: None is the checkpoint's own. has_mtp: load the layer after the last, too. Calls on_progress(done_bytes,
-    total_bytes) before and after. Raises FileNotFoundError for a missing file, ValueError for a model that cannot be
-    served or a checkpoint that lacks tensors.
+    dtype: None is the checkpoint's own. Calls on_progress(done_bytes, total_bytes) before and after. Raises
+    FileNotFoundError for a missing file, ValueError for a model that cannot be served or a checkpoint without tensors.
     """
     config = read_config(folder)
     with named(folder / "config.json"):
@@ -52,8 +50,6 @@ def load_fallback(
     if on_progress:
         on_progress(0, total_bytes)
     library: Any = AutoModelForCausalLM
-    if has_mtp:  # which transformers leaves out
-        config.get_text_config(decoder=True).num_hidden_layers += 1
     disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, on stderr
     with blamed(folder / "config.json"):
         loaded, report = library.from_pretrained(
@@ -64,11 +60,7 @@ def load_fallback(
     if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         shown = ", ".join(lacking[:MAX_NAMES_SHOWN]) + (", ..." if len(lacking) > MAX_NAMES_SHOWN else "")
         raise ValueError(f"{folder}: the checkpoint does not fit its config.json: missing or mis-shaped: {shown}")
-    mtp_layer = None
-    if has_mtp:
-        mtp_layer = find_layers(loaded, shape).to(device.torch).pop(-1)
-        loaded.config.get_text_config(decoder=True).num_hidden_layers -= 1
-    model = FallbackModel(loaded.to(device.torch), shape, device.ops, mtp_layer)
+    model = FallbackModel(loaded.to(device.torch), shape, device.ops)
     if model.dtype not in LIMITS:
         supported = ", ".join(str(known).removeprefix("torch.") for known in LIMITS)
         raise refuse(shape.family, f"its weights are {model.dtype}", f"set --dtype to one of {supported}")

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,8 @@ class FallbackModel:
 
     is_capturable = False  # transformers' code may read values on the host
 
-    def __init__(self, model: Any, config: FallbackConfig, ops: Ops, mtp_layer: torch.nn.Module | None = None) -> None:
-        """model: a PreTrainedModel with its weights on their device; this object takes it over.
-
-        mtp_layer: of the same class as its layers, for a draft head.
-        """
+    def __init__(self, model: Any, config: FallbackConfig, ops: Ops) -> None:
+        """model: a PreTrainedModel with its weights on their device; this object takes it over."""
         self.config = config
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -50,7 +47,6 @@ class FallbackModel:
         self._attention: AttentionBackend | None = None  # of the running step
         self._tapped: Tensor | None = None  # Batch.taps of the running step
         self.taps: tuple[int, ...] = ()
-        self.mtp_layer, self.rotary = mtp_layer, cast(Any, getattr(model.base_model, "rotary_emb", None))
         model.set_attn_implementation(SERVE)
         for layer, name in enumerate(config.attention_modules):
             model.get_submodule(name).baton_attend = partial(self._attend, layer)

@@ -1,16 +1,13 @@
 """Models for which Baton has no code. Imports transformers when there is one: it takes seconds."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from engine.device import Device
 from engine.fallback.config import FallbackConfig
-from engine.heads.decoder import HeadDecoder
-from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import DTYPES, check_dtype
 from engine.ranks import Ranks
-from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import OnProgress
 from wire.files import read_json_object
 from wire.names import Quantization
@@ -25,7 +22,7 @@ def probe_foreign(folder: Path) -> FallbackConfig:
 
 def open_foreign(
     folder: Path, dtype: str, device: Device, on_progress: OnProgress | None, quantization: Quantization,
-    ranks: Ranks, has_mtp: bool,
+    ranks: Ranks,
 ) -> Decoder:  # fmt: skip
     """A model that runs by transformers' code. It has the interface of a Decoder."""
     lacking = f"Baton has no code for model_type {read_json_object(folder / 'config.json').get('model_type')!r}"
@@ -37,11 +34,4 @@ def open_foreign(
         check_dtype(dtype)
     from engine.fallback.load import load_fallback  # imports transformers, seconds
 
-    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress, has_mtp))
-
-
-def build_foreign_head(config: ModelConfig, checkpoint: Checkpoint, model: Decoder) -> HeadDecoder:
-    """The model's own layer that drafts (MTP)."""
-    from engine.fallback.head import build_fallback_head
-
-    return build_fallback_head(config, checkpoint, cast(Any, model))
+    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress))

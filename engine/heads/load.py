@@ -1,6 +1,6 @@
 """Loads the draft head of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,16 +42,12 @@ class RenamedCheckpoint(Checkpoint):
         return self._stored.coded(self._names[name], index)
 
 
-BuildForeign = Callable[[ModelConfig, Checkpoint, Decoder], HeadDecoder]
-
-
 def load_head(
-    folder: Path, model: Decoder, device: Device, quantization: Quantization, parts: Parts, build_foreign: BuildForeign,
-    *, is_mtp: bool,
-) -> tuple[HeadDecoder, tuple[KvPart, ...]]:  # fmt: skip
+    folder: Path, model: Decoder, device: Device, quantization: Quantization, parts: Parts, *, is_mtp: bool
+) -> tuple[HeadDecoder, tuple[KvPart, ...]]:
     """A draft head of a loaded model, in its dtype and on its device and ranks, and its KV over all ranks.
 
-    is_mtp: from the model's own folder. build_foreign: of a model without code of Baton's own.
+    is_mtp: from the model's own folder.
 
     Raises like `load_model`; ValueError also if it is the head of another model.
     """
@@ -60,7 +56,7 @@ def load_head(
     own = load_config(folder).within(context_tokens) if is_mtp and is_native else model.config  # of all ranks
     config = read_head(folder, own, is_mtp=is_mtp)
     ranks, stored = model.ranks, SafetensorsCheckpoint(folder)
-    names = name_mtp(own, stored.entries) if is_mtp else name_eagle3(stored.entries)
+    names = name_mtp(own, stored.entries) if is_mtp and isinstance(own, ModelConfig) else name_eagle3(stored.entries)
     checkpoint: Checkpoint = RenamedCheckpoint(stored, names)
     if config.quantization is not None:
         with named(list_shards(folder)[0]):
@@ -73,8 +69,6 @@ def load_head(
     if config.vocab_size != own.vocab_size:
         path = folder / "config.json"
         raise ValueError(f"{path}: its vocab_size is {config.vocab_size}, the model's {own.vocab_size}")
-    if is_mtp and not is_native:
-        return build_foreign(config, checkpoint, model), config.kv_parts
     with named(list_shards(folder)[0]):
         check_tensors(config, checkpoint, OF_EITHER)
 

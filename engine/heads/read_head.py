@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from engine.fallback.config import FallbackConfig
 from engine.heads.config import DraftHead
-from engine.json_values import Json, collection, flag, integer, number
-from engine.layer_config import RopeConfig
+from engine.json_values import collection, flag, integer
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.families import FAMILIES
 from engine.models.read_config import build_config
@@ -38,7 +37,10 @@ GLM = {
 }  # fmt: skip
 QWEN = {"pre_fc_norm_embedding": "embedding_norm", "pre_fc_norm_hidden": "hidden_norm", "fc": "fc", "norm": "norm"}
 MTP: dict[str, MtpNames] = {
-    "glm4_moe": MtpNames("model.layers.{}.", "num_nextn_predict_layers", GLM),
+    **dict.fromkeys(
+        ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"),
+        MtpNames("model.layers.{}.", "num_nextn_predict_layers", GLM),
+    ),
     "qwen3_5_text": MtpNames("mtp.", "mtp_num_hidden_layers", QWEN, "layers.0."),
     "qwen3_5_moe_text": MtpNames("mtp.", "mtp_num_hidden_layers", QWEN, "layers.0."),
 }
@@ -57,9 +59,7 @@ def is_draft_head(folder: Path) -> bool:
 def read_head(folder: Path, model: ModelConfig | FallbackConfig, *, is_mtp: bool) -> ModelConfig:
     """An MTP layer of the model's own folder, or a head's checkpoint. ValueError says what is not supported."""
     with named(folder / "config.json"):
-        if not is_mtp:
-            return read_eagle3(folder, model)
-        return read_mtp(folder, model) if isinstance(model, ModelConfig) else read_foreign_mtp(folder, model)
+        return read_mtp(folder, model) if is_mtp else read_eagle3(folder, model)
 
 
 def read_eagle3(folder: Path, model: ModelConfig | FallbackConfig) -> ModelConfig:
@@ -119,12 +119,14 @@ def name_eagle3(entries: Collection[str]) -> dict[str, str]:
     return found
 
 
-def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
+def read_mtp(folder: Path, model: ModelConfig | FallbackConfig) -> ModelConfig:
     """The first MTP layer of a model. ValueError if it has none that is supported."""
     names = MTP.get(model.family)
-    if names is None:
+    if names is None or isinstance(model, FallbackConfig):
         raise ValueError(f"MTP layers of {model.family} are not supported; supported: {', '.join(MTP)}")
-    _check_mtp(folder, names)
+    config = read_json_object(folder / "config.json")
+    if not integer(collection(config, "text_config", dict) or config, names.num_layers_key, 0, least=0):
+        raise ValueError(f"the model has no MTP layer: its {names.num_layers_key} is 0 or not there")
     return replace(
         model,
         num_layers=1,
@@ -139,46 +141,10 @@ def read_mtp(folder: Path, model: ModelConfig) -> ModelConfig:
     )
 
 
-def read_foreign_mtp(folder: Path, model: FallbackConfig) -> ModelConfig:
-    """The same of a model that runs by transformers' code, as does the layer: of it, only attention is described."""
-    config, shape = _check_mtp(folder, MTP["glm4_moe"]), model.attention_shapes[-1]
-    if model.kept_states or model.depth != model.num_layers:
-        raise ValueError(f"MTP layers of {model.family} are not supported: some of its layers are no attention")
-    return ModelConfig(
-        family=model.family,
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.hidden_size,
-        num_layers=1,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_eps=number(config, "rms_norm_eps", 1e-6),
-        is_tied=False,
-        layers=(LayerConfig(model.windows[-1], rope=None),),
-        ropes=(RopeConfig("default", 1e4),),  # not used
-        context_tokens=model.context_tokens,
-        attention_scale=shape.scale,
-        attention_softcap=shape.softcap,
-        prefix="",
-        draft_head=DraftHead("mtp", (model.depth,), model.hidden_size, model.vocab_size),
-    )
-
-
-def _check_mtp(folder: Path, names: MtpNames) -> Json:
-    """config.json of the language model. ValueError if it has no such layer."""
-    config = read_json_object(folder / "config.json")
-    config = collection(config, "text_config", dict) or config
-    if not integer(config, names.num_layers_key, 0, least=0):
-        raise ValueError(f"the model has no MTP layer: its {names.num_layers_key} is 0 or not there")
-    return config
-
-
-def name_mtp(model: ModelConfig | FallbackConfig, entries: Collection[str]) -> dict[str, str]:
+def name_mtp(model: ModelConfig, entries: Collection[str]) -> dict[str, str]:
     """Names of the MTP layer's table |-> in the model's checkpoint. The embedding's copy is left out."""
-    family, depth = ("glm4_moe", model.depth) if isinstance(model, FallbackConfig) else (model.family, model.num_layers)
-    own, found = MTP[family], dict[str, str]()
-    prefix = own.prefix.format(depth)
+    own, found = MTP[model.family], dict[str, str]()
+    prefix = own.prefix.format(model.num_layers)
     for name in entries:
         rest = name.removeprefix(prefix)
         if not name.startswith(prefix) or rest.startswith("embed_tokens."):

@@ -1,4 +1,4 @@
-"""What takes the place of attention in a layer: the seam for layers that keep a state of each sequence."""
+"""What takes the place of attention in a layer, or of its heads: the seams for layers that keep something else."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from engine.attention.qkv import QKV
 
 
 class StateRows(NamedTuple):
@@ -27,4 +29,12 @@ class Mixer(Protocol):
 
         states: this layer's in all slots, [num_slots, heads, ...] of each of the model's StateParts.
         """
+        ...
+
+
+class Projection(Protocol):
+    """Makes what attention gets of a layer's first product, where that is not heads."""
+
+    def __call__(self, rows: Tensor, cos: Tensor, signed_sin: Tensor) -> QKV:
+        """[T, ...], and two of [T, 1, D] as in `RopeArgs`. May overwrite rows."""
         ...

@@ -16,7 +16,7 @@ from engine.layers.linear import (
     ProductKey,
     SummedLinear,
 )
-from engine.layers.mixer import Mixer
+from engine.layers.mixer import Mixer, Projection
 from engine.models.config import LayerConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer, InputBlock, TokenInputs
 from engine.models.table import Table, build_table, shard_config
@@ -100,6 +100,7 @@ class LayerParts:
     build_experts: Callable[["LayerBuilder"], Linear] = refuse  # of `ModelConfig.moe`: H -> H, summed over ranks
     build_token_inputs: Callable[["LayerBuilder"], TokenInputs] = refuse  # of `ModelConfig.token_inputs`
     build_input_block: Callable[["LayerBuilder"], InputBlock] = refuse  # the same of one layer
+    build_projection: Callable[["LayerBuilder"], Projection] = refuse  # of `ModelConfig.token_kv`
 
 
 class LayerBuilder:
@@ -163,6 +164,7 @@ class LayerBuilder:
             after_input=self.optional_norm("after_input"),
             scale=self.vector("scale"),
             mixer=mixer,
+            projection=None if self.config.token_kv is None else self.parts.build_projection(self),
         )
 
     def _build_qk_norm(self, own: LayerConfig) -> Tensor | None:

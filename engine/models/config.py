@@ -58,6 +58,10 @@ class ConfigPart:
         """What so many layers keep of a sequence."""
         return ()
 
+    def shape(self, own: AttentionShape) -> AttentionShape:
+        """What attention is of where that is not heads. own: of queries."""
+        return own
+
     def as_stored(self, names: Collection[str]) -> Self:
         """As a checkpoint with tensors of these names has it."""
         return self
@@ -116,6 +120,7 @@ class ModelConfig:
     has_v_norm: bool = False  # over each head of values, without weights
     has_output_gate: bool = False  # q_proj gives each head a gate too, whose sigmoid multiplies what is attended
     recurrent: ConfigPart | None = None  # in the place of attention; None: all layers have it
+    token_kv: ConfigPart | None = None  # None: keys and values of heads; else head_dim is what ropes turn
     norms: Norms = Norms()
     mlp: MlpNames = MlpNames()
     output_module: str = "o_proj"  # after attention
@@ -167,7 +172,8 @@ class ModelConfig:
 
     def shape_of(self, layer: LayerConfig) -> AttentionShape:
         num_kv_heads, head_dim = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
-        return AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
+        own = AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
+        return own if self.token_kv is None else self.token_kv.shape(own)
 
     def find_places(self) -> list[int]:
         """Each layer's index in the pool: of its keys and values or, without attention, of its state."""

@@ -15,7 +15,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, Attend, RopeArgs, Rotations
 from engine.batch import Batch, EmbeddedRows
 from engine.layers.linear import NO_ADDITIONS, Additions, Embedding, Linear, SummedLinear
-from engine.layers.mixer import Mixer, StateRows
+from engine.layers.mixer import Mixer, Projection, StateRows
 from engine.layers.rope import build_rope_tables
 from engine.models.config import ModelConfig
 from engine.models.width_norm import norm_width_
@@ -48,6 +48,7 @@ class DecoderLayer:
     after_input: Tensor | None = None
     scale: Tensor | None = None  # [1], of what leaves the layer
     mixer: Mixer | None = None
+    projection: Projection | None = None  # from qkv_proj to attention; None: by heads
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Decoder:
         self.additions = additions
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
-        dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
+        dims = {layer.rope: layer.head_dim or config.head_dim for layer in config.layers}
         head_dims = [dims.get(index, config.head_dim) for index in range(len(config.ropes))]
         num_positions = config.context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
         tables = build_rope_tables(config.ropes, head_dims, num_positions, self.device, self.dtype)
@@ -275,6 +276,9 @@ class Decoder:
         config, own, shape, layer = self.config, self.config.layers[index], self._shapes[index], self._layers[index]
         num_new = shape.num_kv_heads if own.kv_layer is None else 0
         qkv = layer.qkv_proj(flow.normed)  # [T, (Hq + 2 Hkv) D]
+        if layer.projection is not None:
+            new = layer.projection(qkv, *flow.rotations[own.rope or 0])
+            return Attend(self._places[index], new, own.window, layer.sinks)
         qk_norm = layer.qk_norm
         if config.qk_norm == "width" and qk_norm is not None:
             norm_width_(qkv, qk_norm, config, self.ranks)

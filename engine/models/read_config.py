@@ -75,6 +75,7 @@ def build_config(config: Json, catalogue: Catalogue = PLAIN) -> ModelConfig:
     given = {
         "intermediate_size": integer(config, "intermediate_size"),
         "attention_scale": float(head_dim**-0.5),
+        "num_kv_heads": num_kv_heads,
         **fields,
     }
     model = ModelConfig(
@@ -83,7 +84,6 @@ def build_config(config: Json, catalogue: Catalogue = PLAIN) -> ModelConfig:
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_eps=number(config, "rms_norm_eps", 1e-6),
         is_tied=flag(config, "tie_word_embeddings"),

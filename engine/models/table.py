@@ -66,10 +66,11 @@ class LayerTable:
         self.add_norm("after_attention", norms.after_attention)
         self.add_norm("before_mlp", norms.before_mlp)
         self.add_norm("after_mlp", norms.after_mlp)
-        if layer.has_attention or config.recurrent is None:
+        own = config.token_kv if layer.has_attention or config.recurrent is None else config.recurrent
+        if own is None:
             self.add_attention()
         else:
-            config.recurrent.add_weights(self)
+            own.add_weights(self)
         if moe is not None:
             moe.add_weights(self)
         else:

@@ -66,7 +66,7 @@ class CheckedDrafter(HeadDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["eagle3", "glm4_moe", "qwen3_5_text", "deepseek_v3"])
 def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
     """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
     if kind != "eagle3":

@@ -74,7 +74,8 @@ def load(engine: FullEngine, slot: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "phi3", "glm", "qwen3_moe", "gemma4_e2b", "qwen3_5_text", "gpt_oss", "lfm2"]
+    "family",
+    ["llama", "phi3", "glm", "qwen3_moe", "gemma4_e2b", "qwen3_5_text", "gpt_oss", "lfm2", "deepseek_v3", "minicpm3"],
 )
 def test_each_row_has_its_own_adapter_or_none(family: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", family)
@@ -245,6 +246,16 @@ def test_an_adapter_of_another_model_or_rank_is_refused(adapter: tuple[FullEngin
     (tmp_path / "wrong" / "adapter_model.safetensors").write_bytes(b"1234567890")
     with pytest.raises(ValueError, match="truncated"):
         read(tmp_path / "wrong")
+
+
+def test_an_adapter_of_what_absorbed_queries_take_is_refused(tmp_path: Path) -> None:
+    """kv_b_proj of latent attention, which is no product of rows."""
+    base = write_checkpoint(tmp_path / "base", "deepseek_v3")
+    write_adapter(tmp_path / "one", base, "deepseek_v3", seed=1, targets=["kv_b_proj"])
+    read = build(base).read_adapter
+    assert read is not None
+    with pytest.raises(ValueError, match=r"adapts layers.0.self_attn.kv_b_proj, which Baton does not"):
+        read(tmp_path / "one")
 
 
 def test_the_digest_is_of_the_content(adapter: tuple[FullEngine, Path], tmp_path: Path) -> None:

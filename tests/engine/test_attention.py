@@ -22,10 +22,10 @@ from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.compose import choose_attention
-from engine.cpu import build
+from engine.cpu import build, cpu_paged
 from engine.cpu.build import BuildError, load_kernel
 from engine.cpu.cpu_math import Math, choose_math
-from engine.cpu.cpu_paged import CpuPagedAttention
+from engine.cpu.cpu_paged import CpuPagedAttention, count_head_parts
 from engine.weights.folders import cache_folder
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
 from tests.support.instruction_sets import AMX, BUILDS, HAS_AMX, built_for
@@ -57,7 +57,7 @@ def check_against_truth(problem: Problem, window: int | None = None) -> None:
     dtype = problem.query.dtype
     for backend in backends(problem.shape, dtype):
         out, pool = problem.run(backend, window)
-        assert out.dtype is dtype and out.is_contiguous() and out.shape == problem.query.shape
+        assert out.dtype is dtype and out.is_contiguous() and out.shape == expected.shape
         error = float((out.double() - expected).abs().max())
         assert error < tolerance(dtype), f"{backend.name}: {error}"
         check_writes(problem, pool)
@@ -85,6 +85,21 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 )
 def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "dims", "page_tokens"),
+    [(16, (576, 512), 16), (40, (288, 256), 32), (4, (56, 40), 16), (1, (9, 8), 5)],
+    ids=str,
+)
+def test_values_that_are_part_of_the_keys(
+    num_heads: int, dims: tuple[int, int], page_tokens: int, dtype: torch.dtype
+) -> None:
+    """As latents are: many query rows share one key."""
+    head_dim, value_dim = dims
+    lens = [(1, 1), (1, 17), (1, 300), (3, 290), (40, 40), (33, 150)]
+    check_against_truth(Problem(lens, (num_heads, 1), head_dim, page_tokens, dtype, value_dim))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -137,6 +152,39 @@ def test_thread_count_does_not_change_a_bit() -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "value_dim", "softcap", "window"),
+    [([(1, 500)], 64, 0.0, None), ([(1, 500)], 0, 2.0, None), ([(7, 480)], 0, 2.0, 129)],
+)
+def test_threads_share_the_query_heads_of_one_kv_head(
+    lens: list[tuple[int, int]], value_dim: int, softcap: float, window: int | None, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of latents, and of any model with one KV head; with the same bits as one thread."""
+    monkeypatch.setattr(cpu_paged, "LEAST_SHARED_BYTES", 1)
+    assert [count_head_parts(12, 1, threads) for threads in (1, 2, 5, 8, 64)] == [1, 2, 6, 12, 1]
+    assert count_head_parts(12, 4, 8) == 2 and count_head_parts(12, 9, 8) == 1
+    problem, before = Problem(lens, (12, 1), 72, 16, dtype, value_dim), torch.get_num_threads()
+    if softcap:
+        problem.shape = replace(problem.shape, softcap=softcap)
+        problem.sinks = torch.linspace(-3, 3, 12)
+    expected = problem.truth(window)
+    try:
+        for backend in kernels(problem.shape, *Math):
+            results: list[Tensor] = []
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                out, pool = problem.run(backend, window)
+                assert float((out.double() - expected).abs().max()) < tolerance(dtype), (backend.name, count)
+                check_writes(problem, pool)
+                results.append(out)
+            assert all(torch.equal(out, results[0]) for out in results), backend.name
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_compiler
@@ -202,7 +250,7 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
-    (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
+    (query_key, value, *_), pool, batch = problem.heads, problem.pool, problem.batch
     strided = torch.zeros(2, 8, 128)[..., ::2]
     for layer, heads, window, message in (
         (0, QKV(query_key[:1], value), None, "query is"),

@@ -31,7 +31,7 @@ FLAGS = {
     "exaone4": {}, "qwen3_next": {},  # models that run by transformers' code
 }  # fmt: skip
 
-MTP = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
+MTP = ("glm4_moe", "glm4_moe_lite", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")
 
 
 def build(model: Path, draft_model: str) -> Engine:

@@ -113,7 +113,7 @@ def test_packed_weights_from_a_file_are_those_in_memory(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen2-window-linear", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2-window-linear", "qwen3_moe", "deepseek_v3"])
 def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     settings = CHECKPOINTS[name]
     folder = write_checkpoint(tmp_path, **settings)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 from structlog.testing import capture_logs
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -227,18 +227,24 @@ def test_pages_pad_heads_that_flashinfer_lacks(lens: list[tuple[int, int]], head
         check(problem, backend.for_graph(4, 1, 7), None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_attended_by_flashinfer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H100, of transformers' own sizes. There is no exception; a new one needs a list, with reasons."""
+WITHOUT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), "values beside keys")
+GIVEN = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in CONFIG_MAPPING])
+def test_every_family_is_attended_by_flashinfer_or_is_a_known_exception(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100, of transformers' own sizes. A new exception needs a reason in the list."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(device_module, "explain_no_compiler", lambda: "")
     monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: SimpleNamespace(name="flashinfer"))
-    sizes = {"head_dim": 128} if family == "glm4_moe" else {}
-    config = build_config(AutoConfig.for_model(family, **sizes).to_dict())
+    config = build_config(AutoConfig.for_model(family, **GIVEN.get(family, {})).to_dict())
     for shape in set(config.attention_shapes):
         choice = choose_attention(shape, config.windows, torch.device("cuda"), BF16, has_sinks=config.has_sinks)
-        assert choice.backend.name == "flashinfer", choice.reason
+        assert (choice.backend.name == "flashinfer") == (family not in WITHOUT), choice.reason
+        assert WITHOUT.get(family, "") in choice.reason
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},  # norms after blocks
     "gemma4_26b_a4b": {},  # experts beside MLPs, one KV head for both ranks in full layers
     "gemma4_e2b": {},  # shared keys and values, inputs per layer
+    "deepseek_v2_lite": {},  # latents that every rank has, queries beside them
+    "deepseek_v3": {},  # compressed queries
     "glm4_moe": {},  # dense layers, mixtures with a shared expert
     "gpt_oss": {},  # sinks, biases of experts
     "olmo3": {},  # norms over all heads of all ranks

@@ -23,7 +23,7 @@ PACKAGES = ("decode_worker", "engine", "gateway", "kvtransfer", "prefill_worker"
 SATELLITES = {
     "engine": (
         "adapters", "catalogue.py", "cpu", "cuda", "experts", "fallback", "formats", "heads", "hub.py", "hybrids",
-        "rank_group.py", "varied", "vision",
+        "latent", "rank_group.py", "varied", "vision",
     ),
     "worker": ("adapters", "chunks.py", "images", "itl_goal.py", "ranks", "startup", "states", "tiers"),
     "decode_worker": ("grammar", "speculation"),

@@ -28,12 +28,13 @@ class Problem:
 
     def __init__(
         self, lens: Sequence[tuple[int, int]], heads: tuple[int, int] = (6, 2), head_dim: int = 64,
-        page_tokens: int = 16, dtype: torch.dtype = torch.float32,
+        page_tokens: int = 16, dtype: torch.dtype = torch.float32, value_dim: int = 0,
     ) -> None:  # fmt: skip
+        """value_dim: see `AttentionShape`."""
         generator = torch.Generator().manual_seed(0)
         num_heads, num_kv_heads = heads
         self.lens = lens
-        self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5, value_dim=value_dim)
         self.sinks: Tensor | None = None
         counts = [-(-context // page_tokens) for _, context in lens]
         order = iter(torch.randperm(sum(counts) + 3, generator=generator).tolist())
@@ -45,26 +46,28 @@ class Problem:
         self.batch = pack(parts, page_tokens, CPU)
         sizes = pool_sizes(
             num_pages=sum(counts) + 3, num_kv_heads=num_kv_heads, num_layers=2, page_tokens=page_tokens,
-            head_dim=head_dim,
+            head_dim=head_dim, has_values=not value_dim,
         )  # fmt: skip
         self.pool = torch.randn(sizes, generator=generator).to(dtype)
         num_tokens = sum(query for query, _ in lens)
         # Strided views of one projection, as the decoder hands them over.
         fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
         self.query, self.key, self.value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if value_dim:
+            self.value = self.key
 
     @property
     def heads(self) -> QKV:
         return QKV(torch.cat((self.query, self.key), 1), self.value)
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
+        """Attention at layer 1 -> ([T, Hq, Dv], the pool afterwards)."""
         pool = self.pool.clone()
         backend.plan(pool, self.batch)
         return backend.attend(1, self.heads, window, self.sinks), pool
 
     def truth(self, window: int | None) -> Tensor:
-        """[T, Hq, D] float64: a dense softmax over tokens that are put in order one at a time."""
+        """[T, Hq, Dv] float64: a dense softmax over tokens that are put in order one at a time."""
         page_tokens, pages_of_layer = self.pool.shape[TOKENS], of_layer(self.pool, 1)
         group = self.shape.num_heads // self.shape.num_kv_heads
         rows: list[Tensor] = []
@@ -72,9 +75,11 @@ class Problem:
         for (query_len, context_len), pages in zip(self.lens, self.pages, strict=True):
             past = range(context_len - query_len)
             cached = [pages_of_layer[:, pages[p // page_tokens], :, p % page_tokens] for p in past]  # [2, Hkv, D] each
-            new = torch.stack([self.key, self.value], 1)[begin : begin + query_len]
-            keys, values = torch.cat([*(one[None] for one in cached), new]).double().unbind(1)  # [C, Hkv, D]
-            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            kinds = [self.key] if self.shape.value_dim else [self.key, self.value]
+            new = torch.stack(kinds, 1)[begin : begin + query_len]
+            kept = torch.cat([*(one[None] for one in cached), new]).double()  # [C, 2 or 1, Hkv, D]
+            keys, values = kept[:, 0].repeat_interleave(group, 1), kept[:, -1].repeat_interleave(group, 1)
+            values = values[..., : self.shape.value_dim or None]
             queries = self.query[begin : begin + query_len].double()
             scores = torch.einsum("qhd,chd->hqc", queries, keys) * self.shape.scale
             if softcap := self.shape.softcap:
@@ -99,5 +104,5 @@ def check_writes(problem: Problem, pool: Tensor) -> None:
     for token, slot in enumerate(problem.batch.slot_mapping.tolist()):
         page, row = divmod(slot, pool.shape[TOKENS])
         of_layer(expected, 1)[0, page, :, row, :dim] = problem.key[token]
-        of_layer(expected, 1)[1, page, :, row, :dim] = problem.value[token]
+        of_layer(expected, 1)[-1, page, :, row, :dim] = problem.value[token]
     assert torch.equal(pool, expected)

@@ -87,6 +87,32 @@ LLAVA = dict(
     image_token_id=IMAGE, vision_config=dict(VISION, model_type="clip_vision_model", image_size=24, patch_size=8)
 )
 
+# Heads of four sizes, none a product of others. Tests' heads and head_dim are not those of latents.
+LATENT = dict(
+    num_key_value_heads=4, head_dim=16, q_lora_rank=24, kv_lora_rank=40, qk_nope_head_dim=32, qk_rope_head_dim=16,
+    v_head_dim=24,
+)  # fmt: skip
+LATENT_YARN = dict(YARN, mscale=1.0, mscale_all_dim=0.7)
+LATENT_MOE = dict(
+    LATENT, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, n_shared_experts=2,
+    routed_scaling_factor=2.5, n_group=4, topk_group=2, first_k_dense_replace=1,
+)  # fmt: skip
+
+DEEPSEEK_V3: dict[str, Any] = {  # what Baton reads of https://huggingface.co/deepseek-ai/DeepSeek-V3's config.json
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+
 LONGROPE_ORIGINAL = 32
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM", head_dim=64),
@@ -181,6 +207,21 @@ FAMILIES: dict[str, Family] = {
             LFM2, num_dense_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
             routed_scaling_factor=1.5,
         ),
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2Config", "DeepseekV2ForCausalLM", dict(
+            LATENT_MOE, topk_method="group_limited_greedy", rope_parameters=LATENT_YARN, attention_bias=True
+        ),
+    ),
+    "deepseek_v2_lite": Family("DeepseekV2Config", "DeepseekV2ForCausalLM", dict(LATENT_MOE, q_lora_rank=None)),
+    "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(LATENT_MOE, rope_parameters=LATENT_YARN)),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", dict(LATENT_MOE, n_group=1, topk_group=1, v_head_dim=48),
+        layers=3,
+    ),
+    "minicpm3": Family(
+        "MiniCPM3Config", "MiniCPM3ForCausalLM", is_tied=True,
+        extra=dict(LATENT, scale_emb=3, scale_depth=1.2, dim_model_base=64),
     ),
     "mistral3": Family(
         "MistralConfig", "Mistral3ForConditionalGeneration", dict(sliding_window=None), head_dim=64,

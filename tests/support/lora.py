@@ -10,9 +10,11 @@ from peft import LoraConfig, get_peft_model
 
 from tests.support.families import FAMILIES
 
-TARGETS = re.compile(r"(?!.*vision).*layers\.\d+\.(?!.*(experts|router|\.gate$)).*")  # products that take adapters
+TARGETS = re.compile(
+    r"(?!.*(vision|kv_b_proj)).*layers\.\d+\.(?!.*(experts|router|\.gate$)).*"
+)  # products that take adapters
 MIXED = re.compile(
-    r"(?!.*vision).*layers\.\d+\.(self_attn|linear_attn|conv)\..*"
+    r"(?!.*(vision|kv_b_proj)).*layers\.\d+\.(self_attn|linear_attn|conv)\..*"
 )  # those of a mixture: PEFT renames its MLPs
 
 

@@ -206,12 +206,16 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
-def write_models(folder: Path, name: str, **shape: Any) -> tuple[Path, Path]:
-    """A quantised checkpoint of one layer, and the plain one of the same values in float32. shape: of its heads."""
+def write_models(folder: Path, name: str, family: str | None = None, **shape: Any) -> tuple[Path, Path]:
+    """A quantised checkpoint of one layer, and the plain one of the same values in float32. shape: of its heads.
+
+    family: None: one with biases of some matrices.
+    """
     quantised, plain = folder / "quantised", folder / "plain"
-    family = "gpt_oss" if name == "mxfp4" else "qwen2"  # with biases of some matrices
-    shape = {"num_heads": 4, "num_kv_heads": 2, **shape}
-    write_checkpoint(plain, family, layers=1, hidden=128, intermediate=192, **shape)
+    shape = {"layers": 1, "num_heads": 4, "num_kv_heads": 2, **shape}
+    write_checkpoint(
+        plain, family or ("gpt_oss" if name == "mxfp4" else "qwen2"), hidden=128, intermediate=192, **shape
+    )
     shutil.copytree(plain, quantised)
     tensors = load_file(plain / "model.safetensors")
     values, stored, generator = dict(tensors), dict(tensors), torch.Generator().manual_seed(1)
@@ -221,7 +225,7 @@ def write_models(folder: Path, name: str, **shape: Any) -> tuple[Path, Path]:
             del stored[module]
             values[module], packed = draw_mxfp4(tensor.shape, generator)
             stored |= {module + suffix: part for suffix, part in packed.items()}
-        elif name != "mxfp4" and base.endswith("_proj"):
+        elif name != "mxfp4" and base.endswith(("_proj", "_proj_with_mqa")):
             del stored[module]
             drawn = draw(FORMATS[name], tensor.shape[0], tensor.shape[1], generator)
             values[module] = drawn.values

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow, take_turns
 from engine.compose import load_model
 from engine.cuda.captured import capture_graphs
@@ -19,6 +21,7 @@ from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
+from engine.latent.attention import LatentAttention
 from engine.rank_group import join_group
 from engine.ranks import Ranks, end_group_member
 from engine.runner import Runner
@@ -31,13 +34,18 @@ PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 4, 4
 CPU = torch.device("cpu")
 
 
+def build_backend(shape: AttentionShape) -> AttentionBackend:
+    own = Unwatched(shape)
+    return LatentAttention(shape, torch.float32, own, TorchSdpaAttention) if shape.value_dim else own
+
+
 def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     """Prompts of several lengths in one batch, then their answers."""
     decoder = load_model(model, "float32", CPU, ranks=ranks)
     config, count = decoder.config, len(SAMPLINGS)
     rows = InputBatch(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
     shape = PoolShape(count * ROW_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
-    backends: list[AttentionBackend] = [Unwatched(kind) for kind in dict.fromkeys(config.attention_shapes)]
+    backends = [build_backend(shape) for shape in dict.fromkeys(config.attention_shapes)]
     attention = LayeredAttention(config.attention_shapes, backends, PAGE_TOKENS) if len(backends) > 1 else backends[0]
     if config.state_parts:  # two slots a row, and a padding slot
         slots = PoolShape(2 * count + 1, config.state_parts, PAGE_TOKENS, torch.float32)

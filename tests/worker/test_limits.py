@@ -28,6 +28,7 @@ from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
 from tests.support.checkpoints import write_checkpoint
+from tests.support.families import DEEPSEEK_V3
 from worker.startup import limits
 from worker.startup.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.startup.limits import (
@@ -231,6 +232,14 @@ def test_a_model_without_native_code_has_limits_too() -> None:
     shape = limits.shape_of(config, 16 * GIB)
     assert (shape.num_weights, shape.kv_token_bytes) == (8 * GIB, SHAPES["8B"].kv_token_bytes)
     assert complete(DecodeConfig(), shape, CARDS["h100"], 80 * 10**9).max_running == 512
+
+
+def test_latents_take_what_pages_keep_of_them_on_each_rank() -> None:
+    shape = limits.shape_of(build_config(DEEPSEEK_V3))
+    assert shape.kv_token_bytes == 61 * 576 * 2 == shape.kv_token_bytes_of(8)
+    assert shape.describe_kv() == "68.6 KiB of KV a token, 71 times less than its heads"
+    assert SHAPES["8B"].describe_kv() == "128 KiB of KV a token"
+    assert (shape.num_weights, shape.num_active) == (671_026_419_200, 36_625_618_432)
 
 
 def test_kv_counts_as_pages_hold_it() -> None:

@@ -72,18 +72,24 @@ class ModelShape:
     vocab_size: int
     num_kv_heads: int
     query_width: int  # dimensions of all heads of all layers
-    kv_width: int  # dimensions in a GPU's pages of all KV heads of all layers that have their own
+    kv_width: int  # half of what a GPU's pages keep of a token: dimensions of all KV heads of all layers with their own
     context_tokens: int
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
     kv_item_bytes: int = ITEM_BYTES
     expert_rows: int = 0  # experts that a token takes
     slot_bytes: int = 0  # of the states of a sequence, over all heads; 0: layers keep none
+    full_kv_width: int = 0  # kv_width if pages kept the heads that they stand for; 0: they do
 
     @property
     def kv_token_bytes(self) -> int:
         """KV of a token, over all heads."""
         return 2 * self.kv_width * self.kv_item_bytes
+
+    def describe_kv(self) -> str:
+        """What a token takes of pages, hand-offs and files."""
+        less = f", {self.full_kv_width / self.kv_width:.0f} times less than its heads" if self.full_kv_width else ""
+        return f"{self.kv_token_bytes / 1024:.3g} KiB of KV a token{less}"
 
     def kv_token_bytes_of(self, tp: int) -> int:
         """KV of a token on each of `tp` ranks. With more ranks than KV heads, several hold the same ones."""
@@ -138,7 +144,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
             sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in shapes), config.context_tokens, (),
             slot_bytes=slot_bytes,
         )  # fmt: skip
-    table = build_table(config)
+    table, shapes = build_table(config), tuple(map(config.shape_of, config.layers))
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
     embedding, head = (sizes[next(table.products[name].stored()).name] for name in ("embedding", "lm_head"))
     looked_up = 0 if config.is_tied else embedding
@@ -153,6 +159,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         num_experts = num_moe * expert * moe.routing.num_experts
         num_idle = num_moe * expert * (moe.routing.num_experts - expert_rows)
         inner_size = max(inner_size, expert_rows * moe.inner_size + moe.shared_size)
+    in_pages = [replace(shape, head_dim=pad_head(shape.head_dim)) for shape in config.attention_shapes]
     return ModelShape(
         num_weights=num_weights,
         num_active=num_weights - num_idle - looked_up,
@@ -161,13 +168,14 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         inner_size=inner_size,
         vocab_size=config.vocab_size,
         num_kv_heads=config.num_kv_heads,
-        query_width=sum(config.num_heads * config.shape_of(layer).head_dim for layer in config.layers),
-        kv_width=sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in config.attention_shapes),
+        query_width=sum(shape.num_heads * (shape.expanded[0] or shape.head_dim) for shape in shapes),
+        kv_width=sum(shape.kept_numbers for shape in in_pages) // 2,
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
         weight_bytes=_find_weight_bytes(config, file_bytes / num_weights, num_experts / num_weights),
         expert_rows=expert_rows,
         slot_bytes=slot_bytes,
+        full_kv_width=sum(shape.num_heads * sum(shape.expanded) for shape in config.attention_shapes) // 2,
     )
 
 

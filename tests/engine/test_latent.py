@@ -1,0 +1,175 @@
+"""Latent attention: both ways to compute give one result on every mix, the choice, what pages keep, what is refused.
+
+Every family against transformers: test_families.py. Values that are part of keys in kernels: test_attention.py.
+"""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention.qkv import QKV
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.catalogue import build_config
+from engine.compose import load_any_config
+from engine.kv.pool import PoolShape
+from engine.latent import attention as latent
+from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
+from engine.models.table import build_table, shard_config
+from engine.weights.table import Shard
+from kvtransfer.layout import plan_runs
+from tests.support.batches import Part, pack
+from tests.support.checkpoints import write_config
+from tests.support.families import DEEPSEEK_V3
+from tests.support.forward import Steps
+from tests.support.quantised import write_models
+from wire.kv_layout import KvPart, pool_sizes
+
+CPU = torch.device("cpu")
+HEADS, RANK, PLAIN, ROTATED, VALUE = 4, 24, 12, 8, 10
+SHAPE = AttentionShape(HEADS, 1, RANK + ROTATED, 0.2, value_dim=RANK, expanded=(PLAIN + ROTATED, VALUE))
+LENS = [(1, 1), (1, 40), (3, 20), (17, 17), (50, 50), (20, 63), (33, 34)]  # new tokens, context
+NEVER, ALWAYS = Costs(expanded=1e9), Costs(absorbed=1e9)
+
+
+def draw(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+class Mix:
+    """Heads of a batch with every kind of sequence, over pages."""
+
+    def __init__(self, page_tokens: int) -> None:
+        counts = [-(-context // page_tokens) for _, context in LENS]
+        order = iter(torch.randperm(sum(counts)).tolist())
+        parts = [
+            Part([1] * new, context - new, [next(order) for _ in range(count)], 1)
+            for (new, context), count in zip(LENS, counts, strict=True)
+        ]
+        self.batch = pack(parts, page_tokens, CPU)
+        sizes = pool_sizes(
+            num_pages=sum(counts), num_kv_heads=1, num_layers=2, page_tokens=page_tokens, head_dim=SHAPE.head_dim,
+            has_values=False,
+        )  # fmt: skip
+        self.pool = draw(*sizes)
+        num_tokens = len(self.batch.token_ids)
+        self.heads = QKV(
+            draw(num_tokens, HEADS, PLAIN + ROTATED), draw(num_tokens, 1, SHAPE.head_dim),
+            weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
+        )  # fmt: skip
+
+    def run(self, costs: Costs, padding: int = 0) -> tuple[Tensor, Tensor]:
+        """[T, Hq, V], and the pool afterwards. padding: of heads in pages, on a GPU (`Device.pad_head`)."""
+
+        def build_expanded(shape: AttentionShape) -> TorchSdpaAttention:
+            assert shape.head_dim == PLAIN + ROTATED + padding
+            return TorchSdpaAttention(shape)
+
+        backend = LatentAttention(
+            SHAPE, torch.float32, TorchSdpaAttention(SHAPE), build_expanded, costs, pad_head=lambda dim: dim + padding
+        )
+        pool = functional.pad(self.pool, (0, padding))
+        backend.plan(pool, self.batch)
+        return backend.attend(1, self.heads, None), pool
+
+
+@pytest.mark.parametrize(("page_tokens", "scratch_bytes"), [(16, 1 << 20), (16, 1), (7, 80_000)])
+def test_both_ways_have_one_result_on_every_mix(
+    page_tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of chunks and prefixes; some sequences one way, others the other; all heads at once, or one, or two."""
+    monkeypatch.setattr(latent, "SCRATCH_BYTES", scratch_bytes)
+    mix = Mix(page_tokens)
+    absorbed, pool = mix.run(NEVER)
+    for costs, padding in ((ALWAYS, 0), (Costs(absorbed=2.0), 0), (ALWAYS, 12)):
+        found, other = mix.run(costs, padding)
+        assert torch.equal(other, functional.pad(pool, (0, padding))) and found.is_contiguous()
+        torch.testing.assert_close(found, absorbed, rtol=1e-4, atol=1e-4)
+    ways = choose_expanded(mix.batch.query_lens_host, mix.batch.seq_lens_host, SHAPE, Costs(absorbed=2.0))
+    assert 0 < ways.sum() < len(ways)
+
+
+def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
+    assert [choose_num_heads(16, latent.SCRATCH_BYTES // count) for count in (100, 16, 15, 7, 2, 1)] == [
+        16,
+        16,
+        8,
+        4,
+        2,
+        1,
+    ]
+    assert choose_num_heads(20, latent.SCRATCH_BYTES * 2) == 1 and choose_num_heads(20, latent.SCRATCH_BYTES // 6) == 5
+
+
+def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
+    shape = build_config(DEEPSEEK_V3).attention_shapes[0]
+
+    def choose(new: int, context: int) -> bool:
+        return bool(choose_expanded(np.array([new]), np.array([context]), shape, Costs())[0])
+
+    assert [choose(1, 8000), choose(8, 8000), choose(100, 8000)] == [False] * 3
+    assert [choose(400, 8000), choose(8000, 8000), choose(512, 512)] == [True] * 3
+    for context in (200, 2000, 20_000):  # each length from some on
+        ways = [choose(new, context) for new in range(1, context + 1)]
+        assert [way for way, _ in itertools.groupby(ways)] == [False, True]
+
+
+def test_pages_keep_one_latent_a_token() -> None:
+    """DeepSeek V3: 71 times less than full heads, on each rank of a worker."""
+    config = build_config(DEEPSEEK_V3)
+    assert config.kv_parts == (KvPart(61, 1, 576, has_values=False),)
+    assert config.kv_parts[0].pool_sizes(10, 16) == (10, 1, 61, 1, 16, 576)
+    (shape,) = set(config.attention_shapes)
+    assert shape.num_heads * sum(shape.expanded) / shape.head_dim == pytest.approx(71.1, abs=0.1)
+    assert shape.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert config.ropes[0].attention_factor == 1.0 and config.context_tokens == 163_840
+    assert [layer.is_moe for layer in config.layers] == [False] * 3 + [True] * 58
+    for rank in range(8):
+        own = shard_config(config, Shard(rank, 8))
+        assert own.kv_parts == config.kv_parts and own.attention_shapes[0].num_heads == 16
+    pages = PoolShape(1, config.kv_parts, 16, torch.bfloat16)
+    assert pages.page_bytes == 61 * 16 * 576 * 2
+    for size, theirs in ((1, 1), (1, 8), (8, 1), (4, 2)):  # each rank reads one copy
+        for rank in range(size):
+            runs = plan_runs(pages.page_parts(config.kv_parts), rank, size, theirs)
+            assert [(run.source, run.target, run.num_bytes) for run in runs] == [(0, 0, pages.page_bytes)]
+    num_weights = sum(np.prod(stored.shape) for stored in build_table(config).stored())
+    assert num_weights == pytest.approx(671e9, rel=1e-3)
+
+
+def test_kimi_k2_is_the_same_family() -> None:
+    kimi = {**DEEPSEEK_V3, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1, "topk_group": 1}
+    config = build_config({**kimi, "model_type": "kimi_k2"})
+    assert replace(config, family="deepseek_v3") == build_config(kimi)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "deepseek_v2", "architectures": None, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries"),
+    ],
+)
+def test_what_is_not_supported_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_config({**DEEPSEEK_V3, **change})
+
+
+def test_blocks_of_8_bits_as_v3_ships_them(tmp_path: Path) -> None:
+    """Of all products but the router, kv_b_proj among them."""
+    quantised, plain = write_models(tmp_path, "fp8-block", "deepseek_v3", layers=2)
+    own, expected = (Steps(folder).step((0, 0, 40))[0] for folder in (quantised, plain))
+    assert torch.equal(own, expected)
+
+
+def test_published_keys_and_those_of_transformers_mean_the_same(tmp_path: Path) -> None:
+    config = load_any_config(write_config(tmp_path, "glm4_moe_lite"))
+    assert [layer.is_moe for layer in config.layers] == [False, True, True]  # type: ignore[union-attr]
