@@ -226,7 +226,7 @@ def test_killed_database(fleet: ProcessFleet, postgres: Postgres) -> None:
         for call in (
             lambda: client.responses.create(**asked(9), background=True),
             lambda: client.responses.create(**asked(9), previous_response_id=before.id),
-            lambda: client.responses.retrieve("resp_unknown"),
+            lambda: client.responses.retrieve("resp_" + 48 * "0"),
         ):
             with pytest.raises(openai.InternalServerError) as refused:
                 call()

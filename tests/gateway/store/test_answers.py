@@ -307,14 +307,15 @@ def test_drained(served: Served, other: Served) -> None:
     ids = served.ids(ANSWER)
     served.engine.reset(served.script(ANSWER, delay_s=0.1), Script(ids[:3], is_hanging=True))
     other.engine.reset(other.script(ANSWER))
-    assert served.keeper is not None
+    keeper = served.keeper
+    assert keeper is not None
     told = ask(served, background=True).json()
     served.engine.hanging.get(timeout=60)
-    wait_until(lambda: served.keeper._num_others == 1)
+    wait_until(lambda: keeper._num_others == 1)
     with ThreadPoolExecutor(1) as threads:
         whole = threads.submit(ask, served)
         wait_until(lambda: len(served.engine.generations) == 2)
-        served.run(served.keeper.drain())
+        served.run(keeper.drain())
         wait_stored(other, told["id"])
         assert len(other.engine.generations) == 1
         assert whole.result(60).json()["output"][0]["content"][0]["text"] == ANSWER
