@@ -146,10 +146,11 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
 def plan_gateway(config: ServeConfig, prefill: Command, decode: Command, program: Command = PROGRAM) -> ProcessSpec:
     """The gateway of workers at these addresses."""
     ports = {part: getattr(config, part) for part in PLACES}
-    given = {**ports, "api_key": (), "admin_key": ""}
+    given = {**ports, "api_key": (), "admin_key": "", "state_url": ""}  # secrets, which commands show to all users
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
     keys |= {"BATON_ADMIN_KEY": config.admin_key} if config.admin_key else {}
+    keys |= {"BATON_STATE_URL": config.state_url} if config.state_url else {}
     return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)
 
 

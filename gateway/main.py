@@ -145,6 +145,8 @@ async def _serve(
         log.warning("not ready yet", reason=reason)
     if batches:
         batches.start()
+    if keeper:
+        keeper.serve()
     shutdown.listen()
     spare_what_is_here()
     watch = LoopWatch(registry)

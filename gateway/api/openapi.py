@@ -67,7 +67,9 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JS
     "/version": Version,
     "/status": FleetStatus,
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH)
+_STREAMED = (
+    "/v1/chat/completions", "/v1/completions", RESPONSES_PATH, f"{RESPONSES_PATH}/{{response_id}}", MESSAGES_PATH,
+)  # fmt: skip
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},

@@ -43,6 +43,10 @@ class StoreError(Exception):
     """The database did not do what was asked: says why."""
 
 
+class NewerStoreError(StoreError):
+    """A newer gateway has made the store."""
+
+
 @dataclass(slots=True)
 class Answer:
     """A row of `answers`, named as there."""
@@ -130,6 +134,15 @@ class Database:
             ).fetchall()  # fmt: skip
         return [TokenPart(*map(_plain, row)) for row in rows]
 
+    def find_new(self, answer_id: str, choice: int, begin: int) -> tuple[list[TokenPart], Status | None, bytes]:
+        """A choice's parts from token `begin` on, the answer's status (None: it is gone), and if it is over the whole
+        answer: then the parts are all there are."""
+        sql = f"SELECT status, CASE WHEN {_OPEN} THEN :none ELSE result END FROM answers WHERE id = :id"
+        with self._transaction():
+            row = self._do(sql, id=answer_id, none=b"").fetchone()
+        parts = self.find_tokens(answer_id, choice, begin)  # after the status: none are added once it is over
+        return (parts, row[0], _plain(row[1])) if row else (parts, None, b"")
+
     def ask_cancel(self, answer_id: str) -> None:
         """The gateway that works on it will see that."""
         with self._transaction(is_written=True):
@@ -180,15 +193,20 @@ class Database:
                     )  # fmt: skip
         return {change.answer.id for change in changes} - own
 
-    def renew(self, gateway: str, lease_s: float) -> tuple[set[str], set[str], int]:
-        """Keep what the gateway works on. Returns ids of that, ids of what is to be cancelled of it, and how many other
-        gateways were seen within `lease_s`."""
+    def renew(self, gateway: str, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str], int]:
+        """Keep those answers that the gateway works on: leases of its others end.
+
+        Returns ids of what it has of them, ids of what is to be cancelled, and how many other gateways were seen within
+        `lease_s`.
+        """
+        rows: list[Any] = []
         with self._transaction(is_written=True):
-            rows = self._do(
-                f"UPDATE answers SET lease_until = {self._now} + :lease_s WHERE gateway = :gateway AND {_OPEN}"
-                " RETURNING id, wants_cancel",
-                gateway=gateway, lease_s=lease_s,
-            ).fetchall()  # fmt: skip
+            for answer_id in ids:
+                rows += self._do(
+                    f"UPDATE answers SET lease_until = {self._now} + :lease_s WHERE id = :id AND gateway = :gateway"
+                    f" AND {_OPEN} RETURNING id, wants_cancel",
+                    id=answer_id, gateway=gateway, lease_s=lease_s,
+                ).fetchall()  # fmt: skip
             self._do(
                 f"INSERT INTO gateways (id, seen_s) VALUES (:gateway, {self._now})"
                 " ON CONFLICT (id) DO UPDATE SET seen_s = excluded.seen_s",
@@ -217,24 +235,32 @@ class Database:
                     taken.append(_answer(row))
         return taken
 
-    def release(self, gateway: str) -> None:
-        """Whoever comes may take what this gateway works on."""
+    def release(self, gateway: str, ids: Sequence[str]) -> None:
+        """Any other gateway may take these answers of this one at once."""
         with self._transaction(is_written=True):
-            self._do(f"UPDATE answers SET lease_until = 0 WHERE gateway = :gateway AND {_OPEN}", gateway=gateway)
-            self._do("DELETE FROM gateways WHERE id = :gateway", gateway=gateway)
+            for answer_id in ids:
+                where = f"WHERE id = :id AND gateway = :gateway AND {_OPEN}"
+                self._do(f"UPDATE answers SET lease_until = 0, gateway = '' {where}", id=answer_id, gateway=gateway)
 
-    def clean(self, ttl_s: float, max_bytes: int) -> int:
-        """Delete answers that are over and older than `ttl_s`, then the oldest until all fit. Returns what is left."""
+    def clean(self, ttl_s: float, max_bytes: int, most: int = 500) -> tuple[int, int]:
+        """Delete up to `most` answers that are over: those older than `ttl_s`; then, if all have more than `max_bytes`,
+        the oldest of the owner that has most. Returns how many, and the bytes that are left."""
         with self._transaction(is_written=True):
-            sql = f"SELECT id, num_bytes, created_s < {self._now} - :ttl_s, {_OPEN} FROM answers ORDER BY created_s"
-            rows = self._do(sql, ttl_s=ttl_s).fetchall()
-            left, gone = sum(int(row[1]) for row in rows), list[str]()
-            for answer_id, num_bytes, is_old, is_open in rows:
-                if not is_open and (is_old or left > max_bytes):
-                    gone.append(answer_id)
-                    left -= num_bytes
+            sql = f"SELECT id FROM answers WHERE NOT ({_OPEN}) AND created_s < {self._now} - :ttl_s LIMIT :most"
+            gone = [row[0] for row in self._do(sql, ttl_s=ttl_s, most=most).fetchall()]
             self._delete(gone)
-        return left
+            sums = "SELECT sum(num_bytes), owner FROM answers GROUP BY owner ORDER BY 1 DESC"
+            totals = [(int(row[0]), row[1]) for row in self._do(sums).fetchall()]
+            left = sum(num_bytes for num_bytes, _ in totals)
+            if left > max_bytes and not gone:
+                where = f"WHERE owner = :owner AND NOT ({_OPEN})"
+                sql = f"SELECT id, num_bytes FROM answers {where} ORDER BY created_s LIMIT :most"
+                for answer_id, num_bytes in self._do(sql, owner=totals[0][1], most=most).fetchall():
+                    if left > max_bytes:
+                        gone.append(answer_id)
+                        left -= int(num_bytes)
+                self._delete(gone)
+        return len(gone), left
 
     def close(self) -> None:
         with suppress(Exception):
@@ -243,8 +269,8 @@ class Database:
 
     def _delete(self, ids: Sequence[str]) -> None:
         for answer_id in ids:
+            self._do("DELETE FROM answers WHERE id = :id", id=answer_id)  # first: its owner then adds no tokens
             self._do("DELETE FROM tokens WHERE answer = :id", id=answer_id)
-            self._do("DELETE FROM answers WHERE id = :id", id=answer_id)
 
     # -- either database --------------------------------------------------------------------------------------------
 
@@ -270,7 +296,7 @@ class Database:
                 raise
         except _errors() as error:
             self.close()
-            raise StoreError(f"the store of answers does not answer: {str(error).strip()}") from error
+            raise StoreError(str(error).strip()) from error
 
     def _connect(self) -> Any:
         if self._folder is not None:
@@ -289,6 +315,10 @@ class Database:
             "tcp_user_timeout": milliseconds,
             "options": f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}",
             "application_name": "baton",
+            "keepalives": 1,
+            "keepalives_idle": 5,
+            "keepalives_interval": 1,
+            "keepalives_count": 3,
         }
         return psycopg.connect(self._url, autocommit=True, **options)
 
@@ -299,7 +329,9 @@ class Database:
         row = self._do("SELECT version FROM state_version").fetchone()
         version = row[0] if row else 0
         if version > len(_MIGRATIONS):
-            raise StoreError(f"the store of answers has version {version}, made by a newer gateway: use another place")
+            raise NewerStoreError(
+                f"the store of answers has version {version}, made by a newer gateway: use another place"
+            )
         for statements in _MIGRATIONS[version:]:
             for sql in statements:
                 self._do(sql.replace("BLOB", "BYTEA") if self._url else sql)

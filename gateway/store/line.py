@@ -7,8 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+import structlog
+
 from gateway.errors import ApiError
 from gateway.store.database import CALL_S, Database, StoreError
+
+_log = structlog.get_logger()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,14 +32,14 @@ class Line:
     async def call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
         """Raises StoreError, after 2 CALL_S at the latest; what was begun may then still be done."""
         if self._num_waiting >= MAX_WAITING:
-            raise StoreError(f"the store of answers has {MAX_WAITING} calls to do already")
+            raise StoreError(f"{MAX_WAITING} calls wait already")
         self._num_waiting += 1
         try:
             async with asyncio.timeout(2 * CALL_S):
                 work = partial(self._call, method, *args, **named)
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except TimeoutError as error:
-            raise StoreError(f"the store of answers did not answer within {2 * CALL_S:g} s") from error
+            raise StoreError(f"no answer within {2 * CALL_S:g} s") from error
         finally:
             self._num_waiting -= 1
 
@@ -53,4 +57,6 @@ class Line:
 
 def unavailable(error: StoreError) -> ApiError:
     """For a client whose request cannot be answered without the store."""
-    return ApiError(503, f"{error}; try again in a moment", None, "store_unavailable", retry_after_s=1)
+    _log.warning("a request needs the store of answers, which failed", reason=str(error))
+    why = "the store of answers does not answer; try again in a moment"
+    return ApiError(503, why, None, "store_unavailable", retry_after_s=1)

@@ -13,7 +13,8 @@ from gateway.api.http.read_body import limited_route
 from gateway.api.responses.answers import ResponseBody
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels
-from gateway.store.keeper import AnswerKeeper, as_items
+from gateway.store.keeper import AnswerKeeper
+from gateway.store.replay import as_items
 
 _ONE = RESPONSES_PATH + "/{response_id}"
 

@@ -23,6 +23,7 @@ from wire.messages import pack_tokens, unpack_tokens
 _log = structlog.get_logger()
 
 WRITE_TOKENS = 32  # an answer that has so many more than the store is written soon
+AT_ONCE = 256  # tokens that are read again before others have their turn
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
 
@@ -99,14 +100,16 @@ class Run:
         *,
         is_new: bool,
         is_waited_for: bool,
+        is_kept: bool,
     ) -> None:
         """`kept`: what the store has of each choice. `totals`: its job goes on behind that.
 
         `on_due`: called when there is something to store soon. `is_new`: the store has no row of it. `is_waited_for`:
-        its client learns of it with its first tokens, and of an error before in another way.
+        its client learns of it with its first tokens, and of an error before in another way. `is_kept`: its client may
+        read it elsewhere.
         """
         self.answer, self.totals, self.is_new = answer, totals, is_new
-        self._on_due, self._is_waited_for = on_due, is_waited_for
+        self._on_due, self._is_waited_for, self.is_kept = on_due, is_waited_for, is_kept
         self.is_lost = False  # another gateway works on it, or it was deleted
         self.error: ApiError | None = None  # why it failed
         self.choices = kept
@@ -114,7 +117,7 @@ class Run:
         self._is_stopped = False  # its task, by us
         self._saved_state = answer.status, answer.computes  # in its row
         self._waiting: list[asyncio.Future[None]] = []  # for a change
-        self._saved_bytes = 0  # of tokens and result, as the row knows them
+        self._part_bytes = self._row_bytes = 0  # of parts that are saved; of these and the result, as the row has it
         self.log = writer.begin()  # events, by number
         self.num_begun = len(self.log)
         self._task: asyncio.Task[None] | None = None
@@ -159,8 +162,10 @@ class Run:
         """What is kept of a choice, and then its stream."""
         kept, stops = self.choices[choice], self.totals.job.generations[choice].stop_token_ids
         async with aclosing(stream):
-            for one in list(singly(kept.tokens, stops)):
+            for rank, one in enumerate(list(singly(kept.tokens, stops)), 1):
                 yield one
+                if rank % AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if kept.finish is not None:
                 return
             async for tokens in stream:
@@ -199,13 +204,13 @@ class Run:
         self._waiting.append(woken)
         await woken
 
-    async def follow(self, begin: int) -> AsyncGenerator[bytes, None]:
+    async def follow(self, begin: int, *, is_asked: bool = False) -> AsyncGenerator[bytes, None]:
         """Yields events from number `begin` on, those that are there at once. Ends at the end, or where it is lost.
 
-        Raises its ApiError if it was refused.
+        `is_asked`: for the client that asked for it. Raises its ApiError if it was refused.
         """
         while True:
-            if self.is_refused and self.error is not None:
+            if is_asked and self.is_refused and self.error is not None:
                 raise self.error
             if begin < len(self.log):
                 data, begin = b"".join(self.log[begin:]), len(self.log)
@@ -237,21 +242,30 @@ class Run:
         self.is_lost = is_lost
         self._note([] if is_lost else self._writer.cancelled())
 
-    def take_change(self) -> tuple[Change, list[tuple[int, bool]]] | None:
-        """What the store lacks, and what to tell `mark_saved` when it has that. None: nothing."""
+    @property
+    def has_news(self) -> bool:
+        """The store lacks something of it."""
+        state = self.answer.status, self.answer.computes
+        return not self.is_saved and (self.is_new or state != self._saved_state or bool(self.num_unsaved))
+
+    def take_change(self) -> tuple[Change, list[tuple[int, bool]]]:
+        """What the store lacks, and what to tell `mark_saved` when it has that."""
         sizes = [(len(one.ids), one.finish is not None) for one in self.choices]
         parts = [one.take_part(choice, one.num_saved) for choice, one in enumerate(self.choices)]
         state = self.answer.status, self.answer.computes
         has_changed = self.is_new or state != self._saved_state
-        if self.is_saved or not (has_changed or any(parts)):
-            return None
         answer = Answer(*(getattr(self.answer, name) for name in Answer.__slots__))
-        size = 4 * sum(num_tokens for num_tokens, _ in sizes) + len(answer.result)
-        grown = size - self._saved_bytes if has_changed else 0
-        return Change(answer, self.is_new, has_changed, grown, [part for part in parts if part is not None]), sizes
+        new = [part for part in parts if part is not None]
+        size = self._part_bytes + _size(new) + len(answer.result)
+        return Change(answer, self.is_new, has_changed, size - self._row_bytes if has_changed else 0, new), sizes
 
     def mark_saved(self, change: Change, sizes: Sequence[tuple[int, bool]]) -> None:
         self.is_new, self._saved_state = False, (change.answer.status, change.answer.computes)
-        self._saved_bytes += change.num_bytes
+        self._part_bytes += _size(change.parts)
+        self._row_bytes += change.num_bytes
         for one, (num_tokens, has_end) in zip(self.choices, sizes, strict=True):
             one.num_saved, one.is_end_saved = num_tokens, has_end
+
+
+def _size(parts: Sequence[TokenPart]) -> int:
+    return sum(len(part.ids) + len(part.logprobs) for part in parts)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from gateway.errors import ApiError
 from gateway.router.attempt_record import AttemptRecord
@@ -18,7 +19,7 @@ class StoredTokens:
     """The EngineClient of one answer: its choices are generated in the order in which they are asked for."""
 
     def __init__(self, line: Line, answer: Answer) -> None:
-        self._answer = answer  # as last read
+        self._answer = replace(answer)  # as last read
         self._line = line
         self._num_choices = 0
 
@@ -39,22 +40,24 @@ class StoredTokens:
         num_read = 0
         while True:
             try:
-                answer = await self._line.call(Database.find, self._answer.id)
-                parts = await self._line.call(Database.find_tokens, self._answer.id, choice, num_read)
+                parts, status, result = await self._line.call(Database.find_new, self._answer.id, choice, num_read)
             except StoreError:
                 await asyncio.sleep(LOOK_S)
                 continue
-            if answer is None:
+            if status is None:
                 raise ApiError(404, f"the answer {self._answer.id} was deleted", None, "not_found")
-            self._answer = answer
+            self._answer.status, self._answer.result = status, result
             new = join_parts(parts, choice + 1)[choice]
+            if new.finish and status in RUNNING:  # its end is about to be written, with the whole answer
+                await asyncio.sleep(LOOK_S / 4)
+                continue
             num_read += len(new.ids)
             if new.ids or new.finish:
                 yield new.tokens
             if new.finish:
                 return
-            if answer.status not in RUNNING:
-                raise EndedError(answer.result)
+            if status not in RUNNING:
+                raise EndedError(result)
             await asyncio.sleep(LOOK_S)
 
     def load(self) -> Load:

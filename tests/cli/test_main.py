@@ -280,7 +280,8 @@ def test_who_may_call_is_the_gateways() -> None:
 
 
 def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
-    config = replace(CONFIG, lora=("one=/a", "two=/b=c"), admin_key="0123456789abcdef")
+    url = "postgresql://user:password@host/name"
+    config = replace(CONFIG, lora=("one=/a", "two=/b=c"), admin_key="0123456789abcdef", state_url=url)
     assert config.lora_paths(("name",)) == {"name": {"one": "/a", "two": "/b=c"}}
     assert {plan.settings.max_loras for plan in plan_workers(config)} == {8}
     assert {plan.settings.max_loras for plan in plan_workers(replace(config, max_loras=1))} == {1}
@@ -289,6 +290,7 @@ def test_adapters_are_the_gateways_and_make_room_on_workers() -> None:
     found = parse(*spec.command[1:])
     assert isinstance(found, GatewayConfig) and (found.lora, found.admin_key) == (config.lora, "")
     assert spec.environment["BATON_ADMIN_KEY"] == config.admin_key
+    assert spec.environment["BATON_STATE_URL"] == url and not any("password" in word for word in spec.command)
     with pytest.raises(ConfigError, match="neither the model's"):
         replace(config, served_name=("one",))
     with pytest.raises(ConfigError, match="neither a model's"):

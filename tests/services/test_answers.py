@@ -183,7 +183,7 @@ def test_example_survives(fleet: ProcessFleet, postgres: Postgres) -> None:
     """The program of examples/ prints the whole answer although its gateway is killed in the middle."""
     first, second = fleet.gateway, fleet["gateway-b"]
     urls = [f"http://{gateway.address}" for gateway in (first, second)]
-    command = [sys.executable, CHECKOUT / "examples/python/survives.py", "Tell me a long story", *urls]
+    command = [sys.executable, f"{CHECKOUT}/examples/python/survives.py", "Tell me a long story", *urls]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as running:
         assert running.stdout is not None and (begun := running.stdout.read(1))
         with stopped(decode_workers(fleet)):
@@ -202,11 +202,11 @@ def test_chained_turns_compute_what_is_new(fleet: ProcessFleet) -> None:
     """As many prompt tokens are cached as when the whole conversation is sent."""
     client = client_of(fleet.gateway)
     first = client.responses.create(model=MODEL, input="hello " * 40, temperature=0, max_output_tokens=24)
-    said = [{"role": "user", "content": "hello " * 40}, {"role": "assistant", "content": first.output_text}]
+    said: list[Any] = [{"role": "user", "content": "hello " * 40}, {"role": "assistant", "content": first.output_text}]
     more: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
     chained = client.responses.create(input="and then?", previous_response_id=first.id, **more)
     whole = client.responses.create(input=[*said, {"role": "user", "content": "and then?"}], **more)
-    assert chained.output_text == whole.output_text
+    assert chained.output_text == whole.output_text and chained.usage and whole.usage and first.usage
     assert chained.usage.input_tokens == whole.usage.input_tokens
     assert chained.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens // 16 * 16 - 16 > 0
 
@@ -226,7 +226,7 @@ def test_killed_database(fleet: ProcessFleet, postgres: Postgres) -> None:
         for call in (
             lambda: client.responses.create(**asked(9), background=True),
             lambda: client.responses.create(**asked(9), previous_response_id=before.id),
-            lambda: client.responses.retrieve("resp_unknown"),
+            lambda: client.responses.retrieve("resp_" + 48 * "0"),
         ):
             with pytest.raises(openai.InternalServerError) as refused:
                 call()

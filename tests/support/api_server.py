@@ -1,9 +1,10 @@
 """The public surface on real sockets, for tests: uvicorn and grpc.aio in a thread of their own."""
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class Served:
     metadata: tuple[tuple[str, str], ...]  # with the first key
     registry: CollectorRegistry
     held: Held  # by clients
+    keeper: AnswerKeeper | None
+    run: Callable[[Coroutine[Any, Any, None]], None]  # on the event loop
 
     @property
     def url(self) -> str:
@@ -107,7 +110,7 @@ def run_api(
     structlog.configure(processors=plain, logger_factory=structlog.ReturnLoggerFactory())
     engine, tokenizer, registry = FakeEngineClient(), Tokenizer(write(folder)), CollectorRegistry()
     listener = socket.create_server(("127.0.0.1", 0))
-    ready, ports = threading.Event(), list[int]()
+    ready, ports, loops = threading.Event(), list[int](), list[asyncio.AbstractEventLoop]()
 
     async def serve() -> None:
         grpc_server = build_server(build_interceptors(served))
@@ -116,6 +119,8 @@ def run_api(
         await grpc_server.start()
         if keeper:
             await keeper.start()
+            keeper.serve()
+        loops.append(asyncio.get_running_loop())
         ready.set()
         await http.serve([listener])
         await grpc_server.stop(0)
@@ -141,7 +146,17 @@ def run_api(
             grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
         ):
             yield Served(
-                engine, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry, served.held
+                engine,
+                tokenizer,
+                address,
+                client,
+                ports[0],
+                channel,
+                tuple(key.items()),
+                registry,
+                served.held,
+                keeper,
+                lambda work: asyncio.run_coroutine_threadsafe(work, loops[0]).result(WAIT_S),
             )
     finally:
         http.should_exit = True

@@ -19,7 +19,7 @@ from gateway.api.http.errors import error_response
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModel
 from gateway.request.rules import LAST_PRIORITY
-from gateway.request.types import GenerateRequest
+from gateway.request.types import GenerateRequest, PreparedRequest
 
 _log = structlog.get_logger()
 
@@ -99,10 +99,7 @@ async def respond(
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
-        has_grammar = any(generation.grammar for generation in totals.job.generations)
-        hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
-        if raw.deadline_ms is not None:
-            hold_s = max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
+        hold_s = find_hold_s(raw, totals.job)
         ring, adapter = served.ring, totals.job.generations[0].adapter
         events = write_events(writer, pieces)
         response: Response = EventStream(events, writer, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
@@ -117,6 +114,13 @@ async def respond(
         response = json_response(await until_disconnect(request.receive, whole()))
         response.headers.update(warning_headers(totals.warnings()))
     return response
+
+
+def find_hold_s(raw: GenerateRequest, job: PreparedRequest) -> float:
+    """How long a stream waits for a refusal before it begins."""
+    has_grammar = any(generation.grammar for generation in job.generations)
+    hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
+    return hold_s if raw.deadline_ms is None else max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
 
 
 async def write_events(writer: Writer, pieces: Pieces) -> Events:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import httpx
 import openai
 import pytest
 
+from gateway.api.http import answer as http_answer
 from gateway.errors import ApiError
 from gateway.store import keeper as keeping
+from gateway.store.database import StoreError
+from gateway.store.replay import Replays
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
 from tests.support.fake_engine_client import Script
 from tests.support.live import wait_until
@@ -283,8 +287,8 @@ def test_official_client(served: Served) -> None:
     assert third.previous_response_id == second.id and third.usage and first.usage
     assert third.usage.input_tokens > 2 * first.usage.input_tokens
     assert client.responses.retrieve(third.id) == third
-    items = list(client.responses.input_items.list(third.id))
-    assert [item.content[0].text for item in items] == ["more"]  # type: ignore[union-attr]
+    items: Any = client.responses.input_items.list(third.id).data
+    assert [item.content[0].text for item in items] == ["more"]
     told = client.responses.create(model=SERVED, input="hello", background=True)
     wait_until(lambda: client.responses.retrieve(told.id).status == "completed")
     with client.responses.create(model=SERVED, input="hello", stream=True) as stream:
@@ -296,3 +300,66 @@ def test_official_client(served: Served) -> None:
     client.responses.delete(answer_id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer_id)
+
+
+def test_drained(served: Served, other: Served) -> None:
+    """What can be read elsewhere goes on there at once; an answer that is sent whole ends where it began."""
+    ids = served.ids(ANSWER)
+    served.engine.reset(served.script(ANSWER, delay_s=0.1), Script(ids[:3], is_hanging=True))
+    other.engine.reset(other.script(ANSWER))
+    keeper = served.keeper
+    assert keeper is not None
+    told = ask(served, background=True).json()
+    served.engine.hanging.get(timeout=60)
+    wait_until(lambda: keeper._num_others == 1)
+    with ThreadPoolExecutor(1) as threads:
+        whole = threads.submit(ask, served)
+        wait_until(lambda: len(served.engine.generations) == 2)
+        served.run(keeper.drain())
+        wait_stored(other, told["id"])
+        assert len(other.engine.generations) == 1
+        assert whole.result(60).json()["output"][0]["content"][0]["text"] == ANSWER
+    assert read(served, told["id"]) == read(other, told["id"])
+
+
+def test_refused_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the beginning of a stream a refusal is the answer's own end, with its numbers."""
+    monkeypatch.setattr(http_answer, "HOLD_S", 0.01)
+    error = ApiError(503, "no worker is left", None, "failed")
+    served.engine.reset(Script((), delay_s=0.2, error=error))
+    events = events_of(ask(served, stream=True).text)
+    assert [event["type"] for event in events[-2:]] == ["response.failed", "error"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    again = read(served, events[0]["response"]["id"])
+    events[-1].pop("error")  # its kind, which the store does not know
+    assert [event | {"error": 0} for event in again[-1:]] == [event | {"error": 0} for event in events[-1:]]
+    assert again[:-1] == events[:-1]
+
+
+def test_ids_that_are_none(served: Served) -> None:
+    for wrong in ("resp_x", "%00", "a" * 3000, "resp_" + "0" * 48):
+        assert served.http.get(f"{PATH}/{wrong}").status_code in (400, 404)
+        assert ask(served, previous_response_id=wrong).status_code == 404
+    assert ask(served).status_code == 200
+
+
+def test_taken_over_later(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails for now is tried again."""
+    prepare, failures = Replays.prepare, [ApiError(429, "busy", None, "overloaded"), StoreError("away")]
+
+    async def prepare_at_last(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await prepare(*args)
+
+    with run_api(tmp_path / "b", FULL, state=state) as other:
+        other.http.headers.update(dict(other.metadata))
+        other.engine.reset(other.script(ANSWER))
+        with run_api(tmp_path / "a", FULL, state=state) as first:
+            first.http.headers.update(dict(first.metadata))
+            first.engine.reset(Script(first.ids(ANSWER)[:2], is_hanging=True))
+            told = ask(first, background=True).json()
+            first.engine.hanging.get(timeout=60)
+        monkeypatch.setattr(Replays, "prepare", prepare_at_last)
+        wait_stored(other, told["id"])
+        assert not failures and len(other.engine.generations) == 1

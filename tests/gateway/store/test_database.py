@@ -24,7 +24,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def database(place: str | Path) -> Iterator[Database]:
     """Empty."""
     found = Database(place)
-    found.clean(-1e9, -1)
     with found._transaction(is_written=True):
         for table in ("answers", "tokens", "gateways"):
             found._do(f"DELETE FROM {table}")
@@ -62,13 +61,14 @@ def test_taken_over_when_the_lease_ends(database: Database, place: str | Path) -
     database.write([Change(answer(), True)], "g1", LEASE_S)
     other = Database(place)
     assert other.claim("g2", LEASE_S, 9) == []
-    database.release("g1")
+    database.release("g1", ["a"])
     assert [one.id for one in other.claim("g2", LEASE_S, 9)] == ["a"]
     assert database.claim("g3", LEASE_S, 9) == []
     assert database.write([Change(answer(), False)], "g1", LEASE_S) == {"a"}
-    assert database.renew("g1", LEASE_S)[:2] == (set(), set())
+    assert database.renew("g1", LEASE_S, ["a"])[:2] == (set(), set())
     other.ask_cancel("a")
-    assert other.renew("g2", LEASE_S) == ({"a"}, {"a"}, 1)
+    assert other.renew("g2", LEASE_S, ["a"]) == ({"a"}, {"a"}, 1)
+    assert other.renew("g2", LEASE_S, []) == (set(), set(), 1)
     other.close()
 
 
@@ -77,7 +77,7 @@ def test_over_is_over(database: Database) -> None:
     ended = answer()
     ended.status, ended.result = "completed", b"whole"
     database.write([Change(ended, True, parts=[part(0, b"aaaa", "stop")])], "g1", LEASE_S)
-    database.release("g1")
+    database.release("g1", ["a"])
     assert database.claim("g2", LEASE_S, 9) == []
     assert database.write([Change(answer(), False, parts=[part(1, b"bbbb")])], "g1", LEASE_S) == {"a"}
     assert database.find("a") == ended
@@ -101,11 +101,21 @@ def test_cleaned(database: Database) -> None:
         one.status = "in_progress" if name == "b" else "completed"
         database.write([Change(one, True, num_bytes=100, parts=[part(0, bytes(100), "")])], "g1", LEASE_S)
     size = 107
-    assert database.clean(1e9, 4 * size) == 4 * size
-    assert database.clean(1e9, 2 * size) == 2 * size
+    assert database.clean(1e9, 4 * size) == (0, 4 * size)
+    assert database.clean(1e9, 2 * size) == (2, 2 * size)
     assert [name for name in "abcd" if database.find(name)] == ["b", "d"]
     assert database.find_tokens("a") == []
-    assert database.clean(-2e9, 4 * size) == size
+    assert database.clean(-2e9, 4 * size) == (1, size)
+    assert database.clean(-2e9, 4 * size) == (0, size)
+
+
+def test_whoever_stores_most_loses_first(database: Database) -> None:
+    for at, (name, owner) in enumerate((("a", "small"), ("b", "large"), ("c", "large"), ("d", "large"))):
+        one = answer(name, created_s=2_000_000_000 + at)
+        one.owner, one.status = owner, "completed"
+        database.write([Change(one, True, num_bytes=100)], "g1", LEASE_S)
+    assert database.clean(1e9, 3 * 107, 1) == (1, 3 * 107)
+    assert [name for name in "abcd" if database.find(name)] == ["a", "c", "d"]
 
 
 def test_files_of_others_and_of_newer_gateways(tmp_path: Path) -> None:

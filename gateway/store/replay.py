@@ -1,0 +1,191 @@
+"""Answers made again from the store: their requests, their conversations, and their events."""
+
+import time
+from asyncio import sleep
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from gateway.access.allowance import Allowance
+from gateway.access.keys import Key
+from gateway.answer.choices import Totals, stream_choices
+from gateway.api.access import unique_id
+from gateway.api.http.answer import Events
+from gateway.api.responses.types import CountInputRequest, ResponsesRequest
+from gateway.api.responses.writer import ResponseWriter, Stored
+from gateway.errors import ApiError, bad_request, overloaded
+from gateway.metrics import RequestMetrics
+from gateway.request.prepare import ServedModel, ServedModels
+from gateway.request.types import PreparedRequest
+from gateway.router.engine_client import Tokens
+from gateway.shares import Shared
+from gateway.store.database import RUNNING, Answer, Database, StoreError
+from gateway.store.line import Line, unavailable
+from gateway.store.run import AT_ONCE, ChoiceTokens, singly
+from gateway.store.tail import EndedError, StoredTokens
+
+MAX_TURNS = 1000  # of a conversation
+MAX_FOLLOWERS = 200  # streams that are read from the store
+PATIENCE_S, LOOK_S = 1.0, 0.1  # for the end of an answer that another gateway writes just now
+
+SomeBody = TypeVar("SomeBody", bound=CountInputRequest)
+
+
+class Asked(msgspec.Struct):
+    """How to compute an answer again, besides its request."""
+
+    request_id: str  # ids of its calls follow from it
+    seeds: list[int]  # by choice
+    digest: bytes  # of its prompts
+    is_background: bool
+    is_streamed: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """Its client knows its id before its end, and may read it anywhere."""
+        return self.is_background or self.is_streamed
+
+
+class CannotGoOnError(ApiError):
+    """An answer cannot be computed again, now or later."""
+
+
+class Replays:
+    """Reads the store for all that is to be made again. Lives on the asyncio thread."""
+
+    def __init__(self, served: ServedModels, reads: Line) -> None:
+        self._served, self._reads = served, reads
+        self._followers = Shared(MAX_FOLLOWERS)
+        self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: nobody's
+
+    async def find_history(self, answer_id: str, key: Key, *, waits: bool) -> list[Answer]:
+        """The conversation that ends with an answer. `waits`: another gateway may be writing it. Raises ApiError."""
+        name, until = "previous_response_id", time.monotonic() + (PATIENCE_S if waits else 0.0)
+        while True:
+            try:
+                history = await self._reads.call(Database.find_history, answer_id, key.owner, MAX_TURNS)
+            except StoreError as error:
+                raise unavailable(error) from error
+            if (history and history[-1].status not in RUNNING) or time.monotonic() >= until:
+                break
+            await sleep(LOOK_S)
+        if not history:
+            raise ApiError(404, f"no answer has the id {answer_id[:100]}", name, "previous_response_not_found")
+        if history[0].previous:
+            why = f"the answer {history[0].previous} before it was deleted, or {MAX_TURNS} turns are exceeded"
+            raise bad_request(f"the conversation of {name} is not whole: {why}; send it as input", name)
+        if history[-1].status in RUNNING:
+            raise bad_request(f"the answer {answer_id} is not over; wait until it is", name)
+        return history
+
+    async def join(self, body: SomeBody, history: Sequence[Answer], key: Key) -> SomeBody:
+        """The request with the whole conversation as its input. Raises ApiError."""
+        most = self._served.options.max_body_bytes
+        num_bytes = sum(len(answer.body) + len(answer.result) for answer in history)
+        if num_bytes > most:
+            why = f"the conversation of previous_response_id has {num_bytes} bytes; at most {most} are read"
+            raise bad_request(f"{why}: begin a new one, or raise --body-limit-bytes", "previous_response_id")
+        items: list[Any] = []
+        turn = self._served.new_turn(key.name, num_bytes)
+        try:
+            for answer in history:
+                await turn.step()
+                items += as_items(msgspec.json.decode(answer.body).get("input"))
+                items += msgspec.json.decode(answer.result)["output"]
+            await turn.step()
+            whole = body.model_dump(by_alias=True, exclude_unset=True)
+            await turn.last_step()
+            return type(body).model_validate(whole | {"input": [*items, *as_items(whole["input"])]})
+        finally:
+            turn.end()
+
+    async def prepare(
+        self, answer: Answer, asked: Asked, kept: Sequence[ChoiceTokens] = ()
+    ) -> tuple[ResponsesRequest, ServedModel, Totals]:
+        """The request of an answer as it was first prepared, and then what is `kept`. Raises ApiError."""
+        key = self._served.keys.find_owner(answer.owner)
+        if key is None:
+            raise CannotGoOnError(403, "the key that asked for this answer is no longer accepted", None, "key_gone")
+        key = replace(key, allowance=Allowance())  # it has paid
+        turn = self._served.new_turn(key.name, len(answer.body))
+        try:
+            await turn.last_step()
+            body = ResponsesRequest.model_validate_json(answer.body)
+        finally:
+            turn.end()
+        if answer.previous:
+            history = await self.find_history(answer.previous, key, waits=False)
+            body = await self.join(body, history, key)
+        one = self._served.find(body.model, key)
+        raw = replace(body.raw(), deadline_ms=None)
+        job = await one.prepare(raw, unique_id(asked.request_id.rpartition(".")[0]), time.perf_counter(), key)
+        if digest_of(job) != asked.digest:
+            why = "the prompt of this answer is read in another way now: its model, template or an image has changed"
+            raise CannotGoOnError(409, f"{why}; ask again", None, "prompt_changed")
+        generations = [
+            replace(each, sampling=replace(each.sampling, seed=seed))
+            for each, seed in zip(job.generations, asked.seeds, strict=True)
+        ]
+        if kept:
+            pairs = zip(generations, kept, strict=True)
+            generations = [replace(each, emitted=tuple(one.ids), computes=answer.computes) for each, one in pairs]
+        job = replace(job, generations=tuple(generations), call_seed=asked.request_id)
+        return body, one, Totals(job, time.perf_counter())
+
+    async def read(self, answer: Answer, begin: int) -> Events:
+        """Events of an answer in the store from number `begin` on, those that other gateways add as well."""
+        at, owner = 0, answer.owner if self._served.keys.are_several else ""
+        if not self._followers.has_room(owner):
+            raise overloaded(f"of {MAX_FOLLOWERS} streams that are read from the store your key has its share")
+        with self._followers.held(owner):
+            async with aclosing(self._read_all(answer)) as groups:
+                async for events in groups:
+                    first, at = max(begin - at, 0), at + len(events)
+                    if shown := b"".join(events[first:]):
+                        yield shown
+
+    async def _read_all(self, answer: Answer) -> AsyncGenerator[list[bytes], None]:
+        asked = msgspec.msgpack.decode(answer.asked, type=Asked)
+        body, one, totals = await self.prepare(answer, asked)
+        tokens = StoredTokens(self._reads, answer)
+        reader = replace(one, ring=tokens, metrics=self._metrics, waiting=Shared(1 << 30))
+        stored = Stored(answer.id, answer.created_s, asked.is_background, lambda: tokens.result)
+        writer = ResponseWriter(totals, body, one.tokenizer.token_bytes, stored)
+        stops, num_read = iter([each.stop_token_ids for each in totals.job.generations]), 0
+        yield writer.begin()
+        try:
+            async with aclosing(stream_choices(reader, totals, lambda stream: _split(stream, next(stops)))) as pieces:
+                async for index, piece in pieces:
+                    yield writer.events(index, piece)
+                    if (num_read := num_read + 1) % AT_ONCE == 0:
+                        await sleep(0)  # others have their turn
+        except EndedError as ended:
+            yield writer.end_as(ended.result)
+
+
+async def _split(stream: AsyncGenerator[Tokens, None], stop_token_ids: frozenset[int]) -> AsyncGenerator[Tokens, None]:
+    async with aclosing(stream):
+        async for tokens in stream:
+            for one in singly(tokens, stop_token_ids):
+                yield one
+
+
+def digest_of(job: PreparedRequest) -> bytes:
+    """Of all that workers get of its prompts."""
+    digest = blake2b(digest_size=16)
+    for prompt in job.prompts:
+        digest.update(np.array(prompt.ids, np.int32).tobytes())
+        for image in prompt.images:
+            digest.update(image.span.digest)
+    return digest.digest()
+
+
+def as_items(given: Any) -> list[Any]:
+    """A request's input as a list."""
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
