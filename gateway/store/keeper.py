@@ -35,7 +35,7 @@ from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels
 from gateway.store.database import RUNNING, Answer, Change, Database, NewerStoreError, Status, StoreError
 from gateway.store.line import Line, unavailable
-from gateway.store.replay import Asked, CannotGoOnError, Replays, SomeBody, digest_of
+from gateway.store.replay import Asked, CannotGoOnError, Replays, SomeBody, digest_of, unknown_history
 from gateway.store.run import ChoiceTokens, Run, join_parts
 from runtime.tasks import keep_running
 
@@ -61,7 +61,7 @@ class AnswerKeeper:
     ) -> None:
         """`place`: as in Database. `lease_s`: how long others wait for a sign of this gateway."""
         self._served, self._ttl_s, self._max_bytes, self._lease_s = served, ttl_s, max_bytes, lease_s
-        self._writes, self._reads, self._is_file = Line(place, "store-write"), Line(place, "store-read"), place
+        self._writes, self._reads, self._place = Line(place, "store-write"), Line(place, "store-read"), place
         self._replays = Replays(served, self._reads)
         self.id = new_response_id().replace("resp_", "gateway_")
         self._runs: dict[str, Run] = {}
@@ -79,7 +79,9 @@ class AnswerKeeper:
         try:
             await self._reads.call(Database.find, "")
         except StoreError as error:
-            if isinstance(self._is_file, Path) or isinstance(error, NewerStoreError):
+            if isinstance(self._place, Path):
+                raise StoreError(f"--state-dir {self._place} cannot be used: {error}") from error
+            if isinstance(error, NewerStoreError):
                 raise
             self._note_failure(error)
         self._tasks = [asyncio.create_task(keep_running(self._write, "writing answers"))]
@@ -200,8 +202,9 @@ class AnswerKeeper:
         if previous in self._runs:  # it ended here just now
             with suppress(StoreError):
                 await self._save()
-        known = previous if _ID.fullmatch(previous) else ""
-        history = await self._replays.find_history(known, key, waits=bool(self._num_others and known))
+        if not _ID.fullmatch(previous):
+            raise unknown_history(previous)
+        history = await self._replays.find_history(previous, key, waits=bool(self._num_others))
         return await self._replays.join(body, history, key)
 
     async def find(self, answer_id: str, key: Key) -> Answer:

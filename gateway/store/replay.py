@@ -76,7 +76,7 @@ class Replays:
                 break
             await sleep(LOOK_S)
         if not history:
-            raise ApiError(404, f"no answer has the id {answer_id[:100]}", name, "previous_response_not_found")
+            raise unknown_history(answer_id)
         if history[0].previous:
             why = f"the answer {history[0].previous} before it was deleted, or {MAX_TURNS} turns are exceeded"
             raise bad_request(f"the conversation of {name} is not whole: {why}; send it as input", name)
@@ -184,6 +184,11 @@ def digest_of(job: PreparedRequest) -> bytes:
         for image in prompt.images:
             digest.update(image.span.digest)
     return digest.digest()
+
+
+def unknown_history(answer_id: str) -> ApiError:
+    why = f"no answer has the id {answer_id[:100]}"
+    return ApiError(404, why, "previous_response_id", "previous_response_not_found")
 
 
 def as_items(given: Any) -> list[Any]:
