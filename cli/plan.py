@@ -94,7 +94,8 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
         given["kv_memory_share"] = HOST_SHARE / (len(own_roles) * min(num_awake, len(models)))
         if gpus or config.device == "cuda":
             given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
-        environment = secrets_of(config)
+        target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
+        environment = secrets_of(target, config)
         if len(gpus) > 1:
             others = (gpu for gpu in range(len(gpus)) if gpu not in own)
             environment[VISIBLE] = ",".join(gpus[gpu] for gpu in (*own, *others))
@@ -102,7 +103,6 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
             environment |= SPIN
         name = f"{role}-{own_number if role == 'prefill' else own_number - num_prefill}"
         name = f"{model_name} {name}".strip()
-        target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
         plans.append(ProcessPlan(name, role, derive(target, config, **given), environment, program, own))
     return plans
 
@@ -146,16 +146,15 @@ def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus:
 def plan_gateway(config: ServeConfig, prefill: Command, decode: Command, program: Command = PROGRAM) -> ProcessSpec:
     """The gateway of workers at these addresses."""
     ports = {part: getattr(config, part) for part in PLACES}
-    given = {**ports, "api_key": (), "admin_key": "", "state_url": ""}  # secrets, which commands show to all users
-    settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
+    settings = derive(GatewayConfig, config, **ports, api_key=(), prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
-    keys |= {"BATON_ADMIN_KEY": config.admin_key} if config.admin_key else {}
-    keys |= {"BATON_STATE_URL": config.state_url} if config.state_url else {}
-    return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)
+    return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(GatewayConfig, config), program)
 
 
-def secrets_of(config: ServeConfig) -> dict[str, str]:
-    return {"BATON_FLEET_SECRET": config.fleet_secret} if config.fleet_secret else {}
+def secrets_of(target: type[Settings], config: ServeConfig) -> dict[str, str]:
+    """Environment variables of the settings that are not shown, as far as the service has them."""
+    names = [item.name for item in fields(target) if not item.repr]
+    return {f"BATON_{name.upper()}": value for name in names if (value := getattr(config, name))}
 
 
 def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
@@ -171,7 +170,8 @@ def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> Set
     Hosts and ports of the service are the gateway's; workers listen on any free port of the loopback interface. All log
     JSON lines, which `Screen` shows as --log-format says.
     """
-    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {*PLACES, "fleet_secret", "log_format"}
+    shown = {item.name for item in fields(target) if item.repr}  # the rest: `secrets_of`
+    shared = shown & set(field_names(ServeConfig)) - {*PLACES, "log_format"}
     return target(**{name: getattr(config, name) for name in shared} | {"host": LOOPBACK} | given)
 
 
