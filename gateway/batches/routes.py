@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, Response
 from gateway.access.keys import Key
 from gateway.api.http.answer import json_response
 from gateway.api.http.body import Body, only_null
+from gateway.api.http.pages import cut_page
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
 from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value
 from gateway.errors import ApiError, bad_request, check_count
@@ -214,11 +215,4 @@ def _check_form(form: FormData) -> UploadFile:
 
 
 def _page(values: list[Value], after: str | None, limit: int) -> Response:
-    if after is not None:
-        places = [index for index, value in enumerate(values) if value.id == after]
-        if not places:
-            raise bad_request("after names nothing in this list", "after")
-        values = values[places[0] + 1 :]
-    shown = values[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return json_response(Page(list(shown), first, last, len(values) > limit))
+    return json_response(Page(**cut_page(values, [value.id for value in values], after, limit)))

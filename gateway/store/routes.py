@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from gateway.api.http.answer import json_response
 from gateway.api.http.errors import RESPONSES_PATH
+from gateway.api.http.pages import cut_page
 from gateway.api.http.read_body import limited_route
 from gateway.api.responses.answers import ResponseBody
 from gateway.errors import ApiError, bad_request
@@ -19,7 +20,7 @@ from gateway.store.replay import as_items
 _ONE = RESPONSES_PATH + "/{response_id}"
 
 
-class Deleted(msgspec.Struct):
+class DeletedResponse(msgspec.Struct):
     """An answer is gone."""
 
     id: str
@@ -39,7 +40,7 @@ class ItemPage(msgspec.Struct):
 
 _ANSWERS: dict[str, type[msgspec.Struct]] = {  # as those of openapi.py
     f"GET {_ONE}": ResponseBody,
-    f"DELETE {_ONE}": Deleted,
+    f"DELETE {_ONE}": DeletedResponse,
     f"{_ONE}/cancel": ResponseBody,
     f"{_ONE}/input_items": ItemPage,
 }
@@ -74,7 +75,7 @@ def add_answers(app: FastAPI, served: ServedModels, keeper: AnswerKeeper | None)
     async def delete_response(response_id: str, request: Request) -> Response:
         """Deletes an answer; one that is not over ends."""
         await enter().delete(response_id, request.state.key)
-        return json_response(Deleted(response_id))
+        return json_response(DeletedResponse(response_id))
 
     @router.post(f"{_ONE}/cancel")
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -94,14 +95,7 @@ def add_answers(app: FastAPI, served: ServedModels, keeper: AnswerKeeper | None)
         given = as_items(msgspec.json.decode(answer.body).get("input"))
         items = [_shown(item, f"{response_id}_{at}") for at, item in enumerate(given)]
         items = items if order == "asc" else items[::-1]
-        if after is not None:
-            places = [at for at, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise bad_request("after names nothing in this list", "after")
-            items = items[places[0] + 1 :]
-        shown = items[:limit]
-        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        return json_response(ItemPage(shown, first, last, len(items) > limit))
+        return json_response(ItemPage(**cut_page(items, [item["id"] for item in items], after, limit)))
 
     app.include_router(router)
     app.state.answers |= _ANSWERS
