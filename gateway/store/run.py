@@ -15,6 +15,7 @@ from gateway.api.http.answer import encode
 from gateway.api.responses.writer import ResponseWriter
 from gateway.errors import ApiError
 from gateway.request.prepare import ServedModel
+from gateway.router.attempt import FINISH_REASONS
 from gateway.router.engine_client import FinishReason, Tokens
 from gateway.store.database import RUNNING, Answer, Change, TokenPart
 from wire.logprobs import TokenLogprobs
@@ -65,8 +66,9 @@ class ChoiceTokens:
         """All of them."""
         return Tokens(tuple(self.ids), self.finish, tuple(self.logprobs))
 
-    def take_part(self, choice: int, begin: int) -> TokenPart | None:
-        """What the store lacks from the token at `begin` on; None: nothing."""
+    def take_part(self, choice: int) -> TokenPart | None:
+        """What the store lacks; None: nothing."""
+        begin = self.num_saved
         ids = self.ids[begin:]
         if not ids and (self.finish is None or self.is_end_saved):
             return None
@@ -81,7 +83,7 @@ def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceToken
         one = choices[part.choice]
         one.ids += unpack_tokens(part.ids).tolist()
         one.logprobs += _LOGPROBS.decode(part.logprobs) if part.logprobs else []
-        one.finish = "stop" if part.finish == "stop" else "length" if part.finish == "length" else None
+        one.finish = FINISH_REASONS[part.finish]
         one.num_saved, one.is_end_saved = len(one.ids), one.finish is not None
     return choices
 
@@ -251,7 +253,7 @@ class Run:
     def take_change(self) -> tuple[Change, list[tuple[int, bool]]]:
         """What the store lacks, and what to tell `mark_saved` when it has that."""
         sizes = [(len(one.ids), one.finish is not None) for one in self.choices]
-        parts = [one.take_part(choice, one.num_saved) for choice, one in enumerate(self.choices)]
+        parts = [one.take_part(choice) for choice, one in enumerate(self.choices)]
         state = self.answer.status, self.answer.computes
         has_changed = self.is_new or state != self._saved_state
         answer = Answer(*(getattr(self.answer, name) for name in Answer.__slots__))

@@ -60,6 +60,12 @@ def asked(number: int) -> Any:
     }
 
 
+def begin(gateway: Process, number: int) -> tuple[Any, list[Any]]:
+    """A stream, and the first NUM_BEFORE of its events."""
+    stream = client_of(gateway).responses.create(**asked(number), stream=True)
+    return stream, [next(stream) for _ in range(NUM_BEFORE)]
+
+
 def shape(events: Sequence[Any]) -> list[Any]:
     """What does not differ between two answers to one request."""
     return [(event.type, event.sequence_number, getattr(event, "delta", "")) for event in events]
@@ -141,10 +147,7 @@ def test_killed_gateway(fleet: ProcessFleet) -> None:
 def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
     """One stops for longer than its lease; what it writes when it runs again changes nothing."""
     first, second = fleet.gateway, fleet["gateway-b"]
-    events: list[Any] = []
-    stream = client_of(first).responses.create(**asked(77), stream=True)
-    while len(events) < NUM_BEFORE:
-        events.append(next(stream))
+    stream, events = begin(first, 77)
     answer_id = events[0].response.id
     wait_until(lambda: is_known(second, answer_id))
     with stopped(decode_workers(fleet)):
@@ -164,10 +167,7 @@ def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
 def test_drained_gateway(fleet: ProcessFleet) -> None:
     """It leaves its answers to the other one and ends at once."""
     first, second = fleet.gateway, fleet["gateway-b"]
-    events: list[Any] = []
-    stream = client_of(first).responses.create(**asked(78), stream=True)
-    while len(events) < NUM_BEFORE:
-        events.append(next(stream))
+    stream, events = begin(first, 78)
     with stopped(decode_workers(fleet)):
         first.terminate()
         assert first.wait_exited(WAIT_S) == 0
