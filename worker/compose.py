@@ -85,6 +85,8 @@ def build_features(
     """What this worker's service has."""
     engine, slots = worker.engine, worker.scheduler.kv.states.cache
     features = Features()
+    if isinstance(worker.others, RankChildren):
+        thread.on_failure = worker.others.end_process
     if engine.states is not None:
         add_gauges(slots, metrics)
     if engine.vision is not None:

@@ -68,7 +68,7 @@ class EngineThread:
         self._changed = threading.Condition(self.lock)
         self._step = step
         self._next_deadline = next_deadline
-        self._on_failure = on_failure
+        self.on_failure = on_failure  # set before `start`
         self._is_woken = False
         self._is_stopping = False
         self._calls: deque[Callable[[], None]] = deque()
@@ -90,7 +90,7 @@ class EngineThread:
             is_stuck = progress.find_stuck(times * stall_s) is not None
             if is_stuck and seen == progress.steps:
                 log.error("stuck: this process ends", reason=progress.find_stuck(stall_s), exit_when_stuck=times)
-                self._on_failure()
+                self.on_failure()
                 return
             seen = progress.steps if is_stuck else -1
             pause(stall_s / LOOKS)
@@ -130,7 +130,7 @@ class EngineThread:
             try:
                 log.exception("the engine failed between two steps; this process ends")
             finally:
-                self._on_failure()
+                self.on_failure()
 
     def _work(self) -> None:
         while not self._is_stopping:

@@ -44,10 +44,8 @@ def _run_wrapped(
     start = shlex.join([*wrapper, sys.executable])
     script.write_text(f'#!/bin/sh\nset -e\n{setup}\nexec {start} "$@"\n')
     script.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", str(script))
-        with run_fleet(flags=flags) as fleet:
-            yield fleet
+    with run_fleet(flags=flags, python=script) as fleet:
+        yield fleet
 
 
 @contextmanager

@@ -241,14 +241,15 @@ def run_fleet(
     programs: Mapping[str, Sequence[str]] | None = None,
     starts: bool = True,
     forks: bool = False,
+    python: str | Path = sys.executable,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all are killed at the end.
 
     `flags`: additional ones by role or name. `links`: worker name |-> the address at which the gateway reaches it.
     `ports`: two per process, in the order gateway, prefill, decode, and the gateway's for gRPC. `kv_memory_mib`: by
     role, default 64. `programs`: worker name |-> what to run instead of PROGRAM. `starts`: False leaves that to
-    the caller. `forks`: see Process. The environment variable DECODE_TP sets the ranks of decode workers, so that a
-    whole suite can run with several.
+    the caller. `forks`, `python`: see Process. The environment variable DECODE_TP sets the ranks of decode workers, so
+    that a whole suite can run with several.
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
     decode_tp = os.environ.get("DECODE_TP", "1")
@@ -268,7 +269,9 @@ def run_fleet(
             if role == "decode" and decode_tp != "1" and not any(flag.startswith("--tp=") for flag in extra):
                 own.append(f"--tp={decode_tp}")
             log, program = Path(folder) / f"{name}.log", tuple(programs.get(name, PROGRAM))
-            fleet.processes[name] = Process(name, role, port, ops_port, (*own, *extra), log, program, forks=forks)
+            fleet.processes[name] = Process(
+                name, role, port, ops_port, (*own, *extra), log, program, forks=forks, python=python
+            )
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={ports[-1]}", *HAND_OFF_FLAGS)

@@ -7,6 +7,7 @@ A worker is one incarnation: if a rank ends, this process ends at once, and its 
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -31,6 +32,7 @@ from worker.ranks.reader import RanksReader
 log = structlog.get_logger()
 
 RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
+NAMED_S = 2.0  # until the end of another rank is known and said
 MARGIN_S = 10.0  # to answer, beyond the time that a read may take
 
 
@@ -142,7 +144,7 @@ class RankChildren(OtherRanks):
             ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
         self.is_closing = False  # failures after this are expected
-        self.leader = Leader(StepSender(ours), lambda: self.is_closing)
+        self.leader = Leader(StepSender(ours), lambda: self.is_closing, self.end_process)
         self._timeout_s = 0.0
         self._reader_numbers = itertools.count()
         self._children: list[ChildServer[Ready | Done]] = []
@@ -163,6 +165,11 @@ class RankChildren(OtherRanks):
             reason = child.trouble or f"ended with {describe_exit(ended.result())}"
             log.error("a rank ended; its worker ends with it", rank=rank, status=ended.result(), reason=reason)
             end_process()
+
+    def end_process(self) -> None:
+        """For a failed step. If a rank's end made it fail, `_on_end` names that rank, and ends this process, first."""
+        time.sleep(NAMED_S)
+        end_process()
 
     @property
     def _ranks(self) -> range:

@@ -124,10 +124,14 @@ _decoder = msgspec.msgpack.Decoder(Step | Choice, dec_hook=_unpack)
 class Leader:
     """Sends steps to followers. Owned by the engine thread once that runs."""
 
-    def __init__(self, sender: StepSender, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """`is_closing`: whether the worker is ending; followers may be gone then."""
+    def __init__(
+        self, sender: StepSender, is_closing: Callable[[], bool] = lambda: False,
+        end_process: Callable[[], None] = end_process,
+    ) -> None:  # fmt: skip
+        """`is_closing`: whether the worker is ending; followers may be gone then. `end_process`: for a failed step."""
         self._sender = sender
         self.is_closing = is_closing
+        self.end_process = end_process
         self._deltas: list[Delta] = []
         self.is_leading = False  # False during warm-up, which all ranks do by themselves
 
@@ -224,7 +228,7 @@ class LedRunner(Runner):
         except Exception:
             if self._leader.is_leading and not self._leader.is_closing():
                 log.exception("a step of several ranks failed; this process ends")
-                end_process()
+                self._leader.end_process()
             raise
 
 
