@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter, Token, convert
 
-from bench.load.command import contexts, interference, overload, plot, serve
+from bench.load.command import agents, contexts, interference, overload, plot, serve
 from bench.roofline import SHAPES
 from bench.simulate.settings import FleetSettings, Workload
 from cli.service import CommandError
@@ -39,6 +39,7 @@ bench.command(serve)
 bench.command(interference)
 bench.command(overload)
 bench.command(contexts)
+bench.command(agents)
 bench.command(plot)
 
 

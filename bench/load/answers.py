@@ -3,7 +3,7 @@
 Takes bytes of the server's event stream and their arrival times. Knows no sockets and no clock.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ class Answer:
     error: str = ""
     is_counted: bool = True  # the server reported the number of tokens; otherwise chunks were counted
     timing: Mapping[str, Any] = field(default_factory=dict)  # Baton's `include_timing`
+    cached_tokens: int = 0  # of the prompt, as the server says
+    text: str = ""
+    token_ids: Sequence[int] = ()  # if they were asked for
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -33,11 +36,17 @@ class _Choice(msgspec.Struct):
     delta: _Delta = _Delta()  # of a chat
     finish_reason: str | None = None
     timing: dict[str, Any] | None = None
+    token_ids: list[int] = []
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -57,6 +66,8 @@ class Recorder:
         self._ended = sent
         self._usage: _Usage | None = None
         self._timing: dict[str, Any] = {}
+        self._texts: list[str] = []
+        self._ids: list[int] = []
         self._rest = b""  # an incomplete line
         self._decoder = msgspec.json.Decoder(_Chunk)
 
@@ -82,13 +93,16 @@ class Recorder:
             self._ended = now
             self.is_done |= choice.finish_reason is not None
             self._timing = choice.timing or self._timing
-            if choice.text or choice.delta.content:
+            self._ids += choice.token_ids
+            if text := choice.text or choice.delta.content:
                 self.chunks.append(now)
+                self._texts.append(text)
         self._usage = chunk.usage or self._usage
 
     def answer(self) -> Answer:
         """Everything known so far."""
         usage = self._usage
+        details = usage.prompt_tokens_details if usage else None
         error = self.error
         if not error and not self.is_done:
             error = "the stream ended before its answer"
@@ -103,4 +117,7 @@ class Recorder:
             error,
             usage is not None,
             self._timing,
+            (details.cached_tokens or 0) if details else 0,
+            "".join(self._texts),
+            self._ids,
         )

@@ -1,4 +1,4 @@
-"""`baton bench serve`, `interference`, `overload` and `plot`: options in, tables out."""
+"""`baton bench serve`, `interference`, `overload`, `contexts`, `agents` and `plot`: options in, tables out."""
 
 import asyncio
 import sys
@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.load.agents import AgentOptions, run_agents
 from bench.load.answers import Answer
 from bench.load.ceilings import Ceilings, ModelSize, measure_use
 from bench.load.contexts import ContextOptions, run_contexts
@@ -20,6 +21,7 @@ from bench.load.machine import find_ceilings, read_model_size
 from bench.load.options import ServeOptions
 from bench.load.overload import OverloadOptions, describe, run_overload
 from bench.load.report import (
+    build_agents,
     build_contexts,
     build_interference,
     build_phases,
@@ -138,6 +140,28 @@ def contexts(
         write_json({"contexts": figures}, save)
     Console().print(build_contexts(figures))
     return 0
+
+
+def agents(
+    options: Annotated[AgentOptions, Parameter(name="*")] = AgentOptions(),  # noqa: B008  frozen
+    *,
+    save: Path | None = None,
+) -> int:
+    """Send sessions of agents, whose turns repeat all before them, and measure what is computed twice.
+
+    Parameters
+    ----------
+    save
+        Write the figures here, as JSON.
+    """
+    with open_progress() as progress:
+        figures = asyncio.run(run_agents(options, lambda name, total: _start(progress, name, total)))
+    if save:
+        write_json(figures, save)
+    Console().print(build_agents(figures))
+    for error in figures["errors"]:
+        print(f"baton bench agents: {error}", file=sys.stderr)
+    return 1 if figures["errors"] else 0
 
 
 def open_progress() -> Progress:

@@ -62,6 +62,12 @@ class PromptWriter:
         num_words = max(1, round(wanted.num_input * self.words_a_token) - first)
         return " ".join(self._draw_words(first, self.run, 0) + self._draw_words(num_words, self.run, seed, index + 1))
 
+    def draw(self, num_tokens: int, *key: int) -> Prompt:
+        """So many tokens, the same for the same key and run."""
+        if self.ids:
+            return self._draw_ids(num_tokens, self.run, *key)
+        return " ".join(self._draw_words(max(1, round(num_tokens * self.words_a_token)), self.run, *key))
+
     def write_images(self, count: int, size: int, index: int) -> list[Message]:
         """The conversation of request `index`: images of noise, which no other request has, and a question."""
         parts: list[dict[str, Any]] = []

@@ -88,6 +88,20 @@ def build_contexts(figures: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def build_agents(figures: Mapping[str, Any]) -> Table:
+    """One row per turn, and one for all."""
+    table = Table(title="TTFT in ms; shares of the prompts' tokens", title_justify="left")
+    for column in ("turn", "requests", "TTFT p50", "p90", "tokens", "seen before", "cached", "computed twice"):
+        table.add_column(column, justify="right")
+    for row in (*figures["turns"], {"turn": "all", **figures["all"]}):
+        times = (f"{row[name]:.0f}" for name in ("median_ttft_ms", "p90_ttft_ms"))
+        shares = (f"{row[name]:.1%}" for name in ("seen_share", "cached_share", "computed_twice_share"))
+        table.add_row(str(row["turn"]), str(row["requests"]), *times, str(row["prompt_tokens"]), *shares)
+    counts = ", ".join(f"{name} {count}" for name, count in figures["sources"].items())
+    table.caption = f"tokens of prompts by where their KV came from: {counts}" if counts else None
+    return table
+
+
 def build_priorities(figures: Mapping[str, Any]) -> Table:
     """What requests of each priority got."""
     table = Table(
