@@ -24,7 +24,7 @@ from runtime.settings import (
     needs,
 )
 from wire import names
-from wire.names import KvDType, Quantization
+from wire.names import KvDType, Quantization, Speculate
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -38,7 +38,6 @@ ToolFormat = Literal[
 ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4", "cohere", "harmony"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
-Speculate = Literal["auto", "off", "ngram", "draft"]
 NoPrefill = Literal["fallback", "wait", "fail"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"

@@ -9,17 +9,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import pydantic_core
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.types import AnswerForm, GenerateRequest
 from gateway.router.adapters import Adapter
-from gateway.router.engine_client import Drafter, Grammar, Speculation
+from gateway.router.engine_client import Grammar, Speculation
 from gateway.tools.json_schema import check_enforced
 from runtime.config_parts import ANY_NAME, MAX_NAME_CHARS
 from runtime.peer_input import MAX_LOGPROBS
+from wire.names import Speculate
 from wire.sampling import MAX_DRAFT_TOKENS, SCALARS, SamplingParams
 
 MAX_LISTED = 20  # names of adapters in an error
@@ -35,7 +36,7 @@ MAX_DEADLINE_MS = 86_400_000  # a day
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_GRAMMAR_BYTES = 64 * 2**10
-DRAFTERS = ("auto", "off", "ngram", "draft")
+DRAFTERS = get_args(Speculate)
 TEXT_BYTES_OF_TOKEN = 4  # of English and code, about: for errors of text that is not tokenised
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
@@ -250,7 +251,7 @@ def check_speculation(raw: GenerateRequest) -> Speculation:
         raise bad_request(f"speculation is {drafter[:40]!r}; it must be one of {', '.join(DRAFTERS)}", "speculation")
     if raw.max_draft_tokens is not None:
         check_range("max_draft_tokens", raw.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
-    return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
+    return Speculation(cast(Speculate, drafter), raw.max_draft_tokens or 0)
 
 
 def check_order(raw: GenerateRequest) -> None:

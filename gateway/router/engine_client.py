@@ -8,13 +8,13 @@ from typing import Literal, Protocol
 from gateway.router.attempt_record import AttemptRecord
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
+from wire.names import Speculate
 from wire.page_keys import PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
 
 FinishReason = Literal["stop", "length"]
 DEFAULT_PRIORITY = 5  # of 0, which goes first, to 9
-Drafter = Literal["auto", "off", "ngram", "draft"]
 # of a model's workers; failed: like asleep, the last wake failed
 State = Literal["awake", "falling asleep", "asleep", "waking", "failed"]
 
@@ -33,7 +33,7 @@ class Grammar:
 class Speculation:
     """How tokens are drafted. Never changes the tokens."""
 
-    drafter: Drafter = "auto"
+    drafter: Speculate = "auto"
     max_draft_tokens: int = 0  # 0 leaves it to the worker
 
 

@@ -38,6 +38,7 @@ from gateway.errors import bad_request
 from gateway.request.rules import MAX_BIAS, MAX_BIASED_TOKENS, MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
 from gateway.request.types import GenerateRequest, Prompt
 from runtime.peer_input import MAX_LOGPROBS
+from wire.names import Speculate
 from wire.sampling import MAX_DRAFT_TOKENS
 
 _TO_THE_END = "max_tokens is not given: an answer may take the rest of the context; 16 is what OpenAI's API would take"
@@ -99,7 +100,7 @@ class _GenerationBody(_SampledBody, OrderFields):
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: Literal["auto", "off", "ngram", "draft"] | None = None
+    speculation: Speculate | None = None
     max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
     cache_salt: str | None = CACHE_SALT_FIELD
     user: str | None = USER_FIELD
