@@ -145,7 +145,7 @@ def build_hand_off(rounds: int) -> Table:
     num_bytes = HANDED_PAGES * ours.page_bytes
     source, target = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     with asyncio.Runner() as runner:
-        local = Local(ours, "bench", False, ShmReader.name, open_channel, True, False, timeout_s=60)
+        local = Local(ours, "bench", ShmReader.name, open_channel, True, False, timeout_s=60)
         peer = kv_pb2.Peer(
             num_pages=theirs.num_pages, pool_fd=theirs.fd, pages_offset=theirs.pages_offset,
             ranks=[kv_pb2.Rank(pid=os.getpid())],

@@ -8,7 +8,6 @@ import structlog
 from decode_worker.metrics import DecodeMetrics
 from kvtransfer.reader import ReadError
 from protos import kv_pb2
-from runtime.config import DecodeConfig
 from runtime.tasks import run_to_end
 from worker import receiving
 from worker.peers.kv_peers import KnownPeer, KVPeers, Targets
@@ -22,8 +21,8 @@ log = structlog.get_logger()
 class KVReceiver:
     """Reads what is offered to sessions; `peers` has the readers."""
 
-    def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
-        self.peers = KVPeers(worker.me, worker.pools, config, metrics)
+    def __init__(self, worker: Worker, peers: KVPeers, thread: EngineThread, metrics: DecodeMetrics) -> None:
+        self.peers = peers
         self._me = worker.me
         self._scheduler = worker.scheduler
         self._thread = thread

@@ -15,6 +15,7 @@ from runtime.config import DecodeConfig
 from worker import process
 from worker.compose import build_features, compose_budget
 from worker.loop import WorkerLoop
+from worker.peers.kv_peers import KVPeers
 from worker.role import Role, Worker
 from worker.sequences import Update
 
@@ -48,9 +49,10 @@ class DecodeRole(Role):
         scheduler.most_answers = self.loop.chunks.most_answers
         if (seconds := drafts.measured_s()) is not None:
             self.loop.chunks.note_step(1, 0, seconds)
-        self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)
+        self._peers = KVPeers(worker.me, worker.pools, config, self.metrics)
+        self._receiver = KVReceiver(worker, self._peers, self.loop.thread, self.metrics)
         self._grammars = build_grammars(engine, config, self.metrics)
-        features = build_features(config, worker, self.loop.thread, self.metrics)
+        features = build_features(worker, self._peers, self.loop.thread, self.metrics)
         self._service = DecodeService(
             worker, self.loop.thread, features, self._receiver, streams, self.metrics, drafts, self._grammars,
             self.loop.chunks,
@@ -68,5 +70,5 @@ class DecodeRole(Role):
 
     async def close(self) -> None:
         await self._service.close()
-        await self._receiver.peers.close()
+        await self._peers.close()
         await self._grammars.close()

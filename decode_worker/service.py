@@ -64,8 +64,9 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
-        if params.num_prompt_logprobs is None and not await self.tiers.restore(keys, find_wait(context)):
-            detail = "saved KV of the prompt is still being read"
+        source = request.source if request.HasField("source") else None
+        if params.num_prompt_logprobs is None and not await self.tiers.restore(keys, find_wait(context), source):
+            detail = "KV of the prompt is still being read"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, detail, ((rpc.REFUSED_FOR, rpc.RESTORING),))
         encoded = await self.encode_images(params, request.images, keys, find_wait(context), context)
         if encoded is None:

@@ -69,19 +69,16 @@ class NixlReader(TransportReader):
 
     @staticmethod
     def advertise(local: Local) -> bytes | None:
-        """Empty if it only reads. Opens the pool to peers if they are to read it; with a warning if it cannot."""
-        if not local.is_offered:
-            return b"" if is_installed() else None
-        if local.wanted != NixlReader.name:
-            return None
-        try:
-            if is_installed():
-                return open_pool(local).pack()
-            obstacle = NOT_INSTALLED
-        except NixlError as error:
-            obstacle = str(error)
-        log.warning("the pool is not open to NIXL", reason=obstacle)
-        return None
+        """Empty if it only reads. With --transport nixl opens the pool to peers, or warns that it cannot."""
+        if local.wanted == NixlReader.name:
+            try:
+                if is_installed():
+                    return open_pool(local).pack()
+                obstacle = NOT_INSTALLED
+            except NixlError as error:
+                obstacle = str(error)
+            log.warning("the pool is not open to NIXL", reason=obstacle)
+        return b"" if is_installed() else None
 
     @staticmethod
     def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:

@@ -108,7 +108,6 @@ class Local:
 
     store: PageStore
     name: str  # unique over all processes: the incarnation that peers know the pool by, a dot and the rank
-    is_offered: bool  # peers read it
     wanted: str  # --transport
     open_channel: Callable[[str], grpc.aio.Channel]
     is_loopback: bool  # all peers are on this host

@@ -14,7 +14,7 @@ from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
 from protos import kv_pb2, prefill_pb2
 from runtime.config import PrefillConfig
-from wire.messages import pack_logprobs
+from wire.messages import pack_logprobs, pack_read
 from worker.kv_cache import KVCacheManager
 from worker.sequences import Sequence, Update
 from worker.thread import EngineThread
@@ -62,7 +62,8 @@ class HandOvers:
         """Offer the sequence's pages as they are computed; returns after the last acknowledgement."""
         offered, end = request.ticket.begin, request.ticket.end
         num_scores = end if request.HasField("num_prompt_logprobs") else 0
-        result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached)
+        read = pack_read(sequence.read_tokens)
+        result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached, read_tokens=read)
         heard_at = time.monotonic()  # the last sign of life sent to the decode worker
         while offered < end or len(result.prompt_logprobs) < num_scores:
             factor = self._sender.offer_factor(request.ticket.address)

@@ -23,7 +23,6 @@ from worker.role import Worker
 
 log = structlog.get_logger()
 
-MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is offered after this one is read
 FAST_FACTOR = 8  # 512 MiB take 10 to 50 ms between GPUs and by RDMA, beside which a round for each 64 MiB would count
 STRANGE_S = 60.0  # for which Status names such an address: after a restart no ticket of the old one comes
 
@@ -95,7 +94,8 @@ class KVSender:
         )  # fmt: skip
         async with self._greeted(ticket) as target:
             for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
-                await pool.offer(part, held, target.num_summed)
+                pool.name(part, held)
+                await pool.add_checksums(part, target.num_summed)
             answer = await self._offer(target, offer)
             if answer.reason == "handshake":  # others came, and it has forgotten us
                 target.incarnation = ""

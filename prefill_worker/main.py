@@ -10,8 +10,7 @@ import grpc
 from engine.batch import ForwardRow
 from engine.runner import Begun, Launched, Runner
 from engine.steps import Launcher
-from kvtransfer.grpc_bytes import PageServer
-from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
+from prefill_worker.kv_sender import KVSender
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc, worker_pb2_grpc
@@ -19,6 +18,7 @@ from runtime.config import PrefillConfig
 from worker import process
 from worker.compose import build_features, compose_budget
 from worker.loop import StepExtras, WorkerLoop
+from worker.peers.kv_peers import KVPeers
 from worker.role import Role, Worker
 from worker.sequences import ScheduledSequence, Update
 
@@ -36,10 +36,9 @@ class PrefillRole(Role):
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
         engine, scheduler = worker.engine, worker.scheduler
         scheduler.kv.needs_draft = engine.draft_runner is not None
-        scheduler.kv.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
         self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
         self._sender = KVSender(worker, config.lease_s, self.metrics)
-        self._pages = PageServer({pool.incarnation: pool.own for pool in worker.pools})
+        self._peers = KVPeers(worker.me, worker.pools, config, self.metrics)
         asyncio_loop = asyncio.get_running_loop()
 
         def publish(step: int, updates: list[Update]) -> None:
@@ -53,17 +52,17 @@ class PrefillRole(Role):
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
         thread = self.loop.thread
-        features = build_features(config, worker, thread, self.metrics)
-        self._service = PrefillService(worker, config, thread, features, self._sender, self.metrics)
+        features = build_features(worker, self._peers, thread, self.metrics)
+        self._service = PrefillService(worker, config, thread, features, self._sender, self._peers, self.metrics)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, server)
-        self._pages.add_to(server)
 
     async def close(self) -> None:
         await self._service.close()
         await self._sender.close()
+        await self._peers.close()
 
 
 class DraftKv(StepExtras):

@@ -16,8 +16,9 @@ from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images
 from wire.page_keys import TOKEN_BYTES
-from worker.features import Features, LoanRefusedError
+from worker.features import Features
 from worker.params import SequenceParams
+from worker.peers.kv_peers import KVPeers
 from worker.role import Worker
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
@@ -30,10 +31,10 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(
         self, worker: Worker, config: PrefillConfig, thread: EngineThread, features: Features, sender: KVSender,
-        metrics: PrefillMetrics,
+        peers: KVPeers, metrics: PrefillMetrics,
     ) -> None:  # fmt: skip
         def transports() -> dict[str, str]:
-            return {**sender.transports(), **features.tiers.transports()}
+            return {**peers.transports(), **sender.transports()}
 
         super().__init__(worker, thread, features, transports, metrics)
         self._metrics = metrics
@@ -56,11 +57,11 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         keys = self._scheduler.kv.keys_of(params)
-        lender = request.source if request.HasField("source") else None
+        source = request.source if request.HasField("source") else None
         try:
             wait, wait_s, ticket = self.hand_overs.wait, self._heartbeat_s, request.ticket
             if num_logprobs is None:
-                await wait(ticket, lambda: self.tiers.restore(keys, wait_s, lender))
+                await wait(ticket, lambda: self.tiers.restore(keys, wait_s, source))
             encoded = await wait(ticket, lambda: self.encode_images(params, request.images, keys, wait_s, context))
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))
@@ -81,12 +82,6 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
 
     def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         status.weaknesses.update(self._sender.find_weaknesses())
-
-    async def Lend(self, request: prefill_pb2.LendRequest, context: Context) -> prefill_pb2.LendResponse:
-        try:
-            return await self.tiers.lend(request)
-        except LoanRefusedError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:
         ticket, num_prompt = request.ticket, len(request.prompt) // TOKEN_BYTES

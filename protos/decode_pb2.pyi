@@ -54,7 +54,7 @@ class Speculation(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt", "adapter", "images")
+    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt", "adapter", "images", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class ReserveRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     gateway: str
@@ -91,7 +92,8 @@ class ReserveRequest(_message.Message):
     cache_salt: str
     adapter: str
     images: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Image]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ...) -> None: ...
+    source: _kv_pb2.PageSource
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ..., source: _Optional[_Union[_kv_pb2.PageSource, _Mapping]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket", "needs_prefill")
@@ -148,7 +150,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SessionTiming(_message.Message):
-    __slots__ = ("kv_seconds", "first_step_seconds", "decode_seconds", "draft_tokens", "accepted_tokens", "steps", "preemptions", "cached_tokens", "grammar_seconds")
+    __slots__ = ("kv_seconds", "first_step_seconds", "decode_seconds", "draft_tokens", "accepted_tokens", "steps", "preemptions", "cached_tokens", "grammar_seconds", "read_tokens")
     KV_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class SessionTiming(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kv_seconds: float
     first_step_seconds: float
     decode_seconds: float
@@ -167,7 +170,8 @@ class SessionTiming(_message.Message):
     preemptions: int
     cached_tokens: int
     grammar_seconds: float
-    def __init__(self, kv_seconds: _Optional[float] = ..., first_step_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., grammar_seconds: _Optional[float] = ...) -> None: ...
+    read_tokens: _kv_pb2.ReadTokens
+    def __init__(self, kv_seconds: _Optional[float] = ..., first_step_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., grammar_seconds: _Optional[float] = ..., read_tokens: _Optional[_Union[_kv_pb2.ReadTokens, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("gateway", "handles")

@@ -130,7 +130,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "transfer_bytes", "transport", "first_step_seconds", "decode_seconds", "cached_tokens", "draft_tokens", "accepted_tokens", "attempts", "grammar_seconds", "prefill_reason", "wake_seconds")
+    __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "transfer_bytes", "transport", "first_step_seconds", "decode_seconds", "cached_tokens", "draft_tokens", "accepted_tokens", "attempts", "grammar_seconds", "prefill_reason", "wake_seconds", "file_tokens", "prefill_lent_tokens", "decode_lent_tokens")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,9 @@ class Timing(_message.Message):
     GRAMMAR_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_REASON_FIELD_NUMBER: _ClassVar[int]
     WAKE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     prefill_seconds: float
     transfer_seconds: float
@@ -159,7 +162,10 @@ class Timing(_message.Message):
     grammar_seconds: float
     prefill_reason: str
     wake_seconds: float
-    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., first_step_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., grammar_seconds: _Optional[float] = ..., prefill_reason: _Optional[str] = ..., wake_seconds: _Optional[float] = ...) -> None: ...
+    file_tokens: int
+    prefill_lent_tokens: int
+    decode_lent_tokens: int
+    def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., first_step_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., grammar_seconds: _Optional[float] = ..., prefill_reason: _Optional[str] = ..., wake_seconds: _Optional[float] = ..., file_tokens: _Optional[int] = ..., prefill_lent_tokens: _Optional[int] = ..., decode_lent_tokens: _Optional[int] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
     __slots__ = ("model", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "n", "logprobs", "response_format", "include_timing", "speculation", "max_draft_tokens", "tools", "tool_choice", "parallel_tool_calls", "cache_salt", "chat_template_kwargs", "continue_final_message", "priority", "deadline_ms", "user", "allowed_tools", "max_reasoning_tokens")

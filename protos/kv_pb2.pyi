@@ -91,6 +91,26 @@ class Ticket(_message.Message):
     adapter: str
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
+class PageSource(_message.Message):
+    __slots__ = ("address", "incarnation", "tokens")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    tokens: int
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ReadTokens(_message.Message):
+    __slots__ = ("files", "prefill", "decode")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    files: int
+    prefill: int
+    decode: int
+    def __init__(self, files: _Optional[int] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
 class Image(_message.Message):
     __slots__ = ("begin", "end", "digest", "rows", "columns", "data")
     BEGIN_FIELD_NUMBER: _ClassVar[int]

@@ -40,11 +40,6 @@ class PrefillStub:
                 request_serializer=protos_dot_prefill__pb2.RunRequest.SerializeToString,
                 response_deserializer=protos_dot_prefill__pb2.RunResponse.FromString,
                 _registered_method=True)
-        self.Lend = channel.unary_unary(
-                '/baton.v1.Prefill/Lend',
-                request_serializer=protos_dot_prefill__pb2.LendRequest.SerializeToString,
-                response_deserializer=protos_dot_prefill__pb2.LendResponse.FromString,
-                _registered_method=True)
 
 
 class PrefillServicer:
@@ -63,15 +58,6 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Lend(self, request, context):
-        """Names pages that this worker has cached, for another prefill worker to read, which begins at once: nothing holds
-        them, and what it read counts if their generations are the same afterwards.
-        FAILED_PRECONDITION: another incarnation, pages beyond the keys, or the caller's ranks cannot read its pages.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,11 +65,6 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=protos_dot_prefill__pb2.RunRequest.FromString,
                     response_serializer=protos_dot_prefill__pb2.RunResponse.SerializeToString,
-            ),
-            'Lend': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lend,
-                    request_deserializer=protos_dot_prefill__pb2.LendRequest.FromString,
-                    response_serializer=protos_dot_prefill__pb2.LendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -114,33 +95,6 @@ class Prefill:
             '/baton.v1.Prefill/Run',
             protos_dot_prefill__pb2.RunRequest.SerializeToString,
             protos_dot_prefill__pb2.RunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Lend(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.Prefill/Lend',
-            protos_dot_prefill__pb2.LendRequest.SerializeToString,
-            protos_dot_prefill__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Lend = channel.unary_unary(
+                '/baton.v1.Worker/Lend',
+                request_serializer=protos_dot_worker__pb2.LendRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.LendResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -92,6 +97,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lend(self, request, context):
+        """Names pages that this worker has cached or in use, for another worker to read, which begins at once: nothing holds
+        them, and what it read counts if their generations are the same afterwards. A worker that drains lends, too.
+        FAILED_PRECONDITION: another incarnation, pages beyond the keys, or the caller's ranks cannot read its pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +128,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=protos_dot_worker__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Lend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=protos_dot_worker__pb2.LendRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.LendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +244,33 @@ class Worker:
             '/baton.v1.Worker/UnloadAdapter',
             protos_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
             protos_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Lend',
+            protos_dot_worker__pb2.LendRequest.SerializeToString,
+            protos_dot_worker__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,7 +10,7 @@ from protos import decode_pb2, kv_pb2, prefill_pb2
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SCALARS, SamplingParams
-from wire.timing import Timing
+from wire.timing import ReadTokens, Timing
 
 _TOKEN = np.dtype("<i4")
 _SESSION_TIMING = {  # field of SessionTiming |-> of Timing
@@ -58,11 +58,21 @@ def unpack_logprobs(message: decode_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def pack_decode_timing(timing: Timing) -> decode_pb2.SessionTiming:
     """The decode worker's part; `prefill_s` is its wait for the prompt's KV, computed here or read."""
-    return decode_pb2.SessionTiming(**{theirs: getattr(timing, ours) for theirs, ours in _SESSION_TIMING.items()})
+    fields = {theirs: getattr(timing, ours) for theirs, ours in _SESSION_TIMING.items()}
+    return decode_pb2.SessionTiming(read_tokens=pack_read(timing.read_tokens), **fields)
+
+
+def pack_read(tokens: ReadTokens) -> kv_pb2.ReadTokens:
+    return kv_pb2.ReadTokens(**tokens._asdict())
+
+
+def unpack_read(message: kv_pb2.ReadTokens) -> ReadTokens:
+    return ReadTokens(message.files, message.prefill, message.decode)
 
 
 def unpack_decode_timing(message: decode_pb2.SessionTiming) -> Timing:
-    return Timing(**{ours: getattr(message, theirs) for theirs, ours in _SESSION_TIMING.items()})
+    fields = {ours: getattr(message, theirs) for theirs, ours in _SESSION_TIMING.items()}
+    return Timing(read_tokens=unpack_read(message.read_tokens), **fields)
 
 
 def unpack_prefill_timing(message: prefill_pb2.RunResponse) -> Timing:
@@ -73,4 +83,5 @@ def unpack_prefill_timing(message: prefill_pb2.RunResponse) -> Timing:
         transfer_bytes=message.transfer_bytes,
         transport=message.transport,
         cached_tokens=message.cached_tokens,
+        read_tokens=unpack_read(message.read_tokens),
     )

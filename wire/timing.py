@@ -4,6 +4,20 @@ Each process fills in its part; the gateway merges the parts of the decode and t
 """
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+KVOrigin = Literal["files", "prefill", "decode"]
+
+
+class ReadTokens(NamedTuple):
+    """Prompt tokens whose KV was read for a request instead of computed, by where it was."""
+
+    files: int = 0
+    prefill: int = 0  # pools of other workers of this role
+    decode: int = 0
+
+
+NOTHING_READ = ReadTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +34,22 @@ class Timing:
     first_step_s: float = 0.0  # decode: from complete KV to the first token
     decode_s: float = 0.0  # decode: from the first token to the last
     cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request
+    read_tokens: ReadTokens = NOTHING_READ  # of those
     draft_tokens: int = 0  # decode: drafted
     accepted_tokens: int = 0  # decode: of draft_tokens
     steps: int = 0  # decode: engine steps that yielded tokens
     preemptions: int = 0  # decode: how often it lost its pages
     attempts: int = 1  # gateway
     prefill_reason: str = ""  # gateway: why the decode worker computed the prompt or a prefill worker did
+
+    @property
+    def file_tokens(self) -> int:
+        return self.read_tokens.files
+
+    @property
+    def prefill_lent_tokens(self) -> int:
+        return self.read_tokens.prefill
+
+    @property
+    def decode_lent_tokens(self) -> int:
+        return self.read_tokens.decode

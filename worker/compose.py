@@ -16,6 +16,7 @@ from worker.images.spans import fit_chunk
 from worker.interfaces import Adapters, States
 from worker.itl_goal import choose_sizer
 from worker.metrics import WorkerMetrics
+from worker.peers.kv_peers import KVPeers
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -29,7 +30,6 @@ from worker.states.metrics import add_gauges
 from worker.states.slots import StateSlots, choose_spacing
 from worker.thread import EngineThread
 from worker.tiers.files import KVTiers
-from worker.tiers.loans import SharedTiers
 
 
 def start_engine(
@@ -79,12 +79,10 @@ def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goa
     return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)
 
 
-def build_features(
-    config: PrefillConfig | DecodeConfig, worker: Worker, thread: EngineThread, metrics: WorkerMetrics
-) -> Features:
-    """What this worker's service has."""
+def build_features(worker: Worker, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics) -> Features:
+    """What this worker's service has. `peers`: closed by the caller, later."""
     engine, slots = worker.engine, worker.scheduler.kv.states.cache
-    features = Features()
+    features = Features(KVTiers(worker, peers, thread, metrics))
     if isinstance(worker.others, RankChildren):
         thread.on_failure = worker.others.end_process
     if engine.states is not None:
@@ -93,8 +91,4 @@ def build_features(
         features.images = ImageEncoder(engine.vision, thread if worker.threads else None, metrics)
     if isinstance(worker.scheduler.adapters, AdapterSlots):
         features.adapters = AdapterLoader(engine, worker.scheduler.adapters, worker.others, thread, metrics)
-    if isinstance(config, PrefillConfig):
-        features.tiers = SharedTiers(worker, config, thread, metrics)
-    elif any(pool.tiers.tiers for pool in worker.pools):
-        features.tiers = KVTiers(worker, thread, metrics)
     return features

@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc
 
-from protos import prefill_pb2, worker_pb2
+from protos import kv_pb2, worker_pb2
 from wire.page_keys import PageKey
+from wire.timing import NOTHING_READ, ReadTokens
+from worker.sequences import Sequence
 
 
 class LoanRefusedError(Exception):
@@ -21,20 +23,20 @@ class LoanRefusedError(Exception):
 class KVSource:
     """Where KV comes from that a worker lacks, before a prompt is admitted, and goes to. Here it is all computed."""
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float, lender: prefill_pb2.PageSource | None = None) -> bool:
-        """Read what the pools lack of these pages, if that is faster than to compute it. `lender`: may have some.
+    async def restore(self, keys: Seq[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None) -> bool:
+        """Read what the pools lack of these pages, if that is faster than to compute it. `source`: may have some.
 
         False: it takes longer than `wait_s`, and goes on; ask again.
         """
         return True
 
-    async def lend(self, request: prefill_pb2.LendRequest) -> prefill_pb2.LendResponse:
-        """Name pages that are cached here. Raises LoanRefusedError."""
-        raise LoanRefusedError("this worker lends no pages")
+    def count_read(self, sequence: Sequence) -> ReadTokens:
+        """Of a newly admitted sequence's cached tokens those that were just read."""
+        return NOTHING_READ
 
-    def transports(self) -> Mapping[str, str]:
-        """Every lender's address |-> transport."""
-        return {}
+    async def lend(self, request: worker_pb2.LendRequest) -> worker_pb2.LendResponse:
+        """Name pages that are cached here, or in use. Raises LoanRefusedError."""
+        raise LoanRefusedError("this worker lends no pages")
 
     def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
         """Set what is kept and was read."""

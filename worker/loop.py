@@ -115,8 +115,7 @@ class WorkerLoop:
             updates = self._scheduler.expire(time.monotonic())
             dropped = self._scheduler.adapters.take_dropped()
         self._rows.drop_adapters(dropped)
-        planned = self._plan(updates)
-        if planned:
+        if planned := self._plan(updates):
             self._launch(planned, updates)
         is_busy = bool(planned or self._in_flight)  # collecting may free pages that other sequences need
         while len(self._in_flight) > (self._steps_ahead if planned else 0):

@@ -41,8 +41,9 @@ class WorkerMetrics(StepCounter):
         self.cancelled = self.counter("cancelled", "Sequences ended by their gateway", ("phase",))
         self.offers_accepted = self.counter("offers_accepted", "Offers read and used")
         self.offers_refused = self.counter("offers_refused", "Offers not used", ("reason",))
-        self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from prefill workers", ("transport",))
+        self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from other workers", ("transport",))
         self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
+        self.tokens_read = self.counter("kv_tokens_read", "Prompt tokens whose KV was read, by where", ("source",))
         self.probed_bytes_per_s = Gauge(
             "baton:kv_transfer_probed_bytes_per_second", "A first large read, of the last peer that shook hands",
             ("transport",), registry=self.registry,

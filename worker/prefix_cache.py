@@ -41,7 +41,7 @@ class PrefixCache:
 
     def __init__(self, num_pages: int, generations: Generations) -> None:
         """`generations`: one counter per page, modified here and read by peers (often in shared memory)."""
-        self._generations = generations
+        self.generations = generations
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are still in the CPU's cache
         self._num_holders = [0] * num_pages  # page |-> number of holders
         self._key: list[PageKey | None] = [None] * num_pages  # page |-> its key
@@ -76,7 +76,7 @@ class PrefixCache:
         for page in pages:
             self._num_holders[page] = 1
             self._has_draft[page] = False
-            self._generations[page] += 1
+            self.generations[page] += 1
         return pages
 
     def _evict(self) -> int:
@@ -141,7 +141,7 @@ class PrefixCache:
             page = next(iter(self._named))
             del self._named[page]
             if (key := self._key[page]) is not None:
-                taken.append(NamedPage(page, int(self._generations[page]), key, self._has_draft[page]))
+                taken.append(NamedPage(page, int(self.generations[page]), key, self._has_draft[page]))
         return taken
 
     def has_draft(self, page: int) -> bool:

@@ -10,6 +10,7 @@ import uvloop
 
 from engine.compose import FullEngine
 from engine.ranks import end_group_member
+from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
 from runtime import rpc
@@ -22,12 +23,13 @@ from runtime.trust import Trust, load_trust
 from worker.compose import build_adapters, build_states, start_engine
 from worker.kv_cache import KVCacheManager
 from worker.peers.other_ranks import ALONE, OtherRanks
-from worker.peers.pools import build_pools
+from worker.peers.pools import MAX_OFFER_BYTES, build_pools
 from worker.prefix_cache import PrefixCache
 from worker.role import Role, Worker
 from worker.scheduler import Scheduler
 
 log = structlog.get_logger()
+LEND_ON_S = 2.0  # after a drain that cut requests off: they go on elsewhere, where their KV is read from here
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 
@@ -85,6 +87,7 @@ async def _serve(
     parts = build_role(config, worker)
     parts.metrics.registry.register(trust.refusals.metric)
     parts.add_to(server)
+    PageServer({pool.incarnation: pool.own for pool in worker.pools}).add_to(server)
     parts.loop.thread.start()
     if config.exit_when_stuck:
         parts.loop.thread.end_when_stuck(config.stall_s, config.exit_when_stuck)
@@ -103,7 +106,10 @@ async def _serve(
     not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that does not read can block it
     await shutdown.wait()
     await asyncio.to_thread(parts.loop.thread.stop, rpc.STOP_GRACE_S)  # the streams then hold all it has published
+    is_cut = shutdown.num_left > 0
     parts.end_streams()
+    if is_cut:
+        await asyncio.sleep(LEND_ON_S)
     not_serving.cancel()
     await server.stop(rpc.STOP_GRACE_S)
     await parts.close()
@@ -146,7 +152,10 @@ def build_worker(
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
-    kv = KVCacheManager(cache, config.page_tokens, engine.weights, int(engine.has_head), build_states(engine))
+    kv = KVCacheManager(
+        cache, config.page_tokens, engine.weights, int(engine.has_head), build_states(engine),
+        max_offer_pages=max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1),
+    )  # fmt: skip
     scheduler = Scheduler(kv, config.max_running, config.lease_s, build_adapters(engine))
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
     scheduler.on_empty = shutdown.look_soon

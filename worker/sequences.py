@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import PageKey
-from wire.timing import Timing
+from wire.timing import NOTHING_READ, ReadTokens, Timing
 from worker.params import SequenceParams
 
 
@@ -81,6 +81,7 @@ class Sequence:
     deadline: float  # end of the lease while RECEIVING, renewed by Renew and every accepted offer
     scored: int  # log-probabilities of tokens[1:scored] are known after all launched steps, or not needed here
     num_cached: int = 0  # prompt tokens whose KV was cached at admission
+    read_tokens: ReadTokens = NOTHING_READ  # of those, the ones read for it
     num_named: int = 0  # the first num_named pages have their keys
     computed: int = 0  # KV of positions [0, computed) is in `pages`
     launched: int = 0  # the same, after all launched steps
@@ -163,6 +164,7 @@ class Sequence:
             first_step_s=first_at - kv_at,
             decode_s=last_at - first_at,
             cached_tokens=self.num_cached,
+            read_tokens=self.read_tokens,
             draft_tokens=self.num_drafted,
             accepted_tokens=self.num_accepted,
             steps=self.num_steps,

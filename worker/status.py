@@ -1,4 +1,4 @@
-"""The rpcs that all workers answer: Status, Drain, and those of adapters. Runs on the asyncio thread."""
+"""The rpcs that all workers answer: Status, Drain, Lend, and those of adapters. Runs on the asyncio thread."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from wire.page_keys import PageKey
 from worker.admission import OverGoalError
-from worker.features import AdapterRefusedError, Features
+from worker.features import AdapterRefusedError, Features, LoanRefusedError
 from worker.interfaces import NoSlotError, UnknownAdapterError
 from worker.metrics import WorkerMetrics
 from worker.params import SequenceParams
@@ -71,6 +71,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             with self._thread.lock:
                 sequence = self._scheduler.admit(params, time.monotonic(), is_kept, keys)
+                sequence.read_tokens = self.tiers.count_read(sequence)
                 self._thread.wake()
             return sequence
         except NoRoomError as error:
@@ -135,6 +136,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.UnloadAdapterResponse:
         self._adapters.unload(request.digest)
         return worker_pb2.UnloadAdapterResponse()
+
+    async def Lend(self, request: worker_pb2.LendRequest, context: Context) -> worker_pb2.LendResponse:
+        try:
+            return await self.tiers.lend(request)
+        except LoanRefusedError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Context) -> worker_pb2.WorkerStatus:
         progress = self._thread.progress()

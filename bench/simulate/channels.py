@@ -16,7 +16,7 @@ from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.receiving import begin_read, finish_read
 from worker.sequences import Phase, Update
 from worker.sequences import Sequence as Tokens
-from worker.tiers.plans import begin_loan, begin_restore, end_loan, end_restore, plan_loan
+from worker.tiers.plans import begin_restore, end_restore, find_loan, plan_loan
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,11 @@ class PrefillChannel(WorkerChannel):
 
     def __init__(
         self, address: str, worker: SimWorker, wires: Wires, decodes: dict[str, DecodeChannel],
-        prefills: dict[str, SimWorker],
+        lenders: dict[str, SimWorker],
     ) -> None:  # fmt: skip
         super().__init__(address, worker, wires)
         self._decodes = decodes
-        self._prefills = prefills
+        self._lenders = lenders
         self._runs: dict[int, asyncio.Event] = {}  # sequence id |-> more of it is computed
 
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> prefill_pb2.RunResponse:
@@ -158,7 +158,7 @@ class PrefillChannel(WorkerChannel):
         ticket = request.ticket
         params = SequenceParams(request.request_id, request.prompt, ticket.end)
         if request.HasField("source"):
-            await self._borrow(self._prefills[request.source.address], params)
+            await self._borrow(self._lenders[request.source.address], params)
         try:
             sequence = self.admit(params, is_kept=True)
         except grpc.aio.AioRpcError:
@@ -175,12 +175,11 @@ class PrefillChannel(WorkerChannel):
         return prefill_pb2.RunResponse(cached_tokens=max(ticket.begin, sequence.num_cached))
 
     async def _borrow(self, lender: SimWorker, params: SequenceParams) -> None:
-        """Read what another prefill worker has more of the prompt."""
+        """Read what another worker has more of the prompt."""
         kv = self.worker.scheduler.kv
         keys = kv.keys_of(params)
         begin = len(kv.cache.find(keys))
-        loan = begin_loan(lender.scheduler.kv, keys, begin, len(keys))
-        end_loan(lender.scheduler.kv, loan)
+        loan = find_loan(lender.scheduler.kv, keys, begin, len(keys))
         plan = plan_loan(keys, begin, len(loan.pages), 0)
         try:
             restore = begin_restore(self.worker.scheduler, plan.keys, ())

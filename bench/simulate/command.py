@@ -17,9 +17,9 @@ from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
 from engine.compose import build_engine
-from prefill_worker.kv_sender import MAX_OFFER_BYTES
 from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads
+from worker.peers.pools import MAX_OFFER_BYTES
 from worker.startup.limits import Limits as RowLimits
 from worker.startup.limits import ModelShape
 from worker.startup.models import locate_model

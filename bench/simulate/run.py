@@ -93,9 +93,10 @@ class Simulation:
             f"decode-{number}": DecodeChannel(f"decode-{number}", self._build(fleet.decode, is_bulk), fleet.wires)
             for number in range(fleet.decode.count)
         }
-        lenders = {f"prefill-{number}": self._build(fleet.prefill, is_bulk) for number in range(fleet.prefill.count)}
+        computing = {f"prefill-{number}": self._build(fleet.prefill, is_bulk) for number in range(fleet.prefill.count)}
+        lenders = computing | {name: channel.worker for name, channel in decodes.items()}
         prefills = {
-            name: PrefillChannel(name, worker, fleet.wires, decodes, lenders) for name, worker in lenders.items()
+            name: PrefillChannel(name, worker, fleet.wires, decodes, lenders) for name, worker in computing.items()
         }
         channels: dict[str, Any] = {**prefills, **decodes}
         self.workers = {

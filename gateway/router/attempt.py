@@ -69,6 +69,8 @@ class Attempt:
             self._alarm.cancel()
         if self._prefilling is not None:
             self._prefilling.cancel()
+        if self._is_remembered and not self._session.is_over:  # cut off: what it has may be lent to the next attempt
+            self._remember()
         self._decode.close_session(self._session)
         self._queue.leave(self._waiter)
 
@@ -95,6 +97,8 @@ class Attempt:
             places.release(self._prefill)
         elif reserved.needs_prefill:
             self._queue.placer.correct(places.placement.decode, request, self._num_cached)
+            if places.placement.lender is not None:
+                request.mistaken.add(places.placement.lender.incarnation)
             raise AttemptFailed("mistaken", "the decode worker lacks more of the prompt than was expected")
 
     def _build_reserve(self) -> decode_pb2.ReserveRequest:
@@ -121,7 +125,16 @@ class Attempt:
             cache_salt=wanted.cache_salt,
             adapter=request.adapter,
             images=self._pack_images(with_data=self._prefill is None),
+            source=None if self._prefill else self._pack_source(),
         )
+
+    def _pack_source(self) -> kv_pb2.PageSource | None:
+        """For the worker that computes the prompt."""
+        placement = self._places.placement
+        lender, tokens = placement.lender, placement.num_lent
+        if lender is None:
+            return None
+        return kv_pb2.PageSource(address=lender.address, incarnation=lender.incarnation, tokens=tokens)
 
     def _pack_images(self, with_data: bool) -> list[kv_pb2.Image]:
         return [
@@ -131,11 +144,7 @@ class Attempt:
 
     async def _run_prefill(self, worker: PrefillClient, reserved: decode_pb2.ReserveResponse) -> None:
         """The answer goes to the session's inbox. The place is free at once, however slowly the client reads."""
-        request, placement = self._request, self._places.placement
-        lender, source = placement.lender, None
-        if lender is not None:
-            tokens = placement.num_lent
-            source = prefill_pb2.PageSource(address=lender.address, incarnation=lender.incarnation, tokens=tokens)
+        request = self._request
         run = prefill_pb2.RunRequest(
             request_id=request.wanted.request_id,
             prompt=request.packed_tokens,
@@ -143,7 +152,7 @@ class Attempt:
             ticket=reserved.ticket,
             num_prompt_logprobs=request.num_prompt_logprobs,
             images=self._pack_images(with_data=True),
-            source=source,
+            source=self._pack_source(),
         )
         try:
             done = await worker.run(run, timeout_s=self._remaining_s(), on_lost=self._session.put)
@@ -257,6 +266,7 @@ class Attempt:
             transfer_bytes=prompt.transfer_bytes,
             transport=prompt.transport,
             cached_tokens=min(self._num_cached, len(request.wanted.prompt_ids)),
+            read_tokens=prompt.read_tokens,
             attempts=request.attempt,
             prefill_reason=self._places.placement.why,
         )

@@ -4,7 +4,7 @@ Filter, score, pick: a worker that cannot serve is filtered out with a reason, t
 have to compute and by load (`score`: another term goes there), and the one with the least is picked:
 
     score [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
-                     (those that it has in files, or can read from another prefill worker, count READ_SHARE each)
+                     (those that it has in files, or can read from another worker, count READ_SHARE each)
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
@@ -26,7 +26,7 @@ from runtime.config_parts import NoPrefill
 # prefill worker takes 16 prompts: 512 tokens each, a chunk.
 BUSY_TOKENS = 8192
 READ_SHARE = 0.25  # what it costs to read a token's KV, against computing it; workers measure, and decide
-LEAST_LENT = 512  # tokens: for fewer a prefill worker does not ask another one
+LEAST_LENT = 512  # tokens: for fewer a worker does not ask another one
 NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
@@ -46,7 +46,7 @@ class Placement:
     num_cached: int = 0  # tokens whose KV decode probably has
     is_fallback: bool = False  # decode prefills a long prompt because no prefill worker is alive
     why: str = ""  # the prompt is computed where it is; empty: there was no choice
-    lender: WorkerView | None = None  # another prefill worker, which probably has more of the prompt
+    lender: WorkerView | None = None  # another worker, which probably has more of the prompt than the one that computes
     num_lent: int = 0  # tokens whose KV it probably has
 
 
@@ -69,7 +69,8 @@ class Need:
     stored: Mapping[str, int] = field(default_factory=dict)  # the same of its files
     no_prefill: NoPrefill = "fallback"
     has_images: bool = False  # only workers that take images compute it
-    num_lent: int = 0  # tokens whose KV another prefill worker has, for one that has less
+    coming: frozenset[str] = frozenset()  # incarnations that are about to have what `cached` says
+    num_lent: int = 0  # tokens whose KV another worker has, for one that has less
 
     def find_cached(self, view: WorkerView) -> int:
         return self.cached.get(view.incarnation, 0)
@@ -101,45 +102,57 @@ def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | W
     unready = find_unready(workers) or (find_no_vision(workers) if need.has_images else None)
     if unready is not None:
         return unready
+    having = [view for view in workers if need.find_cached(view)]
+    lenders = [view for view in having if view.can_lend and view.incarnation not in need.coming]
     workers = _leave_out(workers, need.avoid, need.no_prefill) if need.avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     decodes = [view for view in with_room if view.role == "decode"]
     for decode in sorted(decodes, key=lambda view: score(view, need)):
-        if (choice := _place_at(decode, workers, need)) is not None:
+        if (choice := _place_at(decode, workers, *_find_lender(decode, lenders, need))) is not None:
             return choice
     return (find_unready(workers, need.no_prefill) if with_room else None) or Wait()
 
 
-def _place_at(decode: WorkerView, workers: Sequence[WorkerView], need: Need) -> Placement | None:
+def _find_lender(decode: WorkerView, lenders: Sequence[WorkerView], need: Need) -> tuple[WorkerView | None, Need]:
+    """The worker that has most of the prompt in pages that fit the decode worker's; of equal ones a prefill worker."""
+    fitting = [view for view in lenders if view.layout == decode.layout]
+    lender = max(fitting, key=lambda view: (need.find_cached(view), view.role == "prefill"), default=None)
+    return lender, replace(need, num_lent=need.find_cached(lender) if lender is not None else 0)
+
+
+def _place_at(
+    decode: WorkerView, workers: Sequence[WorkerView], lender: WorkerView | None, need: Need
+) -> Placement | None:
     """With the best prefill worker, or without; None while one is needed and none has room.
 
     The decode worker prefills by itself what lies within its limit, the rest of a page behind cached ones, and what no
-    compatible prefill worker is alive for if `no_prefill` is fallback.
+    compatible prefill worker is alive for if `no_prefill` is fallback. The worker that computes reads what it lacks
+    from `lender`; what a prefill worker has that could compute is handed over.
     """
     known = [
         view for view in workers if view.role == "prefill" and view.layout == decode.layout and need.can_compute(view)
     ]
     partners = [view for view in known if view.is_alive]
-    num_cached = need.find_there(decode)
+    is_lent = need.can_borrow(decode) and lender not in partners
+    num_cached = need.num_lent if is_lent else need.find_there(decode)
     num_lacking = need.num_missing - num_cached
     limit, why = need.local_prefill_max_tokens, "within --local-prefill-max-tokens"
     if limit is None:
         limit, why = _find_limit(decode, partners or known, num_lacking)
     is_within = num_lacking <= limit
     is_short = is_within or (num_cached > 0 and num_lacking < decode.page_tokens)
+    lent = lender if is_lent else None, need.num_lent
     if not partners and need.no_prefill == "fallback" and need.can_compute(decode):
-        return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL)
+        return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL, *lent)
     if is_short and need.can_compute(decode):
         why = why if is_within else "the rest of a page behind cached ones"
-        return Placement(decode, None, limit, num_cached, why=why)
-    lender = max(partners, key=need.find_cached, default=None)
-    need = replace(need, num_lent=need.find_cached(lender) if lender is not None else 0)
+        return Placement(decode, None, limit, num_cached, False, why, *lent)
     prefill = min(filter(_has_room, partners), key=lambda view: score(view, need), default=None)
     if prefill is None:
         return None
     why = why if need.local_prefill_max_tokens is None else ""
-    lender = lender if need.can_borrow(prefill) else None
-    return Placement(decode, prefill, limit, num_cached, why=why, lender=lender, num_lent=need.num_lent)
+    lent = lender if need.can_borrow(prefill) else None, need.num_lent
+    return Placement(decode, prefill, limit, need.find_there(decode), False, why, *lent)
 
 
 def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill: NoPrefill) -> list[WorkerView]:

@@ -77,7 +77,7 @@ class Placer:
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         need = Need(
             request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
-            self._no_prefill_of(request), bool(request.wanted.images),
+            self._no_prefill_of(request), bool(request.wanted.images), frozenset(coming),
         )  # fmt: skip
         choice = choose_placement(workers, need)
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
@@ -96,7 +96,8 @@ class Placer:
     def begin(self, request: Request, placement: Placement) -> Coming | None:
         """The request's KV is about to be there. What to `end`; None when it is there already."""
         keys, page_tokens = self._find_keys([placement.decode], request)
-        if not keys or placement.num_cached == len(keys) * page_tokens:
+        is_there = placement.num_cached == len(keys) * page_tokens and placement.lender is None
+        if not keys or is_there:
             return None
         self._coming.setdefault(keys[-1], set()).add(placement.decode.incarnation)
         return keys[-1], placement.decode.incarnation

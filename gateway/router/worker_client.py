@@ -240,6 +240,7 @@ class WorkerClient:
             has_slots=self.adapters.has_slots,
             store=status.kv_store,
             takes_images=status.takes_images,
+            is_draining=status.draining and self.find_stall() is None,
             host=peer.host,
             num_threads=status.threads,
             cpus=frozenset(status.cpus),

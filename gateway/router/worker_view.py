@@ -38,12 +38,17 @@ class WorkerView:
     adapters: frozenset[str] = frozenset()  # digests of those that requests may name
     store: str = ""  # where its KV is saved in files; empty: nowhere
     takes_images: bool = False  # it computes prompts with images
+    is_draining: bool = False  # but answers, and lends
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property
     def num_running(self) -> int:
         """Requests of all gateways."""
         return self.num_mine + self.num_others
+
+    @property
+    def can_lend(self) -> bool:
+        return self.is_alive or self.is_draining
 
     @property
     def computes(self) -> str:

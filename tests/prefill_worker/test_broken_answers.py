@@ -4,10 +4,10 @@ import grpc
 import pytest
 
 from runtime import rpc
-from tests.prefill_worker.test_loans import pair
 from tests.support.garbling import Garbler
 from tests.support.handover import OTHER, PROMPT, answer, refusal, workers
 from tests.support.real_workers import expected_answer
+from tests.worker.test_loans import pair
 
 
 @pytest.fixture

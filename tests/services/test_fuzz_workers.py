@@ -137,9 +137,9 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         "Decode/Offer": (here, offer),
         "Worker/Status": (here, worker_pb2.StatusRequest()),
         "Prefill/Run": (there, prefill_pb2.RunRequest(prompt=packed(PROMPT), ticket=ticket)),
-        "Prefill/Lend": (
+        "Worker/Lend": (
             there,
-            prefill_pb2.LendRequest(
+            worker_pb2.LendRequest(
                 incarnation=ring.prefill.peer.incarnation, keys=[b"k" * 16], reader=ring.decode.peer
             ),
         ),

@@ -151,7 +151,7 @@ class SimDecode(SimWorker):
             return
         params = build_params(request, *self._speculator.resolve(request.speculation.drafter, 0), None)
         began = self.world.now
-        self.restore(params, lambda: self._admit(params, began, answer))
+        self.restore(params, request, lambda: self._admit(params, began, answer))
 
     def _admit(self, params: SequenceParams, began: float, answer: Answer) -> None:
         if params.gateway not in self._streams:

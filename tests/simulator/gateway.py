@@ -1,6 +1,7 @@
 """A gateway: the real router, fleet and clients of workers on a virtual loop; its channels go through the world."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -42,6 +43,7 @@ class SimGateway(Process):
         self._prefills, self._decodes = ({one.name: one for one in some} for some in (prefills, decodes))
         self._has_goal = has_goal
         self._routing = (local_prefill_max_tokens, uses_cache)
+        self.loans_rng = random.Random(f"loans {world.seed}")
         self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
 
@@ -166,6 +168,13 @@ class SimChannel(MemoryChannel):
     async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
         return await self.call(lambda answer: answer(self.worker.status()), timeout)
 
+    def name_source(self, request: decode_pb2.ReserveRequest | prefill_pb2.RunRequest) -> None:
+        """In half of the calls another worker than the gateway means, as if what it knows were late or wrong."""
+        rng = self.gateway.loans_rng
+        if self.worker.loans.lenders and rng.random() < 0.5:
+            lender = rng.choice(self.worker.loans.lenders)
+            request.source.address, request.source.incarnation = lender.name, lender.incarnation
+
     async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:
         """As a stub's call. It never ends once the gateway has no requests, so that the world comes to rest."""
         gateway = self.gateway
@@ -191,9 +200,7 @@ class PrefillChannel(SimChannel):
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> Any:
         gateway, worker, name = self.gateway, self.worker, self.gateway.new_name()
         caller = (gateway.name, self.epoch)
-        if worker.lenders:
-            lender = gateway.world.rng.choice(worker.lenders)
-            request.source.address, request.source.incarnation = lender.name, lender.incarnation
+        self.name_source(request)
         try:
             return await self.call(lambda answer: worker.run(name, caller, request, timeout, answer), timeout)
         except asyncio.CancelledError:
@@ -206,6 +213,7 @@ class DecodeChannel(SimChannel):
     """Its verbs are those of decode.proto."""
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, timeout: float) -> Any:
+        self.name_source(request)
         return await self.call(lambda answer: self.worker.reserve(request, answer), timeout)
 
     async def Abort(self, request: decode_pb2.AbortRequest, timeout: float) -> Any:

@@ -26,7 +26,8 @@ from kvtransfer import page_files, reader
 from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files, SavedPage
-from tests.simulator.prefill import HandOver, Lent, SimPrefill
+from tests.simulator.loans import Lent, Loans
+from tests.simulator.prefill import HandOver, SimPrefill
 from tests.simulator.worker import SimWorker
 from wire import page_keys
 from wire.page_keys import PageKey
@@ -69,7 +70,7 @@ begin_step = Scheduler.begin_step
 check_room = Scheduler._check_room
 check_generations = reader.check_generations
 choose = Placer.choose
-end_loan = SimPrefill.end_loan
+end_loan = Loans.end
 end_restore = plans.end_restore
 end_sequence = Scheduler._end
 find = StateSlots.find
@@ -97,7 +98,7 @@ inside = ModelGate.inside
 def _allocate_silently(self: PrefixCache, count: int) -> list[int]:
     pages = allocate(self, count)
     for page in pages:
-        self._generations[page] -= 1
+        self.generations[page] -= 1
     return pages
 
 
@@ -105,7 +106,7 @@ def _evict_silently(self: PrefixCache, count: int) -> list[int]:
     num_free = len(self._free)
     pages = allocate(self, count)
     for page in pages[num_free:]:
-        self._generations[page] -= 1
+        self.generations[page] -= 1
     return pages
 
 
@@ -336,11 +337,11 @@ def _end_without_draft(self: KVCacheManager, restore: Restore, drafts: Sequence[
 # -- loans ---------------------------------------------------------------------------------------------------------
 
 
-def _promise_nothing(self: SimPrefill, pages: Sequence[int]) -> list[int]:
+def _promise_nothing(self: Loans, pages: Sequence[int]) -> list[int]:
     return [ANY_GENERATION] * len(pages)
 
 
-def _end_loan_as_if_read(self: SimPrefill, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
+def _end_loan_as_if_read(self: Loans, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
     end_loan(self, restore, lent, None)
 
 
@@ -520,9 +521,9 @@ MUTATIONS: dict[str, Mutation] = {
     "a file without draft KV counts as one with it": _patched((plans, "end_restore", _end_with_drafts)),
     "prefill uses files without draft KV": _patched((plans, "end_restore", _end_without_draft)),
     "loans accept any generation": _patched(
-        (SimPrefill, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
+        (Loans, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
     ),
-    "a loan that failed counts as read": _patched((SimPrefill, "end_loan", _end_loan_as_if_read)),
+    "a loan that failed counts as read": _patched((Loans, "end", _end_loan_as_if_read)),
     "a loan's pages get the keys of the next ones": _patched((plans, "plan_loan", _plan_loan_of_next)),
     "leases do not end": _patched((Scheduler, "expire", _no_updates), (Scheduler, "next_deadline", _nothing)),
     "requests stay held back": _patched((Placer, "end", _nothing)),

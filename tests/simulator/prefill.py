@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc
@@ -13,20 +12,16 @@ from protos import kv_pb2, prefill_pb2
 from runtime import rpc
 from tests.simulator.decode import SimDecode
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
-from tests.simulator.model import PAGE_TOKENS, Memory, Offer, find_seed
+from tests.simulator.model import PAGE_TOKENS, Offer, find_seed
 from tests.simulator.worker import BUDGET, LEASE_S, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
-from tests.simulator.world import Action, Failure, ViolationError, World
-from wire.page_keys import PageKey
+from tests.simulator.world import Failure, ViolationError, World
 from wire.sampling import SamplingParams
-from worker.kv_cache import Restore
 from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import Sequence as Tokens
 from worker.sequences import Update
-from worker.tiers import plans
 
 HEARTBEAT_S = 2.0
-LEND_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -45,32 +40,20 @@ class HandOver:
     heard_at: float = 0.0  # when the decode worker last received a message about it
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """The answer to `lend`."""
-
-    offer: Offer  # without a session
-    memory: Memory
-    has_draft: list[bool]
-
-
 class SimPrefill(SimWorker):
     """Its verbs are those of prefill.proto."""
-
-    lenders: Sequence["SimPrefill"] = ()  # from which gateways let it read
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
         num_ranks: int, num_slots: int, max_offer_pages: int, decodes: dict[str, SimDecode],
     ) -> None:  # fmt: skip
-        self._max_offer_pages = max_offer_pages
         self._decodes = decodes
+        self.max_offer_pages = max_offer_pages
         super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft, num_ranks, num_slots)
 
     def boot(self) -> None:
         super().boot()
         self.scheduler.kv.needs_draft = self.has_draft
-        self.scheduler.kv.max_offer_pages = self._max_offer_pages
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
@@ -121,8 +104,7 @@ class SimPrefill(SimWorker):
         def begin() -> None:
             self._begin(caller_is, params, ticket, timeout_s, answer)
 
-        borrow = partial(self._borrow, request.source, self.scheduler.kv.keys_of(params), -1, begin)
-        self.restore(params, borrow if request.HasField("source") else begin)
+        self.restore(params, request, begin)
 
     def _begin(
         self, caller_is: tuple[int, tuple[str, int]], params: SequenceParams, ticket: kv_pb2.Ticket, timeout_s: float,
@@ -159,68 +141,6 @@ class SimPrefill(SimWorker):
             self.scheduler.end(work.sequence)
             self.loop.thread.wake()
             work.answer(result)
-
-    # -- pages of other prefill workers ------------------------------------------------------------------------------
-
-    def lend(self, incarnation: str, keys: Sequence[PageKey], begin: int, answer: Answer) -> None:
-        if incarnation != self.incarnation:
-            answer(Failure("another incarnation"))
-            return
-        kv, memory = self.scheduler.kv, self.memory
-        loan = plans.begin_loan(kv, keys, begin, kv.max_offer_pages)
-        offer = Offer(
-            kv_pb2.Ticket(), incarnation, ("", 0), range(begin, begin + len(loan.pages)), loan.pages,
-            self.promise(loan.pages), loan.slots,
-            [memory.slot_generations[slot] for slot in loan.slots],
-        )  # fmt: skip
-        answer(Lent(offer, memory, [kv.cache.has_draft(page) for page in loan.pages]))
-        plans.end_loan(kv, loan)
-        self.is_changed = True
-
-    def promise(self, pages: Sequence[int]) -> list[int]:
-        """The generations that a loan names."""
-        return [self.memory.generations[page] for page in pages]
-
-    def _borrow(self, source: prefill_pb2.PageSource, keys: Sequence[PageKey], before: int, then: Action) -> None:
-        """Read what the source has more of these pages, in parts. `before`: pages that were there at the last part."""
-        begin = len(self.scheduler.kv.cache.find(keys))
-        if begin <= before or begin == len(keys):
-            then()
-            return
-        lender = next(one for one in self.lenders if one.name == source.address)
-
-        def take(answer: Any) -> None:
-            if isinstance(answer, Failure) or not answer.offer.pages:
-                then()
-            else:
-                self._read_loan(answer, keys, partial(self._borrow, source, keys, begin, then), then)
-
-        self.world.call(self, lender, lambda answer: lender.lend(source.incarnation, keys, begin, answer), take, LEND_S)
-
-    def _read_loan(self, lent: Lent, keys: Sequence[PageKey], then: Action, give_up: Action) -> None:
-        offer = lent.offer
-        plan = plans.plan_loan(keys, offer.positions.start, len(offer.pages), len(offer.slots))
-        try:
-            restore = plans.begin_restore(self.scheduler, plan.keys, plan.slot_keys)
-        except NoRoomError:
-            give_up()
-            return
-        self.is_changed = True
-
-        def end(failure: BaseException | None) -> None:
-            self.end_loan(restore, lent, failure)
-            self.loop.thread.wake()
-            (give_up if failure else then)()
-
-        self.read_offer(offer, lent.memory, (restore.pages, restore.slots), end)
-
-    def end_loan(self, restore: Restore, lent: Lent, failure: BaseException | None) -> None:
-        if failure is not None:
-            self.world.note("loan failed", self.name, str(failure))
-            plans.end_restore(self.scheduler.kv, restore, [], 0)
-        else:
-            self.world.note("borrowed", self.name, len(restore.pages))
-            plans.end_restore(self.scheduler.kv, restore, lent.has_draft, len(restore.slots))
 
     # -- offers --------------------------------------------------------------------------------------------------
 

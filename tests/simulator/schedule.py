@@ -127,9 +127,12 @@ class Schedule:
                 worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
                 worker.files.begin_on(worker)
         peers_rng = random.Random(f"lenders {seed}")  # like states_rng
-        if peers_rng.random() < 0.3:
-            for prefill in prefills:
-                prefill.lenders = [other for other in prefills if other is not prefill]
+        self.has_loans = peers_rng.random() < 0.3
+        if self.has_loans:
+            for worker in self.workers:
+                worker.loans.lenders = [other for other in self.workers if other is not worker]
+            for decode in decodes:
+                decode.max_offer_pages = peers_rng.choice([1, 2, 9])
             if not self.is_calm:
                 faults.slow_reads = peers_rng.choice([faults.slow_reads, 0.5])
         self.clients: list[tuple[Client, float]] = []  # with its start time

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvtransfer import reader
-from protos import kv_pb2, worker_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
+from tests.simulator.loans import Loans
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
 from tests.simulator.world import Action, Process, ViolationError, World
 from worker.interfaces import States
 from worker.kv_cache import KVCacheManager
 from worker.loop import WorkerLoop
-from worker.params import SequenceParams
+from worker.params import ANY_NUMBER, SequenceParams
 from worker.peers import other_ranks
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
@@ -139,6 +140,7 @@ class SimWorker(Process):
     loop: SteppedLoop
     model = ""  # its name, where the fleet has several
     is_changed = False  # changed since the last check
+    max_offer_pages = ANY_NUMBER
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
@@ -151,6 +153,7 @@ class SimWorker(Process):
         self.num_ranks = num_ranks
         self.num_slots = num_slots  # 0: the model has no states
         self.files: Files | None = None  # below the pools; they outlive incarnations
+        self.loans = Loans(self)
         super().__init__(world, name)
 
     def boot(self) -> None:
@@ -158,7 +161,7 @@ class SimWorker(Process):
         cache = PrefixCache(self.num_pages, self.memory.generations)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
         states = StateSlots(slots, PAGE_TOKENS, SPACING) if self.num_slots else States()
-        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=states)
+        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=states, max_offer_pages=self.max_offer_pages)
         self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
@@ -196,12 +199,16 @@ class SimWorker(Process):
         if any(self.scheduler.get(sequence.id) is None for sequence in self.loop.stepped()):
             raise ViolationError("a sequence is gone under a launched step")
 
-    def restore(self, params: SequenceParams, then: Action) -> None:
-        """`then` follows when the prompt's KV was read from files, where it is there."""
+    def restore(
+        self, params: SequenceParams, request: decode_pb2.ReserveRequest | prefill_pb2.RunRequest, then: Action
+    ) -> None:
+        """`then` follows when the prompt's KV was read from files, and from the request's source, where it is there."""
+        keys = self.scheduler.kv.keys_of(params)
+        borrow = partial(self.loans.borrow, request.source, keys, then) if request.HasField("source") else then
         if self.files is None:
-            then()
+            borrow()
         else:
-            self.files.restore(self, self.scheduler.kv.keys_of(params), then)
+            self.files.restore(self, keys, borrow)
 
     # -- reads of other workers' pages ---------------------------------------------------------------------------
 

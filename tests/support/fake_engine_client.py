@@ -12,12 +12,12 @@ from gateway.errors import ApiError
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.engine_client import Admitted, FinishReason, Load, TokenizedRequest, Tokens
 from wire.logprobs import TokenLogprobs
-from wire.timing import Timing
+from wire.timing import ReadTokens, Timing
 
 PLACES = 16
 TIMING = Timing(
     queue_s=0.5, grammar_s=5.5, prefill_s=1.5, transfer_s=2.5, transfer_bytes=5120, transport="grpc", first_step_s=3.5,
-    decode_s=4.5, cached_tokens=1, draft_tokens=9, accepted_tokens=7, attempts=2,
+    decode_s=4.5, cached_tokens=1, read_tokens=ReadTokens(3, 4, 5), draft_tokens=9, accepted_tokens=7, attempts=2,
     prefill_reason="no prefill worker is alive",
 )  # fmt: skip
 

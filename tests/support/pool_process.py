@@ -105,8 +105,8 @@ def recycle(pool: Pool, page: int) -> None:
 
 
 def build_local(pool: Pool, name: str = "exporter", transport: str = "auto") -> Local:
-    """For peers of this host; NIXL may use TCP. `name`: "exporter" if they read the pool."""
-    return Local(pool, f"{name}.{pool.rank}", name == "exporter", transport, open_channel, True, True, REPLY_S)
+    """For peers of this host; NIXL may use TCP."""
+    return Local(pool, f"{name}.{pool.rank}", transport, open_channel, True, True, REPLY_S)
 
 
 def describe(local: Local, address: str = "127.0.0.1:1") -> kv_pb2.Peer:

@@ -30,6 +30,7 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.runner import Forwards, Launched, ModelOutput, Runner
 from engine.vision.image_rows import ImageRows, ImageRules
+from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
@@ -54,7 +55,8 @@ from worker.process import build_worker
 from worker.role import Worker
 from worker.scheduler import Scheduler
 from worker.table import num_rows_for
-from worker.tiers.loans import Borrower, SharedTiers
+from worker.tiers.files import KVTiers
+from worker.tiers.loans import Borrower
 
 PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB, MAX_RUNNING = 4, 24, 6, 80, 1000, 8
 IMAGE_TOKEN = 900
@@ -218,6 +220,7 @@ async def _serving(
     worker.scheduler.kv.cache = TellingCache(engine.pool, signal)
     role = build_role(config, worker)
     role.add_to(server)
+    PageServer({pool.incarnation: pool.own for pool in worker.pools}).add_to(server)
     role.loop.thread.start()
     await server.start()
     try:
@@ -284,8 +287,8 @@ class PrefillWorker:
 
     @property
     def borrower(self) -> Borrower:
-        assert isinstance(self.service.tiers, SharedTiers)
-        return self.service.tiers._borrower
+        assert isinstance(self.service.tiers, KVTiers)
+        return self.service.tiers.borrower
 
     def run(self, ticket: kv_pb2.Ticket, prompt: Sequence[int], **others: Any) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
         request = prefill_pb2.RunRequest(request_id="r", prompt=packed(prompt), ticket=ticket, **others)

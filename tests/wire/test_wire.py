@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import decode_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2
 from wire.files import read_json_object
 from wire.logprobs import TokenLogprobs
 from wire.messages import (
@@ -28,7 +28,7 @@ from wire.messages import (
 )
 from wire.page_keys import KEY_BYTES, next_key, page_keys, root_key
 from wire.sampling import LEAST_TEMPERATURE, SCALARS, SamplingParams
-from wire.timing import Timing
+from wire.timing import ReadTokens, Timing
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 PENALTY = st.floats(allow_nan=False, allow_infinity=False)
@@ -46,9 +46,11 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
 }
 OF_DECODE = (
     "grammar_s",
-    "prefill_s", "first_step_s", "decode_s", "cached_tokens", "draft_tokens", "accepted_tokens", "steps", "preemptions",
+    "prefill_s", "first_step_s", "decode_s", "cached_tokens", "read_tokens", "draft_tokens",
+    "accepted_tokens", "steps", "preemptions",
 )  # fmt: skip
-OF_PREFILL = ("prefill_s", "transfer_s", "transfer_bytes", "transport", "cached_tokens")
+OF_PREFILL = ("prefill_s", "transfer_s", "transfer_bytes", "transport", "cached_tokens", "read_tokens")
+READ = ReadTokens(1, 2, 3)
 OF_GATEWAY = ("wake_s", "queue_s", "attempts", "prefill_reason")
 
 
@@ -112,7 +114,7 @@ def test_every_field_of_a_timing_has_an_owner() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Timing)])
 def test_decode_tells_its_own_timing(name: str) -> None:
-    value: Any = "shm" if name == "transport" else 7
+    value: Any = {"transport": "shm", "read_tokens": READ}.get(name, 7)
     timing = replace(Timing(), **{name: value})
     assert timing != Timing()
     assert unpack_decode_timing(pack_decode_timing(timing)) == (timing if name in OF_DECODE else Timing())
@@ -120,10 +122,13 @@ def test_decode_tells_its_own_timing(name: str) -> None:
 
 def test_prefill_tells_its_own_timing() -> None:
     response = prefill_pb2.RunResponse(
-        queue_seconds=1.0, prefill_seconds=2.0, transfer_seconds=4.0, transfer_bytes=5, transport="shm", cached_tokens=6
-    )
+        queue_seconds=1.0, prefill_seconds=2.0, transfer_seconds=4.0, transfer_bytes=5, transport="shm",
+        cached_tokens=6, read_tokens=kv_pb2.ReadTokens(files=1, prefill=2, decode=3),
+    )  # fmt: skip
     timing = unpack_prefill_timing(response)
-    assert timing == Timing(prefill_s=3.0, transfer_s=4.0, transfer_bytes=5, transport="shm", cached_tokens=6)
+    assert timing == Timing(
+        prefill_s=3.0, transfer_s=4.0, transfer_bytes=5, transport="shm", cached_tokens=6, read_tokens=READ
+    )
     changed = {field.name for field in fields(Timing) if getattr(timing, field.name) != default(field.name)}
     assert changed == set(OF_PREFILL)
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from protos import kv_pb2
 from tests.support.sequence_params import build_scheduler
 from worker.metrics import WorkerMetrics
 from worker.thread import EngineThread
@@ -76,11 +76,11 @@ class Files:
         self.read += keys
         return [] if self._is_bad else [False] * len(into)
 
-    async def lend(self, text: str) -> None:
-        """Another worker's, which has nothing of it."""
+    async def borrow(self, source: kv_pb2.PageSource, keys: Sequence[bytes]) -> None:
+        """From another worker, which has nothing of it."""
         self.has_begun.set()
         await self.may_read.wait()
-        self.lent.append(text)
+        self.lent.append(source.address)
 
     def close(self) -> None: ...
 
@@ -93,12 +93,15 @@ def name(text: str) -> list[bytes]:
 async def restore_all(prompts: Sequence[str], files: Files, *, is_borrowed: bool = False) -> list[int]:
     """The others are asked for while the first one is read. Returns how many pages of each are cached then."""
     scheduler = build_scheduler(40, 4)
-    worker: Any = SimpleNamespace(scheduler=scheduler, pools=[] if is_borrowed else [files])
-    tiers = KVTiers(worker, EngineThread(lambda: False), WorkerMetrics(scheduler))
+    trust = SimpleNamespace(open_channel=None)
+    worker: Any = SimpleNamespace(scheduler=scheduler, pools=[] if is_borrowed else [files], me=None, trust=trust)
+    peers: Any = None
+    tiers = KVTiers(worker, peers, EngineThread(lambda: False), WorkerMetrics(scheduler))
+    tiers.borrower.borrow = files.borrow  # type: ignore[method-assign]
     asked = []
     for text in prompts:
-        borrow = partial(files.lend, text) if is_borrowed else None
-        asked.append(asyncio.create_task(tiers.read(name(text), WAIT_S, borrow)))
+        source = kv_pb2.PageSource(address=text) if is_borrowed else None
+        asked.append(asyncio.create_task(tiers.restore(name(text), WAIT_S, source)))
         await files.has_begun.wait()
     files.may_read.set()
     assert all(await asyncio.gather(*asked))

@@ -1,4 +1,4 @@
-"""Prefill workers whose pages we read: their readers, and all reads. Runs on the asyncio thread."""
+"""Workers whose pages we read: their readers, and all reads. Runs on the asyncio thread."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ class HandshakeRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPeer:
-    """A prefill worker that shook hands."""
+    """A worker that shook hands, or lends to us."""
 
     peer: kv_pb2.Peer
     readers: list[Reader]  # of its pages and, if there are states, of its slots
@@ -59,7 +59,7 @@ class Landed(NamedTuple):
 
 
 class KVPeers:
-    """Owns the readers, one per prefill worker address; a new incarnation replaces the old one.
+    """Owns the readers, one per address of a worker; a new incarnation replaces the old one.
 
     An incarnation has one address. Of MAX_PEERS the one that was idle for longest makes room.
     A reader keeps its peer's pool in memory: a dead peer's reader is closed within LOOK_S, or after its running read.

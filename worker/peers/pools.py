@@ -30,6 +30,8 @@ from wire.page_keys import NamedPage
 from wire.private_folders import UnsafeFolderError
 from worker.peers.other_ranks import OtherRanks, find_failure
 
+MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is named after this one is read
+
 
 class PageBytes(NamedTuple):
     """Bytes of each page in one rank's pool."""
@@ -69,14 +71,18 @@ class RankedPool:
             await own.close()
             raise
 
-    async def offer(self, part: OfferPart, held: Sequence[int], num_readers: int) -> None:
-        """Add pages that the caller holds; with checksums for a worker of `num_readers` ranks, unless that is 0."""
+    def name(self, part: OfferPart, pages: Sequence[int]) -> None:
+        """Add these pages as they are now: the caller holds them, or their owner's lock."""
         generations = self.own.generations
-        part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in held)
+        part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in pages)
+
+    async def add_checksums(self, part: OfferPart, num_readers: int) -> None:
+        """Of the named pages, for a worker of `num_readers` ranks; none where that is 0."""
         if num_readers:
             runs = plan_all_runs(self.own.parts, num_readers, self.own.num_ranks)
             places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
-            part.checksums.extend(await self.compute_checksums(held, places))
+            pages = [ref.page for ref in part.refs]
+            part.checksums.extend(await self.compute_checksums(pages, places))
 
     def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
         """What our ranks read from a peer's, and an offer has checksums of."""
@@ -132,9 +138,8 @@ def build_pools(
 
     def build(pool: Pool, incarnation: str, layout: kv_pb2.KvLayout, is_states: bool) -> RankedPool:
         local = Local(
-            pool, f"{incarnation}.{pool.rank}", isinstance(config, PrefillConfig), config.transport,
-            trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp,
-            config.lease_s,
+            pool, f"{incarnation}.{pool.rank}", config.transport, trust.open_channel, is_loopback(config.host),
+            config.nixl_allow_tcp, config.lease_s,
         )  # fmt: skip
         tiers = _build_tiers(config, pool, layout, engine)
         return RankedPool(incarnation, pool, layout, local, others, is_states, tiers)

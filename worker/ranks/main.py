@@ -83,12 +83,11 @@ class Rank:
         threading.Thread(target=_follow, args=(receiver, engine), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()
-        self._pools, address = build_pools(engine, config, start.incarnation, trust, ALONE), ""
-        if isinstance(config, PrefillConfig):
-            server = self._server = trust.build_server()
-            PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
-            address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
-            await rpc.start(server)
+        self._pools = build_pools(engine, config, start.incarnation, trust, ALONE)
+        server = self._server = trust.build_server()
+        PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
+        address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
+        await rpc.start(server)
         return calls.Ready([describe_rank(pool.local, address).SerializeToString() for pool in self._pools])
 
     async def _do(self, call: calls.Call, done: calls.Done) -> None:

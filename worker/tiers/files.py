@@ -1,4 +1,4 @@
-"""Moves pages and slots between a worker's pools and their files (kvtransfer/page_files.py). On the asyncio thread.
+"""Moves pages and slots between a worker's pools and their files, or other workers' pools. On the asyncio thread.
 
 Written behind: a page is saved some time after it gets its key, and needs not be held for that. Read ahead: what a
 prompt finds there comes into the pool before the prompt is admitted, which then finds it as if it had been cached.
@@ -6,42 +6,49 @@ prompt finds there comes into the pool before the prompt is admitted, which then
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
 
-from protos import prefill_pb2, worker_pb2
+from protos import kv_pb2, worker_pb2
 from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
+from wire.timing import ReadTokens
 from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
+from worker.peers.kv_peers import KVPeers
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.role import Worker
+from worker.sequences import Sequence
 from worker.thread import EngineThread
+from worker.tiers.loans import Borrower, Lender
 from worker.tiers.plans import RestorePlan, plan_restore
-from worker.tiers.reading import Reading
+from worker.tiers.reading import Fresh, Reading
 
 SAVED_AT_ONCE = 256  # pages: more would only wait
 NICE = 10  # of the thread that writes: steps go first
-Borrow = Callable[[], Coroutine[Any, Any, None]]  # reads from another worker what files did not have
 log = structlog.get_logger()
 
 
 class KVTiers(KVSource):
     """Owns the tasks that save and read. A worker without files has no pools here."""
 
-    def __init__(self, worker: Worker, thread: EngineThread, metrics: WorkerMetrics) -> None:
+    def __init__(self, worker: Worker, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics) -> None:
         """`thread`: its lock guards the scheduler."""
         self._scheduler = worker.scheduler
         self._thread = thread
-        self._reading = Reading("files", worker.scheduler, thread, metrics.prompt_speed)
         kv = worker.scheduler.kv
+        self._fresh = Fresh(kv.cache.generations)
+        parts = worker.scheduler, thread, metrics, self._fresh
+        self._reading, self._from_prefill, self._from_decode = (
+            Reading("files", *parts), Reading("prefill", *parts), Reading("decode", *parts)
+        )  # fmt: skip
+        self._lender = Lender(worker, thread)
+        self.borrower = Borrower(worker, peers, thread, self._from_prefill, self._from_decode)
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
         self._has_named = asyncio.Event()
@@ -57,8 +64,6 @@ class KVTiers(KVSource):
         self._keep(asyncio.create_task(keep_running(self._save, "saving KV to files")))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
-        reading = self._reading
-        metrics.gauge("kv_tokens_restored", "Prompt tokens whose KV was read from files", lambda: reading.num_tokens)
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
@@ -68,7 +73,9 @@ class KVTiers(KVSource):
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store
             status.saved_bytes = sum(tier.num_bytes for tier in files)
-            status.restored_tokens = self._reading.num_tokens
+        read = [reading.num_tokens for reading in (self._reading, self._from_prefill, self._from_decode)]
+        status.restored_tokens = sum(read)
+        status.read_tokens.files, status.read_tokens.prefill, status.read_tokens.decode = read
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -94,27 +101,24 @@ class KVTiers(KVSource):
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    async def restore(self, keys: Seq[PageKey], wait_s: float, lender: prefill_pb2.PageSource | None = None) -> bool:
-        return await self.read(keys, wait_s)
-
-    async def read(self, keys: Seq[PageKey], wait_s: float, borrow: Borrow | None = None) -> bool:
-        """`restore` from files, then what is borrowed."""
-        if not keys or not (self._pools or borrow):
+    async def restore(self, keys: Seq[PageKey], wait_s: float, source: kv_pb2.PageSource | None = None) -> bool:
+        if not keys or not (self._pools or source):
             return True
         task = self._restoring.get(keys[-1])
         if task is None:
-            task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, borrow))
+            task = self._restoring[keys[-1]] = asyncio.create_task(self._restore(keys, source))
             self._keep(task)
         done, _ = await asyncio.wait([task], timeout=wait_s)
         return bool(done)
 
-    async def _restore(self, keys: Seq[PageKey], borrow: Borrow | None) -> None:
+    async def _restore(self, keys: Seq[PageKey], source: kv_pb2.PageSource | None) -> None:
+        """From files, then from the source what they did not have."""
         try:
             await self._wait_for_shared(keys)
             if self._pools:
                 await self._restore_files(keys)
-            if borrow is not None:
-                await borrow()
+            if source is not None:
+                await self.borrower.borrow(source, keys)
         except NoRoomError as error:
             log.info("KV is not read: no room", reason=str(error))
         except Exception:
@@ -157,9 +161,17 @@ class KVTiers(KVSource):
             return drafts, 0
         return drafts, len(await self._pools[1].restore(restore.slot_keys, restore.slots))
 
+    def count_read(self, sequence: Sequence) -> ReadTokens:
+        size = self._scheduler.kv.page_tokens
+        return self._fresh.take(sequence.pages[: sequence.num_cached // size], size)
+
+    async def lend(self, request: worker_pb2.LendRequest) -> worker_pb2.LendResponse:
+        return await self._lender.lend(request)
+
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.borrower.close()
         for pool in self._pools:
             pool.tiers.close()

@@ -4,13 +4,16 @@ Runs on the asyncio thread.
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import structlog
 
+from wire.timing import KVOrigin, ReadTokens
 from worker.kv_cache import Restore
-from worker.metrics import PromptSpeed
+from worker.metrics import PromptSpeed, WorkerMetrics
+from worker.prefix_cache import Generations
 from worker.scheduler import Scheduler
 from worker.thread import EngineThread
 from worker.tiers.plans import RestorePlan, begin_restore, end_restore
@@ -27,15 +30,36 @@ def prefers_reading(num_tokens: int, num_waiting: int, read_per_s: float, comput
     return num_tokens / read_per_s < max((num_tokens + num_waiting) / computed_per_s, SHORT_S)
 
 
+class Fresh:
+    """Pages read for prompts that are not admitted yet: page |-> (generation, where it was)."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._pages: dict[int, tuple[int, KVOrigin]] = {}
+
+    def add(self, pages: Iterable[int], place: KVOrigin) -> None:
+        self._pages.update((page, (int(self._generations[page]), place)) for page in pages)
+
+    def take(self, pages: Iterable[int], page_tokens: int) -> ReadTokens:
+        """What came from where of a new sequence's cached pages; to the next one they are nothing new."""
+        found = ((page, self._pages.pop(page, None)) for page in pages)
+        num: Counter[str] = Counter(entry[1] for page, entry in found if entry and entry[0] == self._generations[page])
+        return ReadTokens(*(num[origin] * page_tokens for origin in ReadTokens._fields))
+
+
 class Reading:
     """Reads from one kind of place, and knows how fast that is."""
 
-    def __init__(self, place: str, scheduler: Scheduler, thread: EngineThread, computing: PromptSpeed) -> None:
+    def __init__(
+        self, place: KVOrigin, scheduler: Scheduler, thread: EngineThread, metrics: WorkerMetrics, fresh: Fresh
+    ) -> None:
         self.num_tokens = 0  # that came
         self._place = place
         self._scheduler = scheduler
         self._thread = thread
-        self._computing = computing
+        self._computing = metrics.prompt_speed
+        self._counter = metrics.tokens_read.labels(place)
+        self._fresh = fresh
         self._speed = PromptSpeed()
         self._read_at = 0.0  # time.monotonic() when `_speed` was measured
 
@@ -59,9 +83,11 @@ class Reading:
         finally:
             with self._thread.lock:
                 end_restore(self._scheduler.kv, restore, drafts, num_slots)
+                self._fresh.add(restore.pages[: len(drafts)], self._place)
                 self._thread.wake()
         if drafts:
             num_tokens, self._read_at = len(drafts) * self._scheduler.kv.page_tokens, time.monotonic()
             self._speed.count(num_tokens, self._read_at - started)
             self.num_tokens += num_tokens
+            self._counter.inc(num_tokens)
             log.info("KV was read", source=self._place, tokens=num_tokens, seconds=round(self._read_at - started, 3))

@@ -17,6 +17,7 @@ from gateway.router.fleet import Fleet
 from gateway.router.router import Router
 from gateway.router.worker_client import WorkerClient
 from runtime.hardware import OWN_VERSION
+from wire.messages import unpack_read
 
 _SCRIPTS = ("app.js", "chats.js", "elements.js", "markdown.js", "messages.js", "prompt.js", "service.js", "workers.js")
 _FILES = {"style.css": "text/css; charset=utf-8", **dict.fromkeys(_SCRIPTS, "text/javascript; charset=utf-8")}
@@ -99,7 +100,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     used_slots: int
     cached_slots: int
     saved_bytes: int  # of KV in its files
-    restored_tokens: int  # of prompts, whose KV it read from files or other prefill workers
+    restored_tokens: int  # of prompts, whose KV it read: the sum of read_tokens
+    read_tokens: dict[str, int]  # the same by where: files, prefill, decode
     prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
     takes_images: bool  # it computes prompts with images
@@ -158,6 +160,7 @@ def _describe(worker: WorkerClient, with_model: bool) -> WorkerStatus:
         running=status.num_running,
         alive=trouble is None,
         trouble=trouble or "",
+        read_tokens=unpack_read(status.read_tokens)._asdict(),
         weaknesses=dict(status.weaknesses),
         adapters=worker.adapters.describe(),
         source=worker.source,

@@ -116,6 +116,9 @@ class TimingBody(msgspec.Struct):
     first_step_seconds: float
     decode_seconds: float
     cached_tokens: int
+    file_tokens: int
+    prefill_lent_tokens: int
+    decode_lent_tokens: int
     draft_tokens: int
     accepted_tokens: int
     attempts: int

@@ -27,7 +27,8 @@ SAMPLING: dict[str, float] = {
 }  # fmt: skip
 TOLD_TIMING = {
     "queue_seconds": 0.5, "prefill_seconds": 1.5, "transfer_seconds": 2.5, "transfer_bytes": 5120, "transport": "grpc",
-    "first_step_seconds": 3.5, "decode_seconds": 4.5, "cached_tokens": 1, "draft_tokens": 9, "accepted_tokens": 7,
+    "first_step_seconds": 3.5, "decode_seconds": 4.5, "cached_tokens": 1, "file_tokens": 3,
+    "prefill_lent_tokens": 4, "decode_lent_tokens": 5, "draft_tokens": 9, "accepted_tokens": 7,
     "attempts": 2, "grammar_seconds": 5.5, "prefill_reason": "no prefill worker is alive",
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"naïve": {"const": 'a"b\x00'}}, "required": ["naïve"]}

@@ -26,7 +26,9 @@ from runtime.config_parts import NoPrefill
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
+DRAINING: dict[str, Any] = DEAD | {"is_draining": True}
 OTHER: dict[str, Any] = {"layout": b"other"}
+LEAVING = replace(DECODE_2, **DRAINING)
 
 
 def names(choice: Placement | Wait | Unready) -> object:
@@ -99,7 +101,7 @@ def test_placement_of_prompts_with_images(case: str, workers: Sequence[WorkerVie
         ("each role by itself", [PREFILL, PREFILL_2, DECODE, DECODE_2], {"P2": 160, "D2": 16}, ("D2", "P2")),
         ("more free pages count less", [PREFILL, replace(DECODE, free_pages=99), DECODE_2], {"D2": 16}, ("D2", "P1")),
         ("not where it failed before", [PREFILL, DECODE, replace(DECODE_2, **DEAD)], {"D2": 992}, ("D1", "P1")),
-        ("nor where no room is", [PREFILL, DECODE, replace(DECODE_2, **FULL)], {"D2": 992}, ("D1", "P1")),
+        ("nor where no room is", [PREFILL, DECODE, replace(DECODE_2, **FULL)], {"D2": 492}, ("D1", "P1")),
         ("all of it: no prefill worker", [PREFILL, DECODE, DECODE_2], {"D2": 1000}, ("D2", None)),
         ("all but less than a page", [PREFILL, DECODE, DECODE_2], {"D2": 985}, ("D2", None)),
         ("all but a page", [PREFILL, DECODE, DECODE_2], {"D2": 984}, ("D2", "P1")),
@@ -147,7 +149,10 @@ def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
         ("nor from the dead", DEAD, {"P1": 800}, {}, ("P2", None, 0)),
         ("nor from another layout", OTHER, {"P1": 800}, {}, ("P2", None, 0)),
         ("from a full one", FULL | {"max_running": 4}, {"P1": 800}, {}, ("P2", "P1", 800)),
-        ("not from a decode worker", {}, {"D1": 800}, {}, ("P2", None, 0)),
+        ("and from a decode worker", {}, {"D1": 800}, {}, ("P2", "D1", 800)),
+        ("whoever has more", {}, {"P1": 700, "D1": 800}, {}, ("P2", "D1", 800)),
+        ("if both have as much, from a prefill worker", {}, {"P1": 800, "D1": 800}, {}, ("P2", "P1", 800)),
+        ("and while it drains", DRAINING, {"P1": 800}, {}, ("P2", "P1", 800)),
     ],
 )
 def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
@@ -160,6 +165,29 @@ def test_a_prefill_worker_reads_from_another_one_that_has_clearly_more(
     lender = choice.lender.incarnation if choice.lender else None
     assert (choice.prefill.incarnation, lender) == expected[:2], case
     assert lender is None or choice.num_lent == expected[2]
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "cached", "expected"),
+    [
+        ("an answer that moved", [PREFILL, DECODE, LEAVING], {"D2": 992}, ("D1", None, "D2")),
+        ("the rest takes a prefill worker", [PREFILL, DECODE, LEAVING], {"D2": 800}, ("D1", "P1", "D2")),
+        ("no prefill worker is alive", [DECODE, LEAVING], {"D2": 800}, ("D1", None, "D2")),
+        ("for a little nothing is asked", [DECODE, LEAVING], {"D1": 500, "D2": 800}, ("D1", None, None)),
+        ("a prefill worker hands over what it has", [PREFILL, DECODE, LEAVING], {"P1": 992}, ("D1", "P1", None)),
+        ("nor is what comes lent", [PREFILL, DECODE, DECODE_2], {"D2": 992}, ("D1", "P1", None)),
+    ],
+)
+def test_a_decode_worker_reads_what_another_one_has_where_it_computes_the_rest(
+    case: str, workers: Sequence[WorkerView], cached: Mapping[str, int], expected: object
+) -> None:
+    full = replace(DECODE_2, **FULL)
+    workers = [full if view is DECODE_2 else view for view in workers]
+    need = Need(1000, 0, cached=cached, coming=frozenset(["D2"] if full in workers else ()))
+    choice = choose_placement(workers, need)
+    assert isinstance(choice, Placement)
+    lender = choice.lender.incarnation if choice.lender else None
+    assert (*names(choice), lender) == expected, case  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

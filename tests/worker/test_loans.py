@@ -1,4 +1,4 @@
-"""Pages that one prefill worker reads from another: the tokens are those of a prompt computed whole, whatever fails."""
+"""Pages that one worker reads from another: the tokens are those of a prompt computed whole, whatever fails."""
 
 import asyncio
 import threading
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from protos import kv_pb2, prefill_pb2
+from protos import kv_pb2, worker_pb2
 from runtime.config_parts import Transport
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import PROMPT, refusal, used
 from tests.support.real_workers import (
     PAGE_TOKENS,
+    DecodeWorker,
     Gateway,
     PrefillWorker,
     decode_worker,
@@ -22,8 +23,14 @@ from tests.support.real_workers import (
     gateway,
     prefill_worker,
 )
+from worker.metrics import WorkerMetrics
 
+ANSWER = 6  # tokens
 WHOLE = len(PROMPT[:-1]) // PAGE_TOKENS * PAGE_TOKENS  # tokens in whole pages
+
+
+def read_tokens(metrics: WorkerMetrics, source: str) -> float:
+    return metrics.registry.get_sample_value("baton:kv_tokens_read_total", {"source": source}) or 0.0
 
 
 @dataclass
@@ -44,13 +51,13 @@ class Pair:
         assert self.opened.tokens[handle] == expected_answer(PROMPT, 4)
         return int(told.cached_tokens)
 
-    def source(self, **others: Any) -> prefill_pb2.PageSource:
+    def source(self, **others: Any) -> kv_pb2.PageSource:
         peer = self.lender.peer
         fields = {"address": peer.address, "incarnation": peer.incarnation, "tokens": WHOLE, **others}
-        return prefill_pb2.PageSource(**fields)
+        return kv_pb2.PageSource(**fields)
 
     def borrowed(self) -> float:
-        return self.reader.metrics.registry.get_sample_value("baton:kv_tokens_borrowed") or 0.0
+        return read_tokens(self.reader.metrics, "prefill")
 
 
 @asynccontextmanager
@@ -134,14 +141,88 @@ async def test_a_lender_may_die_while_it_is_read(monkeypatch: pytest.MonkeyPatch
         await closing
 
 
+@dataclass
+class History:
+    """A decode worker that has a turn of a conversation, its answer included, and the next turn's prompt."""
+
+    lender: DecodeWorker
+    opened: Gateway
+    prompt: list[int]
+
+    @property
+    def source(self) -> kv_pb2.PageSource:
+        return source_of(self.lender.peer, self.num_lent)
+
+    @property
+    def num_lent(self) -> int:
+        """In whole pages; the last token of an answer has no KV."""
+        return (len(PROMPT) + ANSWER - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def source_of(peer: kv_pb2.Peer, tokens: int) -> kv_pb2.PageSource:
+    return kv_pb2.PageSource(address=peer.address, incarnation=peer.incarnation, tokens=tokens)
+
+
+@asynccontextmanager
+async def history(signal: Signal, is_running: bool = False) -> AsyncIterator[History]:
+    """`is_running`: the answer goes on."""
+    async with decode_worker(signal) as lender, gateway(lender, signal) as opened:
+        lender.runner.pauses_after_token = is_running
+        await opened.ask(1, PROMPT, ANSWER + 20 * is_running, local=99)
+        for number in range(ANSWER * is_running):
+            await signal.until(lambda number=number: len(opened.tokens.get(1, ())) == number + 1)  # type: ignore[misc]
+            if number + 1 < ANSWER:
+                lender.runner.may_run.set()
+        if not is_running:
+            await opened.end_of(1)
+        yield History(lender, opened, [*PROMPT, *opened.tokens[1][:ANSWER], 7, 8, 9])
+        lender.runner.pauses_after_token = False
+        lender.runner.may_run.set()
+        await opened.abort(1)
+        await signal.until(lambda: used(lender) == 0)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_prefill_worker_reads_what_decode_generated(is_running: bool) -> None:
+    signal = Signal()
+    async with history(signal, is_running) as before, prefill_worker(signal) as prefill:
+        async with decode_worker(signal) as decode, gateway(decode, signal, "h") as opened:
+            reserved = await opened.ask(1, before.prompt)
+            told = await prefill.run(reserved.ticket, before.prompt, source=before.source)
+            assert await opened.end_of(1) == ("length", "")
+            assert opened.tokens[1] == expected_answer(before.prompt, 4)
+            assert told.cached_tokens == before.num_lent == told.read_tokens.decode > len(PROMPT)
+            again = await prefill.run((await opened.ask(2, before.prompt, num_prompt_logprobs=0)).ticket, before.prompt)
+            assert again.cached_tokens == 28 and not again.read_tokens.decode, "now it is cached"
+            status = await prefill.worker.Status(worker_pb2.StatusRequest())
+            assert status.read_tokens.decode == before.num_lent == status.restored_tokens
+            assert read_tokens(prefill.metrics, "decode") == before.num_lent
+        await signal.until(lambda: used(prefill) == 0)
+
+
+async def test_an_answer_moves_to_another_decode_worker_with_its_kv() -> None:
+    """It lacks less than a page then, and needs no prefill worker."""
+    signal = Signal()
+    async with history(signal, is_running=True) as before:
+        tokens = before.prompt[: len(PROMPT) + ANSWER]
+        await before.opened.worker.Drain(worker_pb2.DrainRequest())
+        async with decode_worker(signal) as decode, gateway(decode, signal, "h") as opened:
+            reserved = await opened.ask(1, tokens, 4, num_emitted=ANSWER, source=before.source)
+            assert reserved.ticket.begin == before.num_lent and not reserved.needs_prefill
+            await opened.end_of(1)
+            assert opened.tokens[1] == expected_answer(tokens, 4)
+            assert opened.told[1].timing.read_tokens.decode == before.num_lent
+            await signal.until(lambda: used(decode) == 0)
+
+
 async def test_a_stranger_is_refused() -> None:
     async with pair() as both:
         me = both.lender.peer.incarnation
         for request, problem in (
-            (prefill_pb2.LendRequest(incarnation="other"), "incarnation other was asked"),
-            (prefill_pb2.LendRequest(incarnation=me, keys=[b"x"], begin=2), "page 2 is wanted, and 1 have keys"),
-            (prefill_pb2.LendRequest(incarnation=me, reader=kv_pb2.Peer()), "0 ranks"),
+            (worker_pb2.LendRequest(incarnation="other"), "incarnation other was asked"),
+            (worker_pb2.LendRequest(incarnation=me, keys=[b"x"], begin=2), "page 2 is wanted, and 1 have keys"),
+            (worker_pb2.LendRequest(incarnation=me, reader=kv_pb2.Peer()), "0 ranks"),
         ):
-            assert problem in (await refusal(both.lender.stub.Lend(request, timeout=PATIENCE_S)))[1]
-        nothing = await both.lender.stub.Lend(prefill_pb2.LendRequest(incarnation=me, keys=[b"x" * 3]))
+            assert problem in (await refusal(both.lender.worker.Lend(request, timeout=PATIENCE_S)))[1]
+        nothing = await both.lender.worker.Lend(worker_pb2.LendRequest(incarnation=me, keys=[b"x" * 3]))
         assert not nothing.offer.pages
