@@ -20,11 +20,13 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.catalogue import build_config
 from engine.compose import load_any_config
 from engine.kv.pool import PoolShape
-from engine.latent import attention as latent
-from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
+from engine.latent import expand
+from engine.latent.attention import Costs, LatentAttention, choose_expanded
+from engine.latent.expand import PagedExpansion, Up, choose_num_heads
 from engine.models.table import build_table, shard_config
 from engine.weights.table import Shard
 from kvtransfer.layout import plan_runs
+from tests.support.attention import draw
 from tests.support.batches import Part, pack
 from tests.support.checkpoints import write_config
 from tests.support.families import DEEPSEEK_V3
@@ -37,10 +39,6 @@ HEADS, RANK, PLAIN, ROTATED, VALUE = 4, 24, 12, 8, 10
 SHAPE = AttentionShape(HEADS, 1, RANK + ROTATED, 0.2, value_dim=RANK, expanded=(PLAIN + ROTATED, VALUE))
 LENS = [(1, 1), (1, 40), (3, 20), (17, 17), (50, 50), (20, 63), (33, 34)]  # new tokens, context
 NEVER, ALWAYS = Costs(expanded=1e9), Costs(absorbed=1e9)
-
-
-def draw(*sizes: int) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
 
 class Mix:
@@ -72,9 +70,8 @@ class Mix:
             assert shape.head_dim == PLAIN + ROTATED + padding
             return TorchSdpaAttention(shape)
 
-        backend = LatentAttention(
-            SHAPE, torch.float32, TorchSdpaAttention(SHAPE), build_expanded, costs, pad_head=lambda dim: dim + padding
-        )
+        expansion = PagedExpansion(SHAPE, torch.float32, build_expanded, lambda dim: dim + padding)
+        backend = LatentAttention(SHAPE, TorchSdpaAttention(SHAPE), expansion, costs)
         pool = functional.pad(self.pool, (0, padding))
         backend.plan(pool, self.batch)
         return backend.attend(1, self.heads, None), pool
@@ -85,7 +82,7 @@ def test_both_ways_have_one_result_on_every_mix(
     page_tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of chunks and prefixes; some sequences one way, others the other; all heads at once, or one, or two."""
-    monkeypatch.setattr(latent, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(expand, "SCRATCH_BYTES", scratch_bytes)
     mix = Mix(page_tokens)
     absorbed, pool = mix.run(NEVER)
     for costs, padding in ((ALWAYS, 0), (Costs(absorbed=2.0), 0), (ALWAYS, 12)):
@@ -97,15 +94,8 @@ def test_both_ways_have_one_result_on_every_mix(
 
 
 def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
-    assert [choose_num_heads(16, latent.SCRATCH_BYTES // count) for count in (100, 16, 15, 7, 2, 1)] == [
-        16,
-        16,
-        8,
-        4,
-        2,
-        1,
-    ]
-    assert choose_num_heads(20, latent.SCRATCH_BYTES * 2) == 1 and choose_num_heads(20, latent.SCRATCH_BYTES // 6) == 5
+    assert [choose_num_heads(16, 1000 // count, 1000) for count in (100, 16, 15, 7, 2, 1)] == [16, 16, 8, 4, 2, 1]
+    assert choose_num_heads(20, 2000, 1000) == 1 and choose_num_heads(20, 160, 1000) == 5
 
 
 def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
