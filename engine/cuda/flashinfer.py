@@ -253,7 +253,8 @@ class FlashInferAttention:
     def plan(self, pool: Tensor, batch: Batch) -> None:
         if self._is_new:
             self._is_new = False
-            self._announce(pool.dtype)
+            for kind in self._kinds:
+                announce(self._shape, self._windows, self._dtype, pool.dtype, kind, self._sinks_kv is not None)
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
@@ -295,20 +296,6 @@ class FlashInferAttention:
                     )  # fmt: skip
             self._planned.append((tokens, planned[-1]))
 
-    def _announce(self, kv_dtype: torch.dtype) -> None:
-        """Says once what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
-        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, kv_dtype))
-        has_sinks = self._sinks_kv is not None
-        built, folder = find_built().modules, jit_environment.FLASHINFER_JIT_DIR
-        missing = [
-            describe(name)
-            for kind in self._kinds
-            for name in sorted(name_modules(self._shape, self._windows, own, kv, kind, has_sinks) - built)
-            if not (folder / name / f"{name}.so").exists()
-        ]
-        if missing and not find_spec(JIT_CACHE):
-            log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
-
     def _choose_prefill(self, num_tokens: int, num_sequences: int) -> list[Mapping[Window, Wrapper]]:
         """The wrappers to be planned, of which the last ones attend."""
         kind = choose_prefill(num_tokens, num_sequences, "fa3" in self._prefill)
@@ -347,6 +334,19 @@ def join_contexts(batch: Batch, page_tokens: int, device: torch.device) -> tuple
     (host_starts,) = pin([starts], device)
     join_pages(batch.page_table, host_starts.to(device, non_blocking=True), indices)
     return num_pages, starts, indices
+
+
+def announce(
+    shape: AttentionShape, windows: Collection[Window], dtype: torch.dtype, kv_dtype: torch.dtype, kind: Kernels,
+    has_sinks: bool = False,
+) -> None:  # fmt: skip
+    """Says what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
+    own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+    folder, built = jit_environment.FLASHINFER_JIT_DIR, find_built().modules
+    names = sorted(name_modules(shape, windows, own, kv, kind, has_sinks) - built)
+    missing = [describe(name) for name in names if not (folder / name / f"{name}.so").exists()]
+    if missing and not find_spec(JIT_CACHE):
+        log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
 
 
 def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:

@@ -5,6 +5,7 @@ of tokens and pages are passed on (flashinfer: attention/mla.cuh, load_kv). Expa
 dimensions, for which fa3 has no kernel over pages (hopper/prefill_sm90.cuh): they lie one token after the other.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.attention.base import FP8_LIMIT
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
-from engine.cuda.flashinfer import DTYPES, GraphSize, Workspace, join_contexts
+from engine.cuda.flashinfer import DTYPES, GraphSize, Workspace, announce, join_contexts
 from engine.cuda.gpu_layers import rope_and_write
 from engine.cuda.modules import (
     LATENT_DIMS,
@@ -30,6 +31,7 @@ from engine.cuda.modules import (
     pad_head,
     pad_latent_heads,
 )
+from engine.cuda.sizes import EXPANDED_BYTES
 from engine.cuda.splits import latent_scratch_bytes
 from engine.staging import Ints, find_starts, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
@@ -54,7 +56,7 @@ class FlashInferLatents:
         self._workspace = workspace or Workspace(device)
         self._workspace.reserve(latent_scratch_bytes(shape.value_dim, num_processors))
         self._padding = pad_head(shape.head_dim) - shape.head_dim, pad_latent_heads(shape.num_heads) - shape.num_heads
-        self.head_dims = pad_expanded(shape.expanded)
+        self.head_dims, self.scratch_bytes = pad_expanded(shape.expanded), EXPANDED_BYTES
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferLatents":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
@@ -93,9 +95,14 @@ class FlashInferLatents:
             "head_dim_kpe": pool.shape[HEAD_DIM] - shape.value_dim, "page_size": page_tokens, "causal": True,
             "sm_scale": shape.scale, "q_data_type": self._dtype, "kv_data_type": pool.dtype,
         }  # fmt: skip
-        is_first = self._graph is not None and "_wrapper" not in self.__dict__
+        is_first = "_wrapper" not in self.__dict__
+        if is_first and self._graph is None:
+            padded = replace(shape, head_dim=pool.shape[HEAD_DIM])
+            announce(padded, [None], self._dtype, pool.dtype, self._kernels)
         self._plan(arguments)
-        if is_first:  # its plans lie where the first one did: those of all graphs in one place
+        if (
+            is_first and self._graph is not None
+        ):  # its plans lie where the first one did: those of all graphs in one place
             self._workspace.share(self._wrapper._planned_backend, None, "latents")
             self._plan(arguments)
 

@@ -112,10 +112,14 @@ class LatentAttention:
         self._shape, self._absorbed, self._expansion, self._costs = shape, absorbed, expansion, costs
         self.name = absorbed.name
         self.is_capturable = absorbed.is_capturable
+        self._has_loaded = expansion is None
         self._rows: tuple[Tensor, Tensor] | None = None  # [n] expanded and absorbed ones among T; None: none, all
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         self._rows = None
+        if not self._has_loaded:  # a plan may compile its kernels: the first prompt waits for it, not the first answer
+            self._has_loaded = True
+            self._absorbed.plan(pool, batch)
         if self._expansion is not None:
             lens = batch.query_lens_host, batch.seq_lens_host
             is_expanded = choose_expanded(*lens, self._shape, self._costs)

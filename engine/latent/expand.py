@@ -26,9 +26,6 @@ from wire.kv_layout import TOKENS, KvPart
 # of its caches.
 SCRATCH_BYTES = 16 << 20
 MOST_BYTES = 128 << 20  # of one head
-# Of a GPU, from the first step on, so that it is measured: eight of V3's heads of 100k tokens, which a chunk of 2,048
-# divides among 128 multiprocessors.
-GPU_BYTES = 512 << 20
 BuildBackend = Callable[[AttentionShape], AttentionBackend]
 
 
@@ -58,6 +55,7 @@ class HeadsAttention(Protocol):
     """What some devices have beside pages: attention to heads that lie one token after the other."""
 
     head_dims: tuple[int, int]  # of keys and values, which zeros follow
+    scratch_bytes: int  # of expanded heads
 
     def plan_heads(self, num_heads: int, query_lens: Ints, context_lens: Ints) -> None:
         """For the next step; [B] each, on the host."""
@@ -111,8 +109,9 @@ class PagedExpansion:
         keys, values = self._heads[:, :, 0].transpose(1, 3).unbind(2)  # [M, page_tokens, heads, D] each
         query = functional.pad(query, (0, keys.shape[-1] - key_dim))
         out = query.new_empty(*query.shape[:2], value_dim)
-        step = max(1, choose_num_tokens(self._shape, self._dtype) // page_tokens)
-        for own in _groups(query.shape[1], keys.shape[2]):
+        num_heads = keys.shape[2]
+        step = max(1, choose_num_tokens(self._shape, self._dtype, num_heads, SCRATCH_BYTES) // page_tokens)
+        for own in _groups(query.shape[1], num_heads):
             for begin in range(0, len(self._pages), step):
                 some = slice(begin, begin + step)
                 kept = of_layer.index_select(0, self._pages[some]).to(query.dtype)  # [m, page_tokens, K + R]
@@ -126,7 +125,7 @@ class RaggedExpansion:
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, attention: HeadsAttention) -> None:
         self._shape, self._dtype, self._attention = shape, dtype, attention
-        self.most_tokens = GPU_BYTES // (sum(attention.head_dims) * dtype.itemsize)
+        self.most_tokens = attention.scratch_bytes // (sum(attention.head_dims) * dtype.itemsize)
         self._scratch = torch.empty(0, dtype=dtype)
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
@@ -137,9 +136,10 @@ class RaggedExpansion:
         page_tokens, (key_dim, value_dim) = pool.shape[TOKENS], self._attention.head_dims
         self._where = batch.page_table[owners_here, places_here // page_tokens], places_here % page_tokens
         num_tokens, dims = len(places), key_dim + value_dim
-        num_heads = choose_num_heads(self._shape.num_heads, num_tokens * dims * self._dtype.itemsize, GPU_BYTES)
+        most_bytes = self._attention.scratch_bytes
+        num_heads = choose_num_heads(self._shape.num_heads, num_tokens * dims * self._dtype.itemsize, most_bytes)
         if not len(self._scratch):
-            size = GPU_BYTES // self._dtype.itemsize
+            size = most_bytes // self._dtype.itemsize
             self._scratch = torch.empty(size, dtype=self._dtype, device=batch.slot_mapping.device)
         taken = num_tokens * num_heads
         keys, values, _ = self._scratch.split([taken * key_dim, taken * value_dim, len(self._scratch) - taken * dims])
@@ -152,8 +152,9 @@ class RaggedExpansion:
         _write(of_layer, self._slots, heads.value[:, 0])
         query = functional.pad(query, (0, self._keys.shape[-1] - query.shape[-1]))
         out = query.new_empty(*query.shape[:2], self._shape.expanded[1])
-        step = choose_num_tokens(self._shape, self._dtype)
-        for own in _groups(query.shape[1], self._keys.shape[1]):
+        num_heads, most_bytes = self._keys.shape[1], self._attention.scratch_bytes // 8
+        step = choose_num_tokens(self._shape, self._dtype, num_heads, most_bytes)
+        for own in _groups(query.shape[1], num_heads):
             for begin in range(0, len(pages), step):
                 some = slice(begin, begin + step)
                 kept = of_layer[pages[some], places[some]].to(query.dtype)  # [c, K + R]
@@ -168,9 +169,9 @@ def choose_num_heads(num_heads: int, head_bytes: int, most_bytes: int) -> int:
     return max(count for count in divisors if count == 1 or count * head_bytes <= most_bytes)
 
 
-def choose_num_tokens(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """How many latents are taken out of pages at once, twice: as many as SCRATCH_BYTES hold."""
-    return max(1, SCRATCH_BYTES // (2 * shape.head_dim * dtype.itemsize))
+def choose_num_tokens(shape: AttentionShape, dtype: torch.dtype, num_heads: int, most_bytes: int) -> int:
+    """How many latents are taken out of pages at once, twice, and multiplied: as many as `most_bytes` hold."""
+    return max(1, most_bytes // (dtype.itemsize * (2 * shape.head_dim + num_heads * max(shape.expanded))))
 
 
 def _groups(num_heads: int, at_once: int) -> Iterator[slice]:

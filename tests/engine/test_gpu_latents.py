@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.nn import functional
 
 from engine.attention.qkv import QKV
@@ -15,9 +16,8 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.catalogue import build_config
 from engine.cuda import flashinfer, flashinfer_latents
 from engine.cuda.flashinfer_latents import FlashInferLatents, find_latent_obstacle
-from engine.cuda.modules import Kernels, pad_head, pad_latent_heads
+from engine.cuda.modules import Kernels, pad_expanded, pad_head, pad_latent_heads
 from engine.cuda.splits import latent_scratch_bytes
-from engine.latent import expand
 from engine.latent.attention import Costs, LatentAttention
 from engine.latent.expand import RaggedExpansion, Up
 from tests.support.attention import draw
@@ -91,11 +91,14 @@ def test_a_gpu_attends_both_ways(
     family: str, num_heads: int, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Drafts and short chunks too: heads are padded so that no length is refused. Heads in groups, tokens in parts."""
-    monkeypatch.setattr(expand, "GPU_BYTES", 1 << 20)
-    monkeypatch.setattr(expand, "SCRATCH_BYTES", 40 * 2 * 2 * 576)
+    monkeypatch.setattr(flashinfer_latents, "EXPANDED_BYTES", 1 << 19)
     mix = GpuMix(SIZES[family], num_heads, LENS, HALF)
-    mix.check(build_gpu(mix, costs=costs))
-    assert bool(Wrapper.plans) == (costs is not NEVER) and bool(LatentModule.made) == (costs is not ALWAYS)
+    with capture_logs() as lines:
+        mix.check(build_gpu(mix, costs=costs))
+    assert bool(Wrapper.plans) == (costs is not NEVER) and LatentModule.made, "the first prompt loads both"
+    ((said,),) = [[line["kernels"] for line in lines if "takes minutes" in line["event"]]]
+    rank, rotated = SIZES[family][0], pad_expanded(mix.shape.expanded)[0]
+    assert said == [f"f16 with KV in f16, latents of {rank}, fa3", f"f16 with KV in f16, heads of {rotated}, fa3"]
 
 
 @pytest.mark.usefixtures("doubles")

@@ -250,7 +250,7 @@ class LatentModule:
 NUM_PROCESSORS = 132  # of an H100
 
 
-def use_latent_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_latent_module(monkeypatch: pytest.MonkeyPatch, latent_module: type[LatentModule] = LatentModule) -> None:
     """FlashInfer's wrapper for latents runs as it is, on a made-up H100: its checks are the real ones."""
     from flashinfer.mla._batch_mla import _wrapper
     from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
@@ -266,12 +266,16 @@ def use_latent_module(monkeypatch: pytest.MonkeyPatch) -> None:
             return torch.empty(*sizes, **options)
 
     for module in (fa2_backend, fa3_backend):
-        monkeypatch.setattr(module, "get_batch_mla_module", LatentModule)
+        monkeypatch.setattr(module, "get_batch_mla_module", latent_module)
     for module in (_fa_common, _wrapper):
         monkeypatch.setattr(module, "get_compute_capability", lambda _device: (9, 0))
     monkeypatch.setattr(_fa_common, "is_sm90a_supported", lambda _device: True)
     monkeypatch.setattr(_fa_common, "get_device_sm_count", lambda _device: NUM_PROCESSORS)
     monkeypatch.setattr(_fa_common, "_get_fa_shared_memory_limits", lambda _device: (228 << 10, 227 << 10))
-    monkeypatch.setattr(_fa_common, "torch", Unpinned())
+    if latent_module is LatentModule:
+        monkeypatch.setattr(_fa_common, "torch", Unpinned())
+    else:  # tensors without memory
+        mechanics = _fa_common._BatchMLAGeneratedFaMechanics
+        monkeypatch.setattr(mechanics, "_storage_interval", staticmethod(lambda one: (id(one), 0, one.numel())))
     for name, empty in (("made", []), ("plans", {}), ("used_bytes", set())):
         monkeypatch.setattr(LatentModule, name, empty)
