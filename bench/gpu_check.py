@@ -61,6 +61,7 @@ PARTS = (
     Part("attention", 60, (
         "attention:time_fa3", "attention:check_attention", "attention:check_captured", "attention:check_captured_half",
     )),
+    Part("latents", 60, ("latents:check_latents", "latents:time_latents")),
     Part("families", 60, ("families:check_families",)),
     Part("one stream", 60, ("speed:time_one_stream",)),
     Part("kernels", 60, ("layers:check_layers", "sampling:check_sampling", "fp8:check_rounding", "fp8:check_fp8")),

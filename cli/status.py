@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cli.screen import open_console
 from cli.service import URL, ApiKey, CommandError, Service, Url
+from wire.kv_layout import describe_token
 
 COLUMNS = (
     "model", "role", "address", "pid", "incarnation", "ranks", "transport", "free_pages", "used_pages", "cached_pages",
@@ -54,9 +55,17 @@ def status(
             for worker in workers
             for weakness, reason in worker.get("weaknesses", {}).items()
         ]
+        remarks += [Text(said) for said in dict.fromkeys(filter(None, map(describe_latents, workers)))]
         remarks += [Text(trouble, "yellow")] * bool(trouble) + [Text(note)] * bool(note)
         open_console().print(build_table(workers), *remarks, sep="\n")
     return 0
+
+
+def describe_latents(worker: dict[str, Any]) -> str:
+    """What a token takes where pages keep one latent for all heads; empty elsewhere."""
+    kept, heads = worker.get("kv_token_bytes", 0), worker.get("head_token_bytes", 0)
+    model = f"{worker['model']}: " if worker.get("model") else ""
+    return f"{model}{describe_token(kept, heads)}" if kept and heads else ""
 
 
 def keep_watching(service: Service, console: Console, pause: Callable[[float], None] = time.sleep) -> int:

@@ -46,6 +46,7 @@ from engine.hybrids.mixers import build_mixer
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape, PoolShare
 from engine.latent.attention import LatentAttention, build_projection
+from engine.latent.expand import Expansion, HeadsAttention, PagedExpansion, RaggedExpansion
 from engine.layers.linear import NO_ADDITIONS, Additions, Quantization
 from engine.models import load
 from engine.models.assemble import LayerParts
@@ -120,8 +121,10 @@ def choose_attention(
     def build_expanded(shape: AttentionShape) -> AttentionBackend:
         return opened.choose_attention(shape, windows, dtype, dtype).backend
 
-    backend = LatentAttention(shape, dtype, choice.backend, build_expanded, pad_head=opened.pad_head)
-    return replace(choice, backend=backend)
+    expansion: Expansion = PagedExpansion(shape, dtype, build_expanded, opened.pad_head)
+    if isinstance(choice.backend, HeadsAttention):
+        expansion = RaggedExpansion(shape, dtype, choice.backend)
+    return replace(choice, backend=LatentAttention(shape, choice.backend, expansion))
 
 
 def choose_for_layers(

@@ -25,6 +25,12 @@ def pool_sizes(
     return tuple(sizes[axis] for axis in sorted(sizes))
 
 
+def describe_token(kept_bytes: float, head_bytes: float) -> str:
+    """What a token takes of pages, hand-offs and files. head_bytes: of heads that it stands for; 0: it keeps them."""
+    less = f", {head_bytes / kept_bytes:.0f} times less than its heads" if head_bytes else ""
+    return f"{kept_bytes / 1024:.3g} KiB of KV a token{less}"
+
+
 TEST_BYTES = 64 << 10  # random, behind the last page of a pool on a GPU: a peer that reads them right reads pages right
 
 

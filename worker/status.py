@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from engine.compose import FullEngine
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from runtime import rpc
 from runtime.hardware import find_cores
@@ -27,6 +28,14 @@ _REFUSED_FOR = {NoSlotError: rpc.NO_SLOT, OverGoalError: rpc.OVER_GOAL}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def find_token_bytes(engine: FullEngine) -> tuple[int, int]:
+    """See `WorkerStatus.kv_token_bytes` and `head_token_bytes`."""
+    pool = engine.pool
+    heads = sum(shape.num_heads * sum(shape.expanded) for shape in engine.config.attention_shapes)
+    kept_bytes = pool.shape.page_bytes // pool.shape.page_tokens
+    return kept_bytes, heads * pool.num_ranks * pool.shape.dtype.itemsize
+
+
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """The common part of the roles' services. Calls that change the scheduler hold the engine thread's lock."""
 
@@ -43,6 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._cores = find_cores()
         self._vocab_size = worker.engine.config.vocab_size
         self._row_images = worker.engine.rows.images
+        self._token_bytes = find_token_bytes(worker.engine)
         self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
         self._adapters = features.adapters
@@ -171,6 +181,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             adapters=scheduler.adapters.names,
             max_loras=scheduler.adapters.num_slots,
             takes_images=self.images.takes_images,
+            kv_token_bytes=self._token_bytes[0],
+            head_token_bytes=self._token_bytes[1],
         )
         slots = scheduler.kv.states.cache
         status.free_slots, status.used_slots, status.cached_slots = slots.num_spare, slots.num_held, slots.num_cached

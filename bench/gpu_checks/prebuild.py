@@ -26,9 +26,12 @@ from cyclopts import App
 from engine.attention.shape import AttentionShape
 from engine.cuda.modules import (
     ARCHITECTURES,
+    EXPANDED_DIMS,
     FA3_HEAD_DIMS,
     HEAD_DIMS,
+    ROTATED_DIM,
     SINK_HEAD_DIMS,
+    Kernels,
     specify_sinks,
 )
 from engine.cuda.toolkit import find_nvcc, link_toolkit
@@ -88,8 +91,10 @@ def build_specs(
     kv_dtypes: tuple[KvDType, ...],
     has_softcap: bool = False,
     has_fa3: bool = False,
+    has_latents: bool = False,
 ) -> Iterator[Any]:
     """For each dtype, head size and KV type, with and without a window: fa2, and fa3 for prompts in KV of that dtype.
+    Then those for DeepSeek's latents.
 
     Heads that fa3 does not have are those of layers without a window (Gemma 4). Some are built with sinks as well.
     `modules` is flashinfer.jit.attention.modules, `sinks` its variants.attention_sink_decl for fa2. Our K and V have
@@ -109,6 +114,15 @@ def build_specs(
             shape, window = AttentionShape(1, 1, head_dim, 1.0), 1 if has_window else None
             arguments = specify_sinks(shape, window, (own, kv), torch.int32, sinks)
             yield modules.gen_customize_batch_prefill_module("fa2", *arguments)
+    kinds: tuple[Kernels, ...] = ("fa2", "fa3") if has_fa3 else ("fa2",)
+    for dtype, kind in product(dtypes if has_latents else (), kinds):
+        own = getattr(torch, dtype)
+        build = modules._gen_batch_prefill_primary_module if kind == "fa2" else modules.gen_batch_prefill_module
+        yield build(kind, own, own, own, torch.int32, *EXPANDED_DIMS, NO_POSITIONS, False, False, False)
+        for kv_dtype in kv_dtypes:
+            if kv_dtype == "auto" or (has_fa3 and dtype == "bfloat16"):  # e4m3: on Hopper alone
+                kv = torch.float8_e4m3fn if kv_dtype == "fp8" else own
+                yield modules.gen_batch_mla_module(kind, own, kv, own, torch.int32, 512, ROTATED_DIM, False)
 
 
 @app.default
@@ -120,12 +134,14 @@ def main(
     kv_dtypes: tuple[KvDType, ...] = ("auto", "fp8"),
     architectures: str = "",
     softcap: bool = False,
+    latents: bool = True,
 ) -> int:
     """Compile into `folder`; MAX_JOBS limits parallel compilers.
 
     Args:
         architectures: Such as "8.0 9.0a"; empty: all that this nvcc knows and attention is used on.
         softcap: Modules for models whose scores have a soft cap (Gemma 2) instead of those without.
+        latents: Also those for latent attention (DeepSeek, Kimi).
     """
     started = time.monotonic()
     targets = tuple(map(complete, architectures.split())) or choose_architectures(read_nvcc_version())
@@ -136,7 +152,8 @@ def main(
         names = "core", "attention.modules", "attention.variants"
         core, modules, variants = (importlib.import_module(f"flashinfer.jit.{name}") for name in names)
         sinks = variants.attention_sink_decl["fa2"]
-        specs = list(build_specs(modules, sinks, dtypes, head_dims, kv_dtypes, softcap, "9.0a" in targets))
+        has_fa3 = "9.0a" in targets
+        specs = list(build_specs(modules, sinks, dtypes, head_dims, kv_dtypes, softcap, has_fa3, latents))
         core.build_jit_specs(specs, verbose=True, skip_prebuilt=False)
         for spec in specs:
             target = folder / spec.name / f"{spec.name}.so"

@@ -41,11 +41,15 @@ class CudaDevice(Device):
     ) -> AttentionChoice:  # fmt: skip
         choose_toolkit()
         try:
-            from engine.cuda import flashinfer
+            from engine.cuda import flashinfer, flashinfer_latents
         except ImportError as error:
             reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
-        if obstacle := flashinfer.find_obstacle(shape, dtype, has_sinks):
+        if shape.value_dim:
+            obstacle = flashinfer_latents.find_latent_obstacle(shape, dtype)
+        else:
+            obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks)
+        if obstacle:
             return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
         own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
         capability = torch.cuda.get_device_capability(self.torch)
@@ -56,6 +60,9 @@ class CudaDevice(Device):
         if not kernels:
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
         processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
+        if shape.value_dim:
+            latents = flashinfer_latents.FlashInferLatents(shape, dtype, self.torch, processors, kernels[0])
+            return AttentionChoice(latents, reason, is_fallback=False)
         backend = flashinfer.FlashInferAttention(
             shape, frozenset(windows), dtype, self.torch, processors, "fa3" in kernels, kv_dtype if has_sinks else None
         )  # fmt: skip

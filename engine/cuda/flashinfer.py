@@ -1,10 +1,10 @@
 """Attention by FlashInfer on NVIDIA GPUs: reads pages in place, whatever their strides.
 
-The only file that imports FlashInfer; imported only where a GPU is chosen. `plan` passes host lengths in pinned memory
-and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may capture
-them and replays them with the last plan. Answers, which a step begins with, are planned apart from prompts: FlashInfer
-chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one. Answers with drafts, and those
-after them, have a plan of their own where no graph takes the step.
+Only this file and flashinfer_latents.py import FlashInfer, where a GPU is chosen. `plan` passes host lengths in pinned
+memory and page ids on the device, so nothing waits for the GPU. `attend` launches a layer's kernels; a CUDA graph may
+capture them and replays them with the last plan. Answers, which a step begins with, are planned apart from prompts:
+FlashInfer chooses one tile for all rows of a plan, and of prompts alone fa3 is the faster one. Answers with drafts, and
+those after them, have a plan of their own where no graph takes the step.
 
     new tokens of a step   | 1 | 1 | 1 | 1 | 5 | 3 | 5 | 512            | 300      |
     plans                  | decode        | fa2       | prefill, by fa2 or fa3    |
@@ -26,6 +26,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from flashinfer import utils as flashinfer_utils
 from flashinfer.jit import env as jit_environment
 from flashinfer.jit.attention.variants import attention_sink_decl
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -90,6 +91,7 @@ class Workspace:
         self._unused = torch.empty(LARGEST_RANGE, dtype=torch.int32)
         self._planned: dict[tuple[Window, str], Tensor] = {}
         self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
+        self._held: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def reserve(self, num_bytes: int) -> None:
         """Scratch memory of wrappers that are built from now on: those before keep theirs."""
@@ -129,6 +131,13 @@ class Workspace:
         if starts is not None:
             _replace(wrapper, "_qo_indptr_buf", starts)
         self._staged.append((pinned, self._mark()))
+
+    def hold(self, pinned: Tensor) -> None:
+        """A plan's memory on the host that FlashInfer brings itself, until it has been copied: torch would give it to
+        the next, as it does not see the copy."""
+        while self._held and ((copied := self._held[0][1]) is None or copied.query()):  # type: ignore[no-untyped-call]
+            self._held.popleft()
+        self._held.append((pinned, self._mark()))
 
 
 def _pin_ranges() -> None:
@@ -244,18 +253,15 @@ class FlashInferAttention:
     def plan(self, pool: Tensor, batch: Batch) -> None:
         if self._is_new:
             self._is_new = False
-            self._announce(pool.dtype)
+            for kind in self._kinds:
+                announce(self._shape, self._windows, self._dtype, pool.dtype, kind, self._sinks_kv is not None)
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
         page_tokens, seq_lens = pool.shape[TOKENS], batch.seq_lens_host.astype(np.int64)
-        num_pages = -(-seq_lens // page_tokens)
-        starts = find_starts(num_pages)
+        num_pages, starts, indices = join_contexts(batch, page_tokens, self._device)
         last_lens = (seq_lens - (num_pages - 1) * page_tokens).astype(np.int32)
         cu_seqlens_q = find_starts(batch.query_lens_host.astype(np.int64))
-        indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
-        (host_starts,) = pin([starts], self._device)
-        join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         query_lens, size = batch.query_lens_host, len(seq_lens)
         answers = size if cu_seqlens_q[-1] == self._num_tokens * size else int(np.argmax(query_lens != 1))
         prompts = size if np.all(query_lens <= MOST_DRAFTED) else int(np.argmax(query_lens > MOST_DRAFTED))
@@ -290,20 +296,6 @@ class FlashInferAttention:
                     )  # fmt: skip
             self._planned.append((tokens, planned[-1]))
 
-    def _announce(self, kv_dtype: torch.dtype) -> None:
-        """Says once what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
-        own, kv = (str(one).removeprefix("torch.") for one in (self._dtype, kv_dtype))
-        has_sinks = self._sinks_kv is not None
-        built, folder = find_built().modules, jit_environment.FLASHINFER_JIT_DIR
-        missing = [
-            describe(name)
-            for kind in self._kinds
-            for name in sorted(name_modules(self._shape, self._windows, own, kv, kind, has_sinks) - built)
-            if not (folder / name / f"{name}.so").exists()
-        ]
-        if missing and not find_spec(JIT_CACHE):
-            log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
-
     def _choose_prefill(self, num_tokens: int, num_sequences: int) -> list[Mapping[Window, Wrapper]]:
         """The wrappers to be planned, of which the last ones attend."""
         kind = choose_prefill(num_tokens, num_sequences, "fa3" in self._prefill)
@@ -334,6 +326,29 @@ class FlashInferAttention:
         return out[..., : self._own_shape.head_dim].contiguous() if self._padding else out
 
 
+def join_contexts(batch: Batch, page_tokens: int, device: torch.device) -> tuple[Ints, NDArray[np.int32], Tensor]:
+    """[B] pages of each context, [B + 1] where they start among all, and [M] all, on the device."""
+    num_pages: Ints = -(-batch.seq_lens_host.astype(np.int64) // page_tokens)
+    starts = find_starts(num_pages)
+    indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=device)
+    (host_starts,) = pin([starts], device)
+    join_pages(batch.page_table, host_starts.to(device, non_blocking=True), indices)
+    return num_pages, starts, indices
+
+
+def announce(
+    shape: AttentionShape, windows: Collection[Window], dtype: torch.dtype, kv_dtype: torch.dtype, kind: Kernels,
+    has_sinks: bool = False,
+) -> None:  # fmt: skip
+    """Says what FlashInfer will compile, unless it comes from FlashInfer's own package of modules."""
+    own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+    folder, built = jit_environment.FLASHINFER_JIT_DIR, find_built().modules
+    names = sorted(name_modules(shape, windows, own, kv, kind, has_sinks) - built)
+    missing = [describe(name) for name in names if not (folder / name / f"{name}.so").exists()]
+    if missing and not find_spec(JIT_CACHE):
+        log.info("FlashInfer compiles kernels, once on this machine, which takes minutes", kernels=missing)
+
+
 def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
     """The faster kernels for prompts with so many new tokens. Short ones want fa2."""
     return "fa3" if has_fa3 and num_tokens >= FA3_TOKENS * num_sequences else "fa2"
@@ -345,8 +360,6 @@ def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = F
         return "FlashInfer has no module for both sinks and a soft cap"
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
-    if shape.value_dim:
-        return "these kernels have values beside keys"
     if shape.head_dim not in (dims := {*HEAD_DIMS, *PADDED_HEAD_DIMS}):
         return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, sorted(dims)))}"
     return None

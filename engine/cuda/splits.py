@@ -47,6 +47,12 @@ def scratch_bytes(shape: AttentionShape, num_sequences: int, num_tokens: int, nu
     return shape.num_heads * rows * (shape.head_dim + 1) * 4 + 32  # two buffers, each aligned to 16 bytes
 
 
+def latent_scratch_bytes(latent_dim: int, num_processors: int) -> int:
+    """Scratch memory of any step with latents (MLAPlan): two tiles of 64 rows for each multiprocessor, of 16-bit values
+    and a float32 sum, each aligned to 16 bytes."""
+    return 2 * num_processors * 64 * (2 * latent_dim + 4) + 32
+
+
 def choose_part(
     num_pages: Ints, page_tokens: int, num_tokens: int, shape: AttentionShape, num_processors: int
 ) -> int | None:

@@ -1,4 +1,4 @@
-"""Which FlashInfer modules are compiled ahead, and how; needs no FlashInfer."""
+"""Which FlashInfer modules are compiled ahead, and how."""
 
 import ctypes
 import os
@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from flashinfer.jit.attention import modules as flashinfer_modules
 
 from bench.gpu_checks import prebuild
 from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete
+from engine.catalogue import build_config
+from engine.cuda.modules import Kernels, name_modules
 from engine.cuda.toolkit import LINK_FLAGS, link_toolkit
+from tests.support.families import DEEPSEEK_V3
 
 
 class Modules:
@@ -23,6 +27,7 @@ class Modules:
         return arguments
 
     _gen_batch_prefill_primary_module = gen_customize_batch_prefill_module = gen_batch_prefill_module
+    gen_batch_mla_module = gen_batch_prefill_module
 
 
 def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> None:
@@ -41,6 +46,26 @@ def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> 
     others = [spec for spec in build() if spec not in specs]
     assert [spec for spec in build() if spec in specs] == [spec for spec in specs if spec[0] == "fa2"]
     assert len({spec[1] for spec in others}) == len(others) == 8 and all(spec[6] == 64 for spec in others), "gpt-oss's"
+
+
+def test_modules_of_latents_are_built_by_the_names_that_are_looked_for() -> None:
+    uri = flashinfer_modules.get_batch_prefill_uri
+    by_name = SimpleNamespace(
+        gen_batch_mla_module=flashinfer_modules.get_batch_mla_uri,
+        gen_batch_prefill_module=uri,
+        _gen_batch_prefill_primary_module=lambda *given: flashinfer_modules._get_batch_prefill_module_uri(
+            uri(*given), "fa2", "equal", "full"
+        ),
+    )
+    shape = build_config(DEEPSEEK_V3).attention_shapes[0]
+    for kv_dtype, other in (("auto", "bfloat16"), ("fp8", "float8_e4m3fn")):
+        found = build_specs(by_name, "", ("bfloat16",), (), (kv_dtype,), has_fa3=True, has_latents=True)
+        kinds: tuple[Kernels, ...] = ("fa2", "fa3")
+        assert {*found} == {name for kind in kinds for name in name_modules(shape, [None], "bfloat16", other, kind)}
+    build = partial(build_specs, Modules, "", ("bfloat16", "float16"), (), ("auto", "fp8"), has_latents=True)
+    assert [spec[:3] for spec in build()] == [
+        ("fa2", dtype, dtype) for dtype in (torch.bfloat16, torch.float16) for _ in range(2)
+    ]
 
 
 def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +120,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "flashinfer.jit.attention.modules": SimpleNamespace(
             gen_batch_prefill_module=specify,
             _gen_batch_prefill_primary_module=specify,
+            gen_batch_mla_module=specify,
         ),
         "flashinfer.jit.attention.variants": SimpleNamespace(attention_sink_decl={"fa2": "sinks"}),
     }
@@ -106,10 +132,10 @@ def test_the_architectures_are_listed_beside_the_modules(compiler: Path) -> None
     assert prebuild.main(compiler, dtypes=("bfloat16",), head_dims=(128,), kv_dtypes=("auto",)) == 0
     wanted = "8.0 8.9 9.0a 10.0a 12.0a"
     assert (compiler / "architectures.txt").read_text() == f"{wanted}\n"
-    assert [module.read_text() for module in compiler.glob("*/*.so")] == [wanted] * 4
+    assert [module.read_text() for module in compiler.glob("*/*.so")] == [wanted] * 8
     with pytest.raises(ValueError, match=r"aot has modules for 8\.0 8\.9 .*: set FOLDER to another folder"):
         prebuild.main(compiler, architectures="12.0f")
-    assert len(list(compiler.glob("*/*.so"))) == 4
+    assert len(list(compiler.glob("*/*.so"))) == 8
     ada = compiler.parent / "ada"
-    prebuild.main(ada, dtypes=("bfloat16",), head_dims=(128,), kv_dtypes=("auto",), architectures="8.9")
+    prebuild.main(ada, dtypes=("bfloat16",), head_dims=(128,), kv_dtypes=("auto",), architectures="8.9", latents=False)
     assert len(list(ada.glob("*/fa2*.so"))) == len(list(ada.glob("*/*.so"))) == 2, "fa3 is for Hopper alone"

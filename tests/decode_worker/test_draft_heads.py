@@ -17,6 +17,7 @@ from engine.batch import ForwardRow
 from engine.compose import build_engine
 from engine.engine import Engine
 from tests.support import sequence_params
+from tests.support.checkpoints import write_checkpoint
 from tests.support.decoding import LyingDrafter, build_eager_speculator, build_scheduler, decode
 from tests.support.draft_heads import Head, draft_truth, write_eagle3, write_mtp, write_oracle, write_target
 from tests.support.tiny_models import VOCAB, tiny_config, tiny_model
@@ -212,11 +213,14 @@ def test_a_random_head_changes_no_token(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "lfm2", "qwen3_next", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("drafter", ["ngram", "lying"])
-def test_states_go_back_behind_a_wrong_draft(tmp_path: Path, model_type: str, drafter: str) -> None:
-    """Of models with recurrent layers, also of those that run by transformers' code."""
-    tiny_model(tiny_config(model_type)).save_pretrained(tmp_path)
+def test_states_and_latents_go_back_behind_a_wrong_draft(tmp_path: Path, model_type: str, drafter: str) -> None:
+    """Of models with recurrent layers, also of those that run by transformers' code; and of latent attention."""
+    if model_type.startswith("deepseek"):
+        write_checkpoint(tmp_path, model_type, vocab=VOCAB)
+    else:
+        tiny_model(tiny_config(model_type)).save_pretrained(tmp_path)
     engine = build_engine(
         str(tmp_path), "", "float32", "cpu", 1, PAGE_TOKENS, 16, lambda *_: (60, 40), lambda _done, _total: None, 120,
     )  # fmt: skip

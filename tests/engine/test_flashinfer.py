@@ -23,10 +23,20 @@ from engine.catalogue import FAMILIES, build_config
 from engine.compose import choose_attention
 from engine.cuda import device as device_module
 from engine.cuda import flashinfer as backend_module
-from engine.cuda import modules, toolkit
+from engine.cuda import flashinfer_latents, modules, toolkit
 from engine.cuda.flashinfer import FlashInferAttention, find_obstacle
-from engine.cuda.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
+from engine.cuda.modules import (
+    BuiltAhead,
+    Capability,
+    Kernels,
+    choose_kernels,
+    find_built,
+    find_gap,
+    name_modules,
+    runs_on,
+)
 from tests.support.attention import CPU, Problem, check_writes
+from tests.support.families import DEEPSEEK_V3
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 
 
@@ -227,24 +237,21 @@ def test_pages_pad_heads_that_flashinfer_lacks(lens: list[tuple[int, int]], head
         check(problem, backend.for_graph(4, 1, 7), None)
 
 
-WITHOUT = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), "values beside keys")
 GIVEN = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in CONFIG_MAPPING])
-def test_every_family_is_attended_by_flashinfer_or_is_a_known_exception(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an H100, of transformers' own sizes. A new exception needs a reason in the list."""
+def test_every_family_is_attended_by_flashinfer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H100, of transformers' own sizes."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(device_module, "explain_no_compiler", lambda: "")
-    monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: SimpleNamespace(name="flashinfer"))
+    for module, name in ((backend_module, "FlashInferAttention"), (flashinfer_latents, "FlashInferLatents")):
+        monkeypatch.setattr(module, name, lambda *args: SimpleNamespace(name="flashinfer", is_capturable=True))
     config = build_config(AutoConfig.for_model(family, **GIVEN.get(family, {})).to_dict())
     for shape in set(config.attention_shapes):
         choice = choose_attention(shape, config.windows, torch.device("cuda"), BF16, has_sinks=config.has_sinks)
-        assert (choice.backend.name == "flashinfer") == (family not in WITHOUT), choice.reason
-        assert WITHOUT.get(family, "") in choice.reason
+        assert choice.backend.name == "flashinfer", choice.reason
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +332,40 @@ def test_names_are_those_that_flashinfer_asks_for(window: int | None, softcap: f
     name = partial(name_modules, AttentionShape(8, 2, 256, 0.1, softcap), [window], "float16", kv_dtype)
     assert name() == {flashinfer_modules._get_batch_prefill_module_uri(fa2, "fa2", "equal", "full")}
     assert name("fa3") == {flashinfer_modules._get_batch_prefill_module_uri(fa3, "fa3", "runtime", "full")}
+
+
+LATENTS = build_config(DEEPSEEK_V3).attention_shapes[0]
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+def test_names_of_latents_are_those_that_flashinfer_asks_for(kernels: Kernels) -> None:
+    own = torch.bfloat16
+    mla = flashinfer_modules.get_batch_mla_uri(kernels, own, FP8, own, torch.int32, 512, 64, False)
+    uri = flashinfer_modules.get_batch_prefill_uri(
+        kernels, own, own, own, torch.int32, 192, 128, 0, False, False, False
+    )
+    heads = uri
+    if kernels == "fa2":
+        heads = flashinfer_modules._get_batch_prefill_module_uri(uri, "fa2", "equal", "full")
+    assert name_modules(LATENTS, [None], "bfloat16", "float8_e4m3fn", kernels) == {mla, heads}
+
+
+def test_a_hopper_attends_to_latents_by_fa3_if_it_can() -> None:
+    def choose_here(
+        built: frozenset[str], capability: Capability, no_compiler: str = "there is no nvcc", kv: str = "bfloat16"
+    ) -> tuple[tuple[str, ...], str]:
+        ahead = BuiltAhead(built, ("8.0", "9.0a"))
+        return choose_kernels(LATENTS, [None], "bfloat16", kv, ahead, capability, no_compiler)
+
+    fa2, fa3 = (name_modules(LATENTS, [None], "bfloat16", "bfloat16", kind) for kind in ("fa2", "fa3"))
+    assert choose_here(fa2 | fa3, (9, 0)) == (("fa3",), "FlashInfer, fa3 for latents")
+    kinds, reason = choose_here(fa2, (9, 0))
+    assert kinds == ("fa2",) and "fa2 for latents; FlashInfer has no module built ahead for bf16" in reason
+    assert choose_here(fa2 | fa3, (8, 0))[0] == choose_here(frozenset(), (8, 9), "")[0] == ("fa2",)
+    kinds, reason = choose_here(frozenset(), (8, 9))
+    assert not kinds and "bf16 with KV in bf16, latents of 512, and there is no nvcc: build it" in reason
+    assert choose_here(frozenset(), (9, 0), "", "float8_e4m3fn")[0] == ("fa3",)
+    assert "unset --kv-dtype" in choose_here(frozenset(), (10, 0), "", "float8_e4m3fn")[1]
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,16 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
 from engine.catalogue import build_config
 from engine.compose import LAYER_PARTS, choose_format
-from engine.cuda import flashinfer
+from engine.cuda import flashinfer, flashinfer_latents
 from engine.cuda import gpu_sampling as sampling_kernels
 from engine.cuda import sampling as gpu_sampling
 from engine.cuda.captured import capture_graphs
+from engine.cuda.flashinfer_latents import FlashInferLatents
 from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.ops import CudaOps
 from engine.input_batch import InputBatch
+from engine.latent.attention import LatentAttention
+from engine.latent.expand import RaggedExpansion
 from engine.models.assemble import build_decoder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -32,10 +35,11 @@ from engine.runner import Runner
 from engine.weights.reader import ShardReader
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import tiny_config
-from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
+from tests.support.families import DEEPSEEK_V3
+from tests.support.flashinfer_doubles import Wrapper, use_latent_module
+from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill, PlansRagged, ShapesLatents
 from tests.support.random_models import RandomCheckpoint
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
-from wire.kv_layout import pool_sizes
 
 CONFIG = build_config(
     tiny_config("llama", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024, tied=True).to_dict()
@@ -44,6 +48,12 @@ EXPERTS = build_config(
     tiny_config("qwen3_moe", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024).to_dict()
 )
 SINKS = build_config(tiny_config("gpt_oss", hidden=256, head_dim=64, intermediate=512, vocab=1024).to_dict())
+SMALL: dict[str, Any] = dict(
+    num_hidden_layers=2, first_k_dense_replace=1, hidden_size=256, intermediate_size=512, q_lora_rank=64,
+    vocab_size=1024, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=8, n_group=4, topk_group=2,
+    num_experts_per_tok=2, moe_intermediate_size=64, num_nextn_predict_layers=0,
+)  # fmt: skip
+LATENTS = build_config(DEEPSEEK_V3 | SMALL)
 BF16, FP16 = torch.bfloat16, torch.float16
 EVERYONE, PROMPT, ROW_PAGES, PAGE_TOKENS = range(len(SAMPLINGS)), 20, 4, 16
 PADDING_PAGE = len(SAMPLINGS) * ROW_PAGES
@@ -62,15 +72,16 @@ class Built:
         reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None)
         decoder = build_decoder(config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none"), LAYER_PARTS)
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
-        if way != "torch_sdpa":
+        shape = config.attention_shapes[0]
+        if shape.value_dim:
+            latents = FlashInferLatents(shape, dtype, CUDA, 132, "fa3")
+            attention = LatentAttention(shape, latents, RaggedExpansion(shape, dtype, latents))
+        elif way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(
                 config.attention_shapes[0], {*config.windows}, dtype, CUDA, 132,
                 sinks_kv=dtype if config.has_sinks else None,
             )  # fmt: skip
-        sizes = pool_sizes(
-            num_pages=PADDING_PAGE + 1, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
-            page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
-        )  # fmt: skip
+        sizes = config.kv_parts[0].pool_sizes(PADDING_PAGE + 1, PAGE_TOKENS)
         pool = torch.zeros(sizes, dtype=torch.float8_e4m3fn if is_fp8 else dtype, device=CUDA)
         self.gpu, self.has_graphs = gpu, way == "graphs"
         self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, config.vocab_size, CUDA)
@@ -228,6 +239,20 @@ def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
         wide = torch.zeros(2, 2, device=CUDA)
         wide.mm(wide)
         assert gpu.wide, "one is noticed"
+
+
+@pytest.mark.parametrize("way", ["flashinfer", "graphs"])
+def test_steps_with_latents(way: str, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts expand, answers and drafts absorb, one beside the other too."""
+    gpu = ShapeGpu()
+    with gpu.on():
+        use_latent_module(monkeypatch, ShapesLatents)
+        monkeypatch.setattr(flashinfer_latents, "BatchPrefillWithRaggedKVCacheWrapper", PlansRagged)
+        built = Built(gpu, way, LATENTS)
+        checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE if not SAMPLINGS[row].has_penalties]
+        mixed = [*plain(20, [0, 1]), *PROMPTS[2:5]]
+        assert built.launch(PROMPTS, plain(20), plain(21), checked, mixed) == 3 * built.has_graphs
+        assert not gpu.wide and ShapesLatents.made and Wrapper.plans
 
 
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:

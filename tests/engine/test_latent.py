@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
@@ -20,11 +22,14 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.catalogue import build_config
 from engine.compose import load_any_config
 from engine.kv.pool import PoolShape
-from engine.latent import attention as latent
-from engine.latent.attention import Costs, LatentAttention, Up, choose_expanded, choose_num_heads
+from engine.latent import expand
+from engine.latent.attention import Costs, LatentAttention, choose_expanded, keep_bound
+from engine.latent.expand import Expansion, PagedExpansion, RaggedExpansion, Up, choose_num_heads
 from engine.models.table import build_table, shard_config
+from engine.staging import Ints
 from engine.weights.table import Shard
 from kvtransfer.layout import plan_runs
+from tests.support.attention import draw
 from tests.support.batches import Part, pack
 from tests.support.checkpoints import write_config
 from tests.support.families import DEEPSEEK_V3
@@ -37,10 +42,6 @@ HEADS, RANK, PLAIN, ROTATED, VALUE = 4, 24, 12, 8, 10
 SHAPE = AttentionShape(HEADS, 1, RANK + ROTATED, 0.2, value_dim=RANK, expanded=(PLAIN + ROTATED, VALUE))
 LENS = [(1, 1), (1, 40), (3, 20), (17, 17), (50, 50), (20, 63), (33, 34)]  # new tokens, context
 NEVER, ALWAYS = Costs(expanded=1e9), Costs(absorbed=1e9)
-
-
-def draw(*sizes: int) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
 
 class Mix:
@@ -72,9 +73,8 @@ class Mix:
             assert shape.head_dim == PLAIN + ROTATED + padding
             return TorchSdpaAttention(shape)
 
-        backend = LatentAttention(
-            SHAPE, torch.float32, TorchSdpaAttention(SHAPE), build_expanded, costs, pad_head=lambda dim: dim + padding
-        )
+        expansion = PagedExpansion(SHAPE, torch.float32, build_expanded, lambda dim: dim + padding)
+        backend = LatentAttention(SHAPE, TorchSdpaAttention(SHAPE), expansion, costs)
         pool = functional.pad(self.pool, (0, padding))
         backend.plan(pool, self.batch)
         return backend.attend(1, self.heads, None), pool
@@ -85,7 +85,7 @@ def test_both_ways_have_one_result_on_every_mix(
     page_tokens: int, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of chunks and prefixes; some sequences one way, others the other; all heads at once, or one, or two."""
-    monkeypatch.setattr(latent, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(expand, "SCRATCH_BYTES", scratch_bytes)
     mix = Mix(page_tokens)
     absorbed, pool = mix.run(NEVER)
     for costs, padding in ((ALWAYS, 0), (Costs(absorbed=2.0), 0), (ALWAYS, 12)):
@@ -97,15 +97,8 @@ def test_both_ways_have_one_result_on_every_mix(
 
 
 def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
-    assert [choose_num_heads(16, latent.SCRATCH_BYTES // count) for count in (100, 16, 15, 7, 2, 1)] == [
-        16,
-        16,
-        8,
-        4,
-        2,
-        1,
-    ]
-    assert choose_num_heads(20, latent.SCRATCH_BYTES * 2) == 1 and choose_num_heads(20, latent.SCRATCH_BYTES // 6) == 5
+    assert [choose_num_heads(16, 1000 // count, 1000) for count in (100, 16, 15, 7, 2, 1)] == [16, 16, 8, 4, 2, 1]
+    assert choose_num_heads(20, 2000, 1000) == 1 and choose_num_heads(20, 160, 1000) == 5
 
 
 def test_prompts_are_expanded_and_few_tokens_on_a_long_prefix_are_not() -> None:
@@ -173,3 +166,67 @@ def test_blocks_of_8_bits_as_v3_ships_them(tmp_path: Path) -> None:
 def test_published_keys_and_those_of_transformers_mean_the_same(tmp_path: Path) -> None:
     config = load_any_config(write_config(tmp_path, "glm4_moe_lite"))
     assert [layer.is_moe for layer in config.layers] == [False, True, True]  # type: ignore[union-attr]
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, made.untyped_storage().nbytes())
+        return result
+
+
+class Zeros(TorchSdpaAttention):
+    """Attends to nothing, over pages and over heads, so that only the expansion takes memory."""
+
+    head_dims, scratch_bytes = SHAPE.expanded, 4 << 20
+
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
+        return torch.zeros(len(heads.query_key), heads.num_heads, heads.query_key.shape[-1])
+
+    def plan_heads(self, num_heads: int, query_lens: Ints, context_lens: Ints) -> None:
+        pass
+
+    def attend_heads(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(*query.shape[:2], values.shape[-1])
+
+
+@pytest.mark.parametrize("kind", ["pages", "heads"])
+def test_the_peak_does_not_grow_with_the_prefix(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond the bound of a step's contexts is absorbed."""
+    monkeypatch.setattr(expand, "SCRATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(expand, "MOST_BYTES", 4 << 20)
+    own = Zeros(SHAPE)
+    expansion: Expansion = PagedExpansion(SHAPE, torch.float32, Zeros, lambda dim: dim)
+    if kind == "heads":
+        expansion = RaggedExpansion(SHAPE, torch.float32, own)
+    peaks, new = [], 256
+    assert expansion.most_tokens == (4 << 20) // ((2 * 20 if kind == "pages" else 30) * 4) > 16_000
+    for context in (4000, 16_000):
+        batch = pack([Part([1] * new, context - new, list(range(context // 16)), 1)], 16, CPU)
+        pool = torch.zeros(pool_sizes(
+            num_pages=context // 16, num_kv_heads=1, num_layers=1, page_tokens=16, head_dim=32, has_values=False
+        ))  # fmt: skip
+        expansion.plan(pool, batch)
+        heads = QKV(
+            draw(new, HEADS, PLAIN + ROTATED), draw(new, 1, 32),
+            weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
+        )  # fmt: skip
+        with LargestTensor() as made:
+            expansion.attend(0, heads)
+        peaks.append(made.num_bytes)
+        assert expansion._scratch.nbytes <= 4 << 20  # type: ignore[attr-defined]
+    assert peaks[1] <= peaks[0] <= 1 << 18, "groups of heads take a little less"
+    lens = np.array([10_000, 20_000, 9000, 3000], np.int32)
+    wanted = np.array([True, True, False, True])
+    assert keep_bound(wanted, lens, 30_000).tolist() == [True, True, False, False]
+    assert keep_bound(wanted, lens, 33_000).tolist() == [True, True, False, True]
+    assert not keep_bound(wanted, lens, 9999).any()

@@ -23,6 +23,11 @@ def of_layer(pool: Tensor, layer: int) -> Tensor:
     return pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[layer]
 
 
+def draw(*sizes: int) -> Tensor:
+    """Random numbers, for the same sizes the same."""
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
 class Problem:
     """A ragged batch over a pool with shuffled pages: one sequence for each (query_len, context_len)."""
 

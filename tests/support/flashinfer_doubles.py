@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import flashinfer
+import pytest
 import torch
 from flashinfer.jit.attention import gen_customize_batch_prefill_module
 from flashinfer.jit.attention.variants import attention_sink_decl
@@ -24,6 +25,7 @@ class Wrapper:
 
     real: Any
     planner = "plan"  # the method with the real signature of `plan`
+    layout = "HND"
     backends: tuple[str, ...] = ("fa2",)
     plans: list[dict[str, Any]] = []  # noqa: RUF012  of all wrappers of a test
 
@@ -31,7 +33,7 @@ class Wrapper:
         self.made = bind(self.real.__init__, *args, **kwargs)
         workspace = self.made["float_workspace_buffer"]
         assert workspace.dtype is torch.uint8 and (workspace.is_cuda or not workspace.any())
-        assert self.made["kv_layout"] == "HND" and self.made["backend"] in self.backends
+        assert self.made["kv_layout"] == self.layout and self.made["backend"] in self.backends
         self.module = self._load(self.made["jit_args"])
         self.planned: dict[str, Any] = {}
         source = inspect.getsource(self.real.__init__)
@@ -157,3 +159,123 @@ class Prefill(Wrapper):
         assert self.planned["causal"]
         starts: list[int] = self.planned["qo_indptr"].tolist()
         return starts
+
+
+class Ragged(Wrapper):
+    """Heads with keys and values of their own, one token after the other."""
+
+    real = flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+    layout = "NHD"
+    backends = ("fa2", "fa3")
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self.planned = bind(self.real.plan, *args, **kwargs) | {"backend": self.made["backend"]}
+        assert self.planned["causal"] and self.planned["qo_indptr"].dtype is torch.int32
+        assert self.planned["kv_indptr"].dtype is torch.int32 and not self.planned["kv_indptr"].is_cuda
+        assert (self.planned["head_dim_qk"], self.planned["head_dim_vo"]) in ((192, 128), (128, 128), (256, 256))
+        self.plans.append(self.planned)
+
+    def run(self, *args: Any, **kwargs: Any) -> Tensor:
+        given, planned = bind(self.real.run, *args, **kwargs), self.planned
+        query, keys, values, out = (given[name] for name in ("q", "k", "v", "out"))
+        num_heads, starts, ends = planned["num_qo_heads"], planned["qo_indptr"].tolist(), planned["kv_indptr"].tolist()
+        assert query.shape == (starts[-1], num_heads, planned["head_dim_qk"])
+        assert keys.shape == (ends[-1], num_heads, planned["head_dim_qk"])
+        assert values.shape == (ends[-1], num_heads, planned["head_dim_vo"])
+        for rows in (query, keys, values):  # what TMA can copy
+            assert rows.stride(-1) == 1 and not any(step * rows.itemsize % 16 for step in rows.stride()[:2])
+        assert {query.dtype, keys.dtype, values.dtype} == {planned["q_data_type"], planned["kv_data_type"]}
+        assert out.shape == (*query.shape[:2], planned["head_dim_vo"]) and out.dtype is query.dtype
+        return out.copy_(self.attend(query, keys, values))
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
+        planned, found = self.planned, []
+        sizes = [planned[name].diff().tolist() for name in ("qo_indptr", "kv_indptr")]
+        for own, k, v in zip(query.split(sizes[0]), keys.split(sizes[1]), values.split(sizes[1]), strict=True):
+            q, k, v = own.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+            mask = visible_keys(q.shape[1], k.shape[1], None, query.device)
+            found.append(attend_by_hand(q, k, v, mask, planned["sm_scale"], 0.0, None).transpose(0, 1))
+        return torch.cat(found)
+
+
+class LatentModule:
+    """What FlashInfer's own wrapper for latents loads: its plan and its kernel, densely. See `use_latent_module`.
+
+    A plan lies in the device's memory that it was given: a kernel finds the last one there, as a graph's does.
+    """
+
+    made: list[tuple[Any, ...]] = []  # noqa: RUF012  arguments of all that were loaded in a test
+    plans: dict[int, tuple[Tensor, Tensor, Tensor, bool]] = {}  # noqa: RUF012
+    used_bytes: set[int] = set()  # noqa: RUF012  of scratch memory
+
+    def __init__(self, *arguments: Any) -> None:
+        self.made.append(arguments)
+
+    def plan_with_staged_workspace_bytes(
+        self, scratch: Tensor, memory: Tensor, staged: Tensor, query_starts: Tensor, starts: Tensor, lens: Tensor,
+        num_heads: int, latent_dim: int, causal: bool,
+    ) -> tuple[list[int], int]:  # fmt: skip
+        """scheduler.cuh, MLAPlan."""
+        cluster = 2 if int(query_starts[-1]) * num_heads // len(lens) > 64 else 1
+        tiles = 2 * (NUM_PROCESSORS // cluster) * 64 * cluster
+        used = -(-tiles * 2 * latent_dim // 16) * 16 + -(-tiles * 4 // 16) * 16
+        assert scratch.numel() >= used and memory.numel() == staged.numel() == 8 << 20
+        self.used_bytes.add(used)
+        self.plans[memory.data_ptr()] = query_starts.clone(), starts.clone(), lens.clone(), causal
+        return [], 0
+
+    def run(
+        self, scratch: Tensor, memory: Tensor, planned: list[int], query: Tensor, query_turned: Tensor, latents: Tensor,
+        turned: Tensor, indices: Tensor, out: Tensor, lse: None, mask: int, num_heads: int, page_tokens: int,
+        scale: float, in_base_e: bool, latent_scale: float, turned_scale: float, scales: None,
+    ) -> None:  # fmt: skip
+        assert indices.dtype is torch.int32 and latents.stride()[:2] == turned.stride()[:2]
+        assert turned.data_ptr() - latents.data_ptr() == latents.shape[2] * latents.itemsize, "one row in our pages"
+        assert latents.stride(0) < 1 << 32 and latents.stride(2) == 1 and latents.shape[1] == page_tokens
+        assert query.shape[1] == num_heads and (64 % num_heads == 0 or num_heads == 128)
+        assert (latent_scale, turned_scale, mask) == (1.0, 1.0, 1) and out.is_contiguous()
+        query_starts, starts, lens, causal = self.plans[memory.data_ptr()]
+        assert causal
+        for i, length in enumerate(lens.tolist()):
+            pages = indices[int(starts[i]) : int(starts[i + 1])]
+            own = slice(int(query_starts[i]), int(query_starts[i + 1]))
+            q = torch.cat((query[own], query_turned[own]), -1).transpose(0, 1)
+            values = latents[pages].flatten(0, 1)[:length].to(q.dtype)
+            keys = torch.cat((values, turned[pages].flatten(0, 1)[:length].to(q.dtype)), -1)
+            visible = visible_keys(q.shape[1], length, None, q.device)
+            found = attend_by_hand(q, keys[None], values[None], visible, scale, 0.0, None)
+            out[own] = found.transpose(0, 1)
+
+
+NUM_PROCESSORS = 132  # of an H100
+
+
+def use_latent_module(monkeypatch: pytest.MonkeyPatch, latent_module: type[LatentModule] = LatentModule) -> None:
+    """FlashInfer's wrapper for latents runs as it is, on a made-up H100: its checks are the real ones."""
+    from flashinfer.mla._batch_mla import _wrapper
+    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
+
+    class Unpinned:
+        """torch, which pins no memory on a machine without a GPU."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            return torch.empty(*sizes, **options)
+
+    for module in (fa2_backend, fa3_backend):
+        monkeypatch.setattr(module, "get_batch_mla_module", latent_module)
+    for module in (_fa_common, _wrapper):
+        monkeypatch.setattr(module, "get_compute_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(_fa_common, "is_sm90a_supported", lambda _device: True)
+    monkeypatch.setattr(_fa_common, "get_device_sm_count", lambda _device: NUM_PROCESSORS)
+    monkeypatch.setattr(_fa_common, "_get_fa_shared_memory_limits", lambda _device: (228 << 10, 227 << 10))
+    if latent_module is LatentModule:
+        monkeypatch.setattr(_fa_common, "torch", Unpinned())
+    else:  # tensors without memory
+        mechanics = _fa_common._BatchMLAGeneratedFaMechanics
+        monkeypatch.setattr(mechanics, "_storage_interval", staticmethod(lambda one: (id(one), 0, one.numel())))
+    for name, empty in (("made", []), ("plans", {}), ("used_bytes", set())):
+        monkeypatch.setattr(LatentModule, name, empty)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.cuda import gpu_sampling
 from engine.cuda.fields import SamplingTensors
-from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
-from tests.support.shape_gpu import CUDA
+from tests.support.flashinfer_doubles import Decode, LatentModule, Prefill, Ragged, Wrapper
+from tests.support.shape_gpu import CUDA, PINNED
 
 launch_choice = gpu_sampling.choose_tokens
 ROW_FIELDS = {
@@ -53,6 +53,33 @@ class PlansDecode(_Plans, Decode):
 
 class PlansPrefill(_Plans, Prefill):
     """Replaces FlashInfer's prefill."""
+
+
+class PlansRagged(Ragged):
+    """Replaces FlashInfer's prefill of heads that lie one token after the other."""
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        super().plan(*args, **kwargs)
+        for name in ("qo_indptr", "kv_indptr"):
+            self.planned[name].to("cpu")
+            self.planned[name].to(CUDA, non_blocking=True)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return values.new_empty(*query.shape[:2], values.shape[-1])
+
+
+class ShapesLatents(LatentModule):
+    """Replaces FlashInfer's plan and kernel for latents."""
+
+    def plan_with_staged_workspace_bytes(
+        self, scratch: Tensor, memory: Tensor, staged: Tensor, *lens: Any
+    ) -> tuple[list[int], int]:  # fmt: skip
+        assert scratch.is_cuda and memory.is_cuda and staged.data_ptr() in PINNED
+        assert not any(one.is_cuda for one in lens if isinstance(one, Tensor))
+        return [], 0
+
+    def run(self, scratch: Tensor, memory: Tensor, planned: list[int], *tensors: Any) -> None:
+        assert all(one.is_cuda for one in (scratch, memory, *tensors) if isinstance(one, Tensor))
 
 
 class Choices:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine.attention.base import AttentionBackend
-from engine.attention.layered import LayeredAttention
+from engine.attention.layered import LayeredAttention, as_is
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow, take_turns
@@ -22,6 +22,7 @@ from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.latent.attention import LatentAttention
+from engine.latent.expand import PagedExpansion
 from engine.rank_group import join_group
 from engine.ranks import Ranks, end_group_member
 from engine.runner import Runner
@@ -36,7 +37,9 @@ CPU = torch.device("cpu")
 
 def build_backend(shape: AttentionShape) -> AttentionBackend:
     own = Unwatched(shape)
-    return LatentAttention(shape, torch.float32, own, TorchSdpaAttention) if shape.value_dim else own
+    if not shape.value_dim:
+        return own
+    return LatentAttention(shape, own, PagedExpansion(shape, torch.float32, TorchSdpaAttention, as_is))
 
 
 def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:

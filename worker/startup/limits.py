@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.cuda.graph_shapes import PIECE_TOKENS, choose_shapes
 from engine.cuda.modules import pad_head
-from engine.cuda.sizes import most_logits
+from engine.cuda.sizes import EXPANDED_BYTES, most_logits
 from engine.experts.config import moe_of
 from engine.fallback.config import FallbackConfig
 from engine.layer_config import MAX_LOGITS_AT_ONCE
@@ -20,6 +20,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT
 from runtime.gpus import Card
 from runtime.settings import ConfigError
+from wire.kv_layout import describe_token
 from wire.names import Quantization
 
 MIB = 1 << 20
@@ -88,8 +89,7 @@ class ModelShape:
 
     def describe_kv(self) -> str:
         """What a token takes of pages, hand-offs and files."""
-        less = f", {self.full_kv_width / self.kv_width:.0f} times less than its heads" if self.full_kv_width else ""
-        return f"{self.kv_token_bytes / 1024:.3g} KiB of KV a token{less}"
+        return describe_token(self.kv_token_bytes, 2 * self.full_kv_width * self.kv_item_bytes)
 
     def kv_token_bytes_of(self, tp: int) -> int:
         """KV of a token on each of `tp` ranks. With more ranks than KV heads, several hold the same ones."""
@@ -303,7 +303,9 @@ def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
     """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
     num_logits = min(limits.max_running, max(1, limits.max_logits // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
-    return int(num_tokens * estimate_token_bytes(shape, tp)) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
+    logits_bytes = num_logits * shape.vocab_size * 4 * LOGITS_COPIES
+    expanded_bytes = EXPANDED_BYTES if shape.full_kv_width else 0
+    return int(num_tokens * estimate_token_bytes(shape, tp)) + logits_bytes + expanded_bytes
 
 
 def estimate_row_bytes(shape: ModelShape, limits: Limits) -> int:
@@ -335,7 +337,8 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     token_bytes = int(max(limits.piece_tokens, default=0) * estimate_token_bytes(shape, tp))
     num_sets = limits.num_captured + (limits.lora_rows > 0)
     scratch_bytes = 4 * limits.graph_rows * (16 * shape.kv_width + shape.query_width) // shape.num_layers // tp
-    if scratch_bytes <= SCRATCH_BYTES:  # engine/cuda/splits.py; graphs that need more have it to themselves
+    # engine/cuda/splits.py; graphs that need more have it to themselves, but steps with latents need little
+    if scratch_bytes <= SCRATCH_BYTES or shape.full_kv_width:
         scratch_bytes = 0
     return num_sets * own_bytes + limits.num_captured * (logits_bytes + piece_bytes + token_bytes + scratch_bytes)
 

@@ -99,6 +99,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     free_slots: int  # of states, for models whose layers keep some; checkpoints included
     used_slots: int
     cached_slots: int
+    kv_token_bytes: int  # that a token takes in pages of one rank
+    head_token_bytes: int  # that its heads would take, where pages keep one latent for them; 0: pages keep the heads
     saved_bytes: int  # of KV in its files
     restored_tokens: int  # of prompts, whose KV it read: the sum of read_tokens
     read_tokens: dict[str, int]  # the same by where: files, prefill, decode
@@ -115,7 +117,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 _COPIED = (  # fields of the worker's own answer
     "free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots", "saved_bytes",
-    "restored_tokens", "takes_images",
+    "restored_tokens", "takes_images", "kv_token_bytes", "head_token_bytes",
 )  # fmt: skip
 
 
