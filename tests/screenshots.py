@@ -136,7 +136,8 @@ def shoot_terminal(browser: Browser) -> None:
     service.wait("Ctrl-C stops the service.")
     chat.run("baton chat")
     chat.wait("/help lists commands")
-    for question, answer in ((AGAIN, "Rome"), ("/stats", "TTFT")):
+    chat.type("/set temperature=0", "Enter")
+    for question, answer in ((QUESTIONS[-1], "is Paris"), (AGAIN, "is Rome"), ("/stats", "TTFT")):
         chat.type(question, "Enter")
         chat.wait(answer)
     shoot_text(browser, "terminal", "baton", service.read(), chat.read())

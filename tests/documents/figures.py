@@ -1,6 +1,6 @@
 """Puts figures into the README and other pages: `python -m tests.documents.figures`. Pure but for the end.
 
-A figure, in seconds from 1000 ms on, is a link whose title names its cell: `[156 ms](docs/BENCHMARKS.md "heading; row; column")`, or
+A figure is a link whose title names its cell: `[156 ms](docs/BENCHMARKS.md "heading; row; column")`, or
 `"name; column"` with a name for heading and row from rules.toml. "prove" stands for what `make prove` found.
 """
 
