@@ -18,9 +18,13 @@ FLASHINFER := 0.7.2.post1
 # Processes that run tests, a file each.
 JOBS ?= 3
 ARGS ?=
-# On Linux without a GPU, --extra-index-url with PyTorch's CPU wheel index saves gigabytes of CUDA libraries.
 PIP_ARGS ?=
 
+define NO_GPU
+"no NVIDIA GPU is here, and without a wheel index PyTorch brings gigabytes of CUDA libraries" \
+"for its CPU wheels: export PIP_EXTRA_INDEX_URL=ADDRESS, which https://pytorch.org/get-started/locally shows for Linux, Pip, CPU" \
+"to take the libraries all the same: make serve PIP_ARGS=--no-input"
+endef
 BIN := .venv/bin
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
@@ -136,7 +140,10 @@ clean: ## Remove what was built
 	    { echo "make: $(PYTHON) is missing or older than 3.11: install Python 3.11, or name one by make PYTHON=python3.11"; exit 1; } >&2
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "make: no virtual environment: install python3-venv"; exit 1; } >&2
 
+# Without an NVIDIA GPU, it asks where torch is to come from, unless pip knows an index, or torch is there.
 $(RUN_STAMP): pyproject.toml | .venv/bin/python
+	@$(if $(PIP_ARGS),,command -v nvidia-smi > /dev/null || $(BIN)/python -m pip config list | grep -q index-url || \
+	    $(BIN)/python -m pip show --quiet torch 2> /dev/null || { printf 'make: %s\n' $(NO_GPU); exit 1; } >&2)
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable .
 	@touch $@
 

@@ -29,7 +29,7 @@ QUESTIONS = (
     "Extract the name and age as JSON: Anna is 31 years old and lives in Paris.",
     "What is the capital of France?",
 )
-AGAIN = "What is 12 plus 30?"
+AGAIN = "What is the capital of Italy?"
 COLOURS = 256  # of a picture: less than half of the bytes
 POOL = "--kv-memory-mib=16"  # so that a few clients fill a part of it that is seen
 NUM_BUSY = 12  # clients while the status is shown
@@ -136,7 +136,8 @@ def shoot_terminal(browser: Browser) -> None:
     service.wait("Ctrl-C stops the service.")
     chat.run("baton chat")
     chat.wait("/help lists commands")
-    for question, answer in ((AGAIN, "42"), ("/stats", "TTFT")):
+    chat.type("/set temperature=0", "Enter")
+    for question, answer in ((QUESTIONS[-1], "is Paris"), (AGAIN, "is Rome"), ("/stats", "TTFT")):
         chat.type(question, "Enter")
         chat.wait(answer)
     shoot_text(browser, "terminal", "baton", service.read(), chat.read())
@@ -150,11 +151,13 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with sync_playwright() as player, terminals():
         browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        with serve("demo", "--decode-workers=2", POOL, *HAND_OFF_FLAGS) as live:
+        with serve("demo", hands_over=False) as live:  # as `baton serve` is without options
             live.wait_until_whole()
             shoot_page(browser, live.url, "page", 1200, "light")
             shoot_page(browser, live.url, "page-dark", 1200, "dark")
             shoot_page(browser, live.url, "page-narrow", 390, "light")
+        with serve("demo", "--decode-workers=2", POOL, *HAND_OFF_FLAGS) as live:
+            live.wait_until_whole()
             shoot_status(browser, live)
         shoot_terminal(browser)
         browser.close()

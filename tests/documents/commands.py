@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARKS = re.compile(r"#.*(?:\bhub\b|\bPyPI\b|\bneeds\b|runs the tests)|/path/to/")
-SERVICES = ("make serve", ".venv/bin/baton serve")
-SERVERS = (*SERVICES, ".venv/bin/baton prefill", ".venv/bin/baton decode", ".venv/bin/baton gateway")
+SETTINGS = ("export ", "source ")  # of the shell that later commands run in
+SERVICES = ("make serve", "baton serve")
+SERVERS = (*SERVICES, "baton prefill", "baton decode", "baton gateway")
 READY = "curl --silent --fail --max-time 5 http://127.0.0.1:8000/ready"
 START_S, COMMAND_S, STOP_S = 300, 120, 60
 
@@ -35,15 +36,15 @@ def read_commands(readme: str) -> Iterator[Command]:
     """Lines of blocks without a language, and Python blocks as programs."""
     for language, block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", readme):
         if language == "python":
-            yield Command(f".venv/bin/python - <<'END'\n{block}END")
+            yield Command(f"python - <<'END'\n{block}END")
         elif not language:
             for line in re.sub(r"\\\n\s*", "", block).splitlines():
                 yield Command(line.partition("  # ")[0].strip(), bool(MARKS.search(line)))
 
 
-def start(command: Command, log: Path) -> subprocess.Popen[bytes]:
+def start(script: str, log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as out:
-        return subprocess.Popen(["bash", "-c", command.text], stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(["bash", "-c", script], stdout=out, stderr=out, start_new_session=True)
 
 
 def stop(servers: list[subprocess.Popen[bytes]]) -> None:
@@ -65,17 +66,22 @@ def run(commands: list[Command]) -> None:
     """Raises CalledProcessError or TimeoutExpired for a command, TimeoutError for a service that does not start."""
     servers: list[subprocess.Popen[bytes]] = []
     before = Command("")
+    settings = "set -e\n"
     try:
         for command in commands:
             print(f"$ {command.text}", flush=True)
+            script = settings + command.text
+            if command.text.startswith(SETTINGS):
+                settings = f"{script}\n"
+                continue
             if command.is_server:
                 if not before.is_server or command.text.startswith(SERVICES):
                     stop(servers)
-                servers.append(start(command, Path(f"server-{len(servers)}.log")))
+                servers.append(start(script, Path(f"server-{len(servers)}.log")))
             else:
                 if before.is_server:
                     wait_until_ready(servers)
-                subprocess.run(["bash", "-c", command.text], check=True, timeout=COMMAND_S)
+                subprocess.run(["bash", "-c", script], check=True, timeout=COMMAND_S)
             before = command
         if before.is_server:
             wait_until_ready(servers)

@@ -27,6 +27,12 @@ def read_cell(document: str, heading: str, row: str, column: str) -> str:
     raise ValueError(f"there is no {row!r} with {column!r} below {heading!r}")
 
 
+def shorten(cell: str) -> str:
+    """`14059 ms` |-> `14.1 s`: three digits; others as they are."""
+    found = re.fullmatch(r"(\d{4,}) ms", cell)
+    return f"{int(found[1]) / 1000:#.3g} s" if found else cell
+
+
 def fill(page: str, benchmarks: str, reliability: str) -> str:
     """A page with today's figures."""
 
@@ -35,7 +41,7 @@ def fill(page: str, benchmarks: str, reliability: str) -> str:
             [text] = PROVED.findall(reliability)
         else:
             name, _, rest = found["cell"].partition("; ")
-            text = read_cell(benchmarks, *f"{NAMED.get(name, name)}; {rest}".split("; "))
+            text = shorten(read_cell(benchmarks, *f"{NAMED.get(name, name)}; {rest}".split("; ")))
         return f"[{text}]{found['link']}"
 
     return FIGURE.sub(replace, page)

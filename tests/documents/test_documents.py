@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cli.main import COMMANDS, app
 from tests.documents import figures
-from tests.documents.figures import ROOT, fill, fill_today, read_cell
+from tests.documents.figures import ROOT, fill, fill_today, read_cell, shorten
 
 RULES = tomllib.loads((ROOT / "tests/documents/rules.toml").read_text())
 FOLDERS = ("docs/**", "deploy/**", "demo", "examples", "tests/*")
@@ -144,3 +144,9 @@ def test_a_figure_is_read_from_its_cell() -> None:
     proved = "<!-- prove -->\n| x |\n\n**0 wrong**\n<!-- /prove -->"
     page = '[{}](docs/B.md "Head; row; a"), [{}](docs/R.md#x "prove"), [kept](docs/B.md)'
     assert fill(page.format("old", "old"), table, proved) == page.format("1 ms", "0 wrong")
+    assert [shorten(cell) for cell in ("999 ms", "5998 ms", "14059 ms", "88.3/s")] == [
+        "999 ms",
+        "6.00 s",
+        "14.1 s",
+        "88.3/s",
+    ]

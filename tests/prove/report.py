@@ -45,7 +45,7 @@ class Report:
         """The last line."""
         wrong = f"{self.num_wrong} answers with wrong tokens" if self.num_wrong else "0 wrong tokens"
         problems = f"; {len(self.problems)} WRONG" if self.problems else ""
-        refused = f"{self.num_refusals} bad handles refused for the right reason"
+        refused = f"{self.num_refusals} bad references to KV refused for the right reason"
         return f"{wrong} in {self.num_answers:,} answers; {refused}{problems}"
 
 

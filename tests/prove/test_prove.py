@@ -66,6 +66,6 @@ def test_a_service_that_takes_too_much_fails(monkeypatch: pytest.MonkeyPatch, tm
     text = (tmp_path / "all.md").read_text()
     assert (
         "| row | WRONG: accepted, bounds |" in text
-        and "1 answers with wrong tokens in 1 answers; 1 bad handles" in text
+        and "1 answers with wrong tokens in 1 answers; 1 bad references to KV" in text
     )
     assert "3 WRONG" in text
