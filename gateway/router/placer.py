@@ -1,12 +1,14 @@
 """Where a request goes, by load and by what workers probably have of its prompt. Pure.
 
-Equal prompts at the same time are computed once: a request waits while the decode worker to which it would go is about
-to have its KV for another one. That one has its places, so no two requests wait for each other.
+What requests at the same time share is computed once: one waits while another computes a long part of its prompt that
+no worker has, and while the decode worker to which it would go is about to have all its whole pages for another one.
+That one has its places, so no two requests wait for each other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gateway.router.coming import Coming, ComingIndex
 from gateway.router.placement import NO_PREFILL, Need, Placement, Wait, choose_placement, explain_no_hand_off
 from gateway.router.prefix_index import PrefixIndex
 from gateway.router.readiness import Unready, find_unusable
@@ -15,14 +17,12 @@ from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
 
-Coming = tuple[PageKey, str]  # last whole page of a prompt, incarnation of the decode worker that is about to have it
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The best decode worker is about to have the KV of the same whole pages for another request."""
+    """Another request computes what it would have to compute again."""
 
-    key: PageKey  # of the last one
+    key: PageKey  # of its last whole page
 
 
 class Placer:
@@ -41,7 +41,7 @@ class Placer:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
         self._index = PrefixIndex()
-        self._coming: dict[PageKey, set[str]] = {}  # the parts of Coming; no set is empty
+        self._coming = ComingIndex()
 
     def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
         """Why decode workers compute all prompts; empty where prompts are handed off, or there is no prefill worker."""
@@ -69,8 +69,12 @@ class Placer:
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
         keys, page_tokens = self._find_keys(workers, request)
-        coming = self._coming.get(keys[-1], set()) if keys else set()
-        found = self._index.find(keys)
+        found, overlap = self._index.find(keys), self._coming.find(keys, page_tokens)
+        names = {view.incarnation for view in workers}
+        num_there = max(found.values(), default=0) * page_tokens
+        if any(one.incarnation in names for one in overlap.find_worth(num_there)):
+            return Held(keys[-1])
+        coming = {one.incarnation for one in overlap.find_equal(len(keys) * page_tokens)}
         known = [view for view in workers if view.incarnation not in request.mistaken]
         cached = {view.incarnation: found.get(view.incarnation, 0) * page_tokens for view in known}
         stored = {view.incarnation: found[view.store] * page_tokens for view in known if view.store in found}
@@ -99,15 +103,12 @@ class Placer:
         is_there = placement.num_cached == len(keys) * page_tokens and placement.lender is None
         if not keys or is_there:
             return None
-        self._coming.setdefault(keys[-1], set()).add(placement.decode.incarnation)
-        return keys[-1], placement.decode.incarnation
+        num_there = max(self._index.find(keys).values(), default=0) * page_tokens
+        return self._coming.begin(keys, page_tokens, placement.decode.incarnation, num_there)
 
     def end(self, coming: Coming) -> None:
         """The KV is there, or will never be."""
-        key, incarnation = coming
-        self._coming[key].remove(incarnation)
-        if not self._coming[key]:
-            del self._coming[key]
+        self._coming.end(coming)
 
     def remember(self, worker: WorkerView, request: Request) -> None:
         """The worker has the KV of all the request's tokens but the last."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.errors import ApiError, cannot_keep_deadline, not_ready, over_goal
+from gateway.router.coming import Coming
 from gateway.router.forecast import Forecast, predict_prompt_s
 from gateway.router.order import Order
 from gateway.router.placement import Placement
-from gateway.router.placer import Coming, Held, Placer
+from gateway.router.placer import Held, Placer
 from gateway.router.readiness import Unready, find_unready
 from gateway.router.request import Request
 from gateway.router.worker_view import Role, WorkerView
@@ -42,7 +43,7 @@ class PlaceOwner(Protocol):
 class Places:
     """A place on a decode worker and perhaps one on a prefill worker, held until released.
 
-    While `coming` is set, equal prompts wait for the KV that is to come here.
+    While `coming` is set, prompts that share much with it wait for the KV that is to come here.
     """
 
     placement: Placement

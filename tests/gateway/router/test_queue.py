@@ -28,6 +28,11 @@ def names(worker: FakeDecode) -> list[str]:
     return [one.request.request_id for one in worker.sessions]
 
 
+def asked(fleet: VirtualFleet) -> list[str]:
+    """Requests that came to prefill workers."""
+    return [run.request_id for prefill in fleet.prefills for run in prefill.runs]
+
+
 def finish_all(fleet: VirtualFleet) -> None:
     """Sessions end one after the other until none is left."""
     while open_ := [one for worker in fleet.decodes for one in worker.sessions if not one.is_over]:
@@ -310,6 +315,28 @@ def test_equal_prompts_wait_until_one_was_computed_and_others_pass_them(end: str
             first.leave()
             fleet.run()
             assert names(decode)[3:] == ["second"], "the third waits for the second"
+        finish_all(fleet)
+
+
+@pytest.mark.parametrize("end", ["its KV is there", "it ended before"])
+def test_sub_agents_wait_until_their_prefix_was_computed_once(end: str) -> None:
+    prefix = tuple(range(640))
+    with virtual_fleet(prefill=2, decode=2, max_running=8) as fleet:
+        for prefill in fleet.prefills:
+            prefill.may_finish.clear()
+        first = fleet.ask(wanted("first", prompt=(*prefix, 1000)))
+        for number in range(1, 6):
+            fleet.ask(wanted(f"agent {number}", prompt=(*prefix, *[1000 + number] * 40)))
+        fleet.ask(wanted("other", prompt=[7] * 640))
+        assert sorted(asked(fleet)) == ["first", "other"]
+        if end == "it ended before":
+            first.leave()
+            fleet.run()
+            assert sorted(asked(fleet)) == ["agent 1", "first", "other"], "the rest wait for the next one"
+        for prefill in fleet.prefills:
+            prefill.may_finish.set()
+        fleet.run()
+        assert sorted(asked(fleet)) == [*(f"agent {number}" for number in range(1, 6)), "first", "other"]
         finish_all(fleet)
 
 

@@ -1,0 +1,96 @@
+"""Prompts that are being computed now, so that requests that share much with one can wait for it. Pure.
+
+Chains of keys are compared at **marks**: the key at every MARK_TOKENS tokens, and the last one. The marks that two
+prompts share are the first ones of both, so the last of them tells how long the shared part is.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.router.placement import LEAST_LENT
+from wire.page_keys import PageKey
+
+MARK_TOKENS = 64  # a quarter of the keys in pages of 16: the work a request, and the error of a shared part's length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coming:
+    """A decode worker is about to have the KV of a prompt's whole pages."""
+
+    marks: Sequence[PageKey]
+    incarnation: str  # of the decode worker
+    num_tokens: int  # in the whole pages
+    num_there: int  # of these, tokens whose KV some worker had when it began
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - self.num_there
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The longest part that a prompt shares with coming ones."""
+
+    num_tokens: int = 0
+    coming: Sequence[Coming] = ()
+
+    def find_worth(self, num_there: int) -> list[Coming]:
+        """Those for which a request waits whose first `num_there` tokens some worker has.
+
+        What it would compute again is long, and at least half of what the other computes: it waits no longer than
+        computing twice as much would take.
+        """
+        num_shared = self.num_tokens - num_there
+        if num_shared < LEAST_LENT:
+            return []
+        return [one for one in self.coming if num_shared * 2 >= one.num_computed]
+
+    def find_equal(self, num_tokens: int) -> list[Coming]:
+        """Those that have the same whole pages, which are so many tokens."""
+        return [one for one in self.coming if one.num_tokens == self.num_tokens == num_tokens]
+
+
+class ComingIndex:
+    """Owns what is coming, by its marks."""
+
+    def __init__(self) -> None:
+        self._coming: dict[PageKey, dict[Coming, None]] = {}  # mark |-> those that have it; none is empty
+
+    def begin(self, keys: Sequence[PageKey], page_tokens: int, incarnation: str, num_there: int) -> Coming:
+        """`keys`: of the prompt's whole pages, at least one. What to `end`."""
+        marks = [keys[at] for at in _find_marks(len(keys), page_tokens)]
+        one = Coming(marks, incarnation, len(keys) * page_tokens, num_there)
+        for mark in marks:
+            self._coming.setdefault(mark, {})[one] = None
+        return one
+
+    def end(self, one: Coming) -> None:
+        """The KV is there, or will never be."""
+        for mark in one.marks:
+            having = self._coming[mark]
+            del having[one]
+            if not having:
+                del self._coming[mark]
+
+    def find(self, keys: Sequence[PageKey], page_tokens: int) -> Overlap:
+        """Changes nothing."""
+        if not keys or not self._coming:
+            return Overlap()
+        marks = _find_marks(len(keys), page_tokens)
+        count = bisect_left(marks, True, key=lambda at: keys[at] not in self._coming)
+        if not count:
+            return Overlap()
+        last = marks[count - 1]
+        return Overlap((last + 1) * page_tokens, list(self._coming[keys[last]]))
+
+    def __len__(self) -> int:
+        """Marks in all."""
+        return len(self._coming)
+
+
+def _find_marks(num_keys: int, page_tokens: int) -> list[int]:
+    """Positions in a chain of keys."""
+    step = max(MARK_TOKENS // page_tokens, 1)
+    last = num_keys - 1
+    return [*range(step - 1, last, step), last]
