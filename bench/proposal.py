@@ -11,7 +11,8 @@ PAGE_TOKENS = 16
 
 def describe_assumptions(model: ModelShape, name: str, gpu: Card) -> list[str]:
     peaks = f"{gpu.memory_bytes / 1e9:g} GB, {gpu.bytes_per_s / 1e12:g} TB/s, {gpu.flops / 1e12:g} TFLOP/s bfloat16"
-    sizes = f"{model.num_weights / 1e9:.3g} G weights in bfloat16, {model.describe_kv()}"
+    weights_gb = model.num_weights * model.weight_bytes / 1e9
+    sizes = f"{model.num_weights / 1e9:.4g} G weights in {weights_gb:.4g} GB, {model.describe_kv()}"
     if model.slot_bytes:
         sizes += f", {model.slot_bytes / 1e6:.3g} MB of recurrent state a sequence"
     shares = f"{BANDWIDTH_SHARE:.0%} of the bandwidth and {FLOPS_SHARE:.0%} of the FLOP/s are reached"

@@ -52,6 +52,13 @@ def read_scheme(given: Json) -> Scheme:
     return Scheme(method, blocks=((0, 0), (1, 0)) if block is None else (block,))
 
 
+def read_weight_bytes(given: Json) -> float:
+    """Of a weight that a file has quantised, with its part of a group's scale. given: as for `read_scheme`."""
+    scheme = read_scheme(given)
+    bits = max(scheme.bits, default=4 if scheme.method in ("awq", "mxfp4") else 8)
+    return (bits + (0.25 if bits == 4 else 0)) / 8
+
+
 def _check(given: Json, rules: dict[str, tuple[Any, ...]], where: str = "quantization_config") -> None:
     for key, supported in rules.items():
         if (value := given.get(key)) is not None and value not in supported:

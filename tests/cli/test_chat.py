@@ -42,7 +42,7 @@ AGAIN_S = 3.0  # interval between presses of Ctrl-C
 STRANGER = {"another worker than was meant answers at decode:9000": "give each its own address"}
 LAST = {
     "role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "transport": "none", "alive": True,
-    "weaknesses": STRANGER,
+    "weaknesses": STRANGER, "kv_token_bytes": 1152, "head_token_bytes": 81_920,
 }  # fmt: skip
 OTHERS = [
     {"role": "decode", "address": "h:2", "transport": "shm", "alive": False, "adapters": {"one": "loaded"}},
@@ -291,6 +291,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     assert "shm" in printed and "decode workers prefill" in printed and "share cores" in printed
     assert "small: awake\nlarge: waking 40 %" in printed
     assert "[fd00::1]:9001: another worker than was meant answers at decode:9000" in printed.replace("\n", " ")
+    assert "small: 1.12 KiB of KV a token, 71 times less than its heads" in printed.replace("\n", " ")
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS))

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.compose import load_any_config
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.families import FAMILIES, IMAGE, LONGROPE_ORIGINAL
 from tests.support.gguf_files import write_gguf_models
@@ -161,3 +162,13 @@ def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
     answer = surface.ask_one(turn, max_tokens=20)
     assert answer.tokens == oracle.answer(turn, 20, guess=answer.tokens)
     assert answer.timing.cached_tokens >= 96
+
+
+def test_status_has_what_a_token_takes_beside_what_its_heads_would(live: Live, models: tuple[Path, Path]) -> None:
+    """Of each worker, of any number of ranks."""
+    shapes = load_any_config(models[1]).attention_shapes
+    heads = 4 * sum(shape.num_heads * sum(shape.expanded) for shape in shapes)
+    kept = 4 * sum(shape.kept_numbers for shape in shapes)
+    for worker in live.status():
+        assert worker["head_token_bytes"] == heads
+        assert worker["kv_token_bytes"] * (1 if heads else worker["ranks"]) == kept

@@ -21,7 +21,7 @@ from engine.catalogue import build_config
 from engine.compose import _measure_step, build_engine
 from engine.cuda.graph_shapes import PIECE_TOKENS
 from engine.cuda.largest_step import LargestStep, find_step_bytes, split
-from engine.cuda.sizes import most_logits
+from engine.cuda.sizes import EXPANDED_BYTES, most_logits
 from engine.fallback.config import FallbackConfig
 from engine.layer_config import MAX_LOGITS_AT_ONCE as LEAST
 from engine.runner import Launched, Runner
@@ -240,6 +240,32 @@ def test_latents_take_what_pages_keep_of_them_on_each_rank() -> None:
     assert shape.describe_kv() == "68.6 KiB of KV a token, 71 times less than its heads"
     assert SHAPES["8B"].describe_kv() == "128 KiB of KV a token"
     assert (shape.num_weights, shape.num_active) == (671_026_419_200, 36_625_618_432)
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+KIMI_K2 = DEEPSEEK_V3 | dict(
+    model_type="kimi_k2", num_attention_heads=64, num_key_value_heads=64, n_routed_experts=384, n_group=1, topk_group=1,
+    first_k_dense_replace=1, vocab_size=163_840, num_nextn_predict_layers=0, max_position_embeddings=131_072,
+)  # fmt: skip
+
+
+def test_fp8_models_with_latents_are_planned_by_what_their_config_says() -> None:
+    """DeepSeek V3 fits 8 H200 with half a million tokens; Kimi K2 does not, and fits 8 B200."""
+    for keys, num_weights, num_bytes in ((DEEPSEEK_V3, 671e9, 673e9), (KIMI_K2, 1026e9, 1029e9)):
+        shape = limits.shape_of(build_config(keys | FP8))
+        assert shape.num_weights == pytest.approx(num_weights, rel=1e-3)
+        assert shape.num_weights * shape.weight_bytes == pytest.approx(num_bytes, rel=1e-3)
+        plain = limits.shape_of(build_config(keys))
+        assert (plain.weight_bytes, plain.kv_token_bytes) == (2, shape.kv_token_bytes)
+        fitting, most = {}, limits.Limits(256, 2048, 256, 3, (512,))
+        for name in ("h200", "b200"):
+            room = estimate_room(shape, most, CARDS[name].memory_bytes, 8)
+            fitting[name] = room.left_bytes(0.9) // shape.kv_token_bytes_of(8)
+        assert fitting["b200"] > 300_000 and (500_000 < fitting["h200"] < 700_000) == (keys is DEEPSEEK_V3)
+        assert fitting["h200"] == 0 or keys is DEEPSEEK_V3
+    step, dense = Limits(64, 2048), replace(shape, full_kv_width=0)
+    expanded = limits.estimate_step_bytes(shape, step, 8) - limits.estimate_step_bytes(dense, step, 8)
+    assert expanded == EXPANDED_BYTES, "what FlashInfer's heads take, from the first step on"
 
 
 def test_kv_counts_as_pages_hold_it() -> None:

@@ -13,6 +13,7 @@ from engine.cuda.modules import pad_head
 from engine.cuda.sizes import EXPANDED_BYTES, most_logits
 from engine.experts.config import moe_of
 from engine.fallback.config import FallbackConfig
+from engine.formats.scheme import read_weight_bytes
 from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
@@ -132,7 +133,10 @@ class GpuRoom(NamedTuple):
 
 
 def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> ModelShape:
-    """`file_bytes`: of all weights on the device; without native code they are all that is known."""
+    """`file_bytes`: of all weights on the device; without native code they are all that is known.
+
+    0: as the config says, embeddings and the head in 16 bits, of MXFP4 all but the experts.
+    """
     slot_bytes = 4 * sum(part.num_layers * part.num_heads * math.prod(part.sizes) for part in config.state_parts)
     if isinstance(config, FallbackConfig):
         shapes = config.attention_shapes
@@ -159,6 +163,10 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         num_experts = num_moe * expert * moe.routing.num_experts
         num_idle = num_moe * expert * (moe.routing.num_experts - expert_rows)
         inner_size = max(inner_size, expert_rows * moe.inner_size + moe.shared_size)
+    if not file_bytes and config.quantization is not None:
+        is_of_experts = config.quantization.get("quant_method") == "mxfp4"
+        num_coded = num_experts if is_of_experts else num_weights - embedding - (0 if config.is_tied else head)
+        file_bytes = int(num_coded * read_weight_bytes(config.quantization) + (num_weights - num_coded) * ITEM_BYTES)
     in_pages = [replace(shape, head_dim=pad_head(shape.head_dim)) for shape in config.attention_shapes]
     return ModelShape(
         num_weights=num_weights,
