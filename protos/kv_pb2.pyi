@@ -92,14 +92,16 @@ class Ticket(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., session: _Optional[int] = ..., attempt: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class PageSource(_message.Message):
-    __slots__ = ("address", "incarnation", "tokens")
+    __slots__ = ("address", "incarnation", "tokens", "least")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
     address: str
     incarnation: str
     tokens: int
-    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    least: int
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., tokens: _Optional[int] = ..., least: _Optional[int] = ...) -> None: ...
 
 class ReadTokens(_message.Message):
     __slots__ = ("files", "prefill", "decode")

@@ -11,6 +11,7 @@ from gateway.errors import bad_request
 from gateway.router.attempt_record import AttemptRecord, WorkerName
 from gateway.router.decode_client import DecodeClient, Prefilled, Session, SessionEvent
 from gateway.router.engine_client import FinishReason, Tokens
+from gateway.router.placement import LEAST_LENT
 from gateway.router.prefill_client import PrefillClient
 from gateway.router.queue import Queue, Waiter
 from gateway.router.refusals import read_refusal
@@ -134,7 +135,9 @@ class Attempt:
         lender, tokens = placement.lender, placement.num_lent
         if lender is None:
             return None
-        return kv_pb2.PageSource(address=lender.address, incarnation=lender.incarnation, tokens=tokens)
+        return kv_pb2.PageSource(
+            address=lender.address, incarnation=lender.incarnation, tokens=tokens, least=LEAST_LENT
+        )  # fmt: skip
 
     def _pack_images(self, with_data: bool) -> list[kv_pb2.Image]:
         return [

@@ -121,6 +121,7 @@ class DecodeClient(WorkerClient):
             detail = "closed its stream"
             try:
                 await self._follow(new_incarnation())
+                self.status.draining = True  # it ends, and lends a little longer; its next answer says so, too
             except BrokenAnswerError as error:
                 detail = f"broke its stream ({error.details()})"
             except grpc.aio.AioRpcError as error:

@@ -108,31 +108,37 @@ def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | W
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     decodes = [view for view in with_room if view.role == "decode"]
     for decode in sorted(decodes, key=lambda view: score(view, need)):
-        if (choice := _place_at(decode, workers, *_find_lender(decode, lenders, need))) is not None:
+        if (choice := _place_at(decode, workers, lenders, need)) is not None:
             return choice
     return (find_unready(workers, need.no_prefill) if with_room else None) or Wait()
 
 
-def _find_lender(decode: WorkerView, lenders: Sequence[WorkerView], need: Need) -> tuple[WorkerView | None, Need]:
-    """The worker that has most of the prompt in pages that fit the decode worker's; of equal ones a prefill worker."""
-    fitting = [view for view in lenders if view.layout == decode.layout]
-    lender = max(fitting, key=lambda view: (need.find_cached(view), view.role == "prefill"), default=None)
-    return lender, replace(need, num_lent=need.find_cached(lender) if lender is not None else 0)
+def _find_lender(view: WorkerView, lenders: Sequence[WorkerView], need: Need) -> tuple[WorkerView | None, int]:
+    """The other worker that has most of the prompt in pages that fit the view's, and how much; of equal ones a prefill
+    worker. None: it has too little.
+    """
+    fitting = [other for other in lenders if other.layout == view.layout and other.incarnation != view.incarnation]
+    lender = max(fitting, key=lambda other: (need.find_cached(other), other.role == "prefill"), default=None)
+    num_lent = need.find_cached(lender) if lender is not None else 0
+    return (lender, num_lent) if num_lent >= LEAST_LENT else (None, 0)
 
 
 def _place_at(
-    decode: WorkerView, workers: Sequence[WorkerView], lender: WorkerView | None, need: Need
+    decode: WorkerView, workers: Sequence[WorkerView], lenders: Sequence[WorkerView], need: Need
 ) -> Placement | None:
     """With the best prefill worker, or without; None while one is needed and none has room.
 
     The decode worker prefills by itself what lies within its limit, the rest of a page behind cached ones, and what no
     compatible prefill worker is alive for if `no_prefill` is fallback. The worker that computes reads what it lacks
-    from `lender`; what a prefill worker has that could compute is handed over.
+    from one of `lenders`; what a prefill worker has that could compute is handed over. A prefill worker is told of one
+    even if it probably lacks nothing: it knows what it has evicted.
     """
     known = [
         view for view in workers if view.role == "prefill" and view.layout == decode.layout and need.can_compute(view)
     ]
     partners = [view for view in known if view.is_alive]
+    lender, num_lent = _find_lender(decode, lenders, need)
+    need = replace(need, num_lent=max(num_lent, need.find_cached(decode) if decode in lenders else 0))
     is_lent = need.can_borrow(decode) and lender not in partners
     num_cached = need.num_lent if is_lent else need.find_there(decode)
     num_lacking = need.num_missing - num_cached
@@ -141,7 +147,7 @@ def _place_at(
         limit, why = _find_limit(decode, partners or known, num_lacking)
     is_within = num_lacking <= limit
     is_short = is_within or (num_cached > 0 and num_lacking < decode.page_tokens)
-    lent = lender if is_lent else None, need.num_lent
+    lent = (lender, num_lent) if is_lent else (None, 0)
     if not partners and need.no_prefill == "fallback" and need.can_compute(decode):
         return Placement(decode, None, NO_LIMIT, num_cached, not is_short, NO_PREFILL, *lent)
     if is_short and need.can_compute(decode):
@@ -151,7 +157,7 @@ def _place_at(
     if prefill is None:
         return None
     why = why if need.local_prefill_max_tokens is None else ""
-    lent = lender if need.can_borrow(prefill) else None, need.num_lent
+    lent = _find_lender(prefill, lenders, need)
     return Placement(decode, prefill, limit, need.find_there(decode), False, why, *lent)
 
 

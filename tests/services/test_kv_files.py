@@ -50,8 +50,8 @@ class Service(NamedTuple):
     def num_saved(self) -> float:
         return sum(self.metric(role, "kv_pages_saved_total") for role in ("prefill", "decode"))
 
-    def kill_workers(self) -> None:
-        names = ("prefill-0", "decode-0")
+    def kill(self, *names: str) -> None:
+        """Each comes back with nothing in its pool."""
         killed = {name: self.live.pids[name] for name in names}
         for name in names:
             self.live.send(name, signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_conversations_go_on_after_the_death_of_every_worker(tmp_path: Path) -> 
             service.wait_until_saved(28 * (index + 1))
             saved.append({path for path in disk.rglob("*") if path.is_file() and path.name != LOCK})
         damage(sorted(saved[-1] - saved[0]))
-        service.kill_workers()
+        service.kill("prefill-0", "decode-0")
         found = [service.ask(prompt)[1] for prompt in prompts]
         assert found[0] >= 96 > max(found[1:])
         assert all(service.read(f"{role}-0", "files") >= 96 for role in ("prefill", "decode"))

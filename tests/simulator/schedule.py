@@ -4,19 +4,22 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from unittest.mock import patch
 
+from gateway.router import placement
 from gateway.router.engine_client import Speculation, TokenizedRequest
 from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files
 from tests.simulator.gateway import SLACK_S, TIMEOUT_S, SimGateway
-from tests.simulator.model import answer, find_seed
+from tests.simulator.model import PAGE_TOKENS, answer, find_seed
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
 from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
 from wire.sampling import SamplingParams
 
 FAULTS_END_S = 2.0
+LOANS = 0.3  # share of schedules with them
 MAX_PAUSE_S = 8.0
 
 
@@ -127,8 +130,8 @@ class Schedule:
                 worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
                 worker.files.begin_on(worker)
         peers_rng = random.Random(f"lenders {seed}")  # like states_rng
-        self.has_loans = peers_rng.random() < 0.3
-        if self.has_loans:
+        if peers_rng.random() < LOANS:
+            placement.LEAST_LENT = PAGE_TOKENS
             for worker in self.workers:
                 worker.loans.lenders = [other for other in self.workers if other is not worker]
             for decode in decodes:
@@ -322,7 +325,7 @@ class _Outside(Process):
 def run_world(seed: int, build: Callable[[World], Planned]) -> Outcome:
     """Until nothing happens any more; then `check_end`."""
     error, world = "", World(seed)
-    with virtual(world):
+    with virtual(world), patch.object(placement, "LEAST_LENT", placement.LEAST_LENT):  # some schedules change it
         schedule = build(world)
         try:
             world.run()

@@ -89,6 +89,8 @@ class Borrower:
         try:
             async with asyncio.timeout(BORROW_S):
                 begin, end = -1, self._count_cached(keys)
+                if source.tokens < end * self._kv.page_tokens + source.least:
+                    return
                 while begin < end and await self._borrow_part(source, keys, end):
                     begin, end = end, self._count_cached(keys)
         except (ReadError, HandshakeRefusedError, grpc.aio.AioRpcError, TimeoutError) as error:

@@ -142,9 +142,9 @@ def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
     ("case", "changed", "cached", "stored", "expected"),
     [
         ("the idler one reads from the other", {}, {"P1": 800}, {}, ("P2", "P1", 800)),
-        ("not what it has itself", {}, {"P1": 800, "P2": 800}, {}, ("P2", None, 0)),
-        ("nor what it has in files", {}, {"P1": 800}, {"P2": 800}, ("P2", None, 0)),
-        ("nor a little", {}, {"P1": LEAST_LENT - 1}, {}, ("P1", None, 0)),
+        ("if it has evicted that itself", {}, {"P1": 800, "P2": 800}, {}, ("P2", "P1", 800)),
+        ("or its files do not have it", {}, {"P1": 800}, {"P2": 800}, ("P2", "P1", 800)),
+        ("not a little", {}, {"P1": LEAST_LENT - 1}, {}, ("P1", None, 0)),
         ("but enough", {}, {"P1": LEAST_LENT}, {}, ("P2", "P1", LEAST_LENT)),
         ("nor from the dead", DEAD, {"P1": 800}, {}, ("P2", None, 0)),
         ("nor from another layout", OTHER, {"P1": 800}, {}, ("P2", None, 0)),
