@@ -51,7 +51,7 @@ class FleetStatus(msgspec.Struct):
 
 
 _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JSON body of a 200
-    "/v1/chat/completions": ChatCompletion,
+    "POST /v1/chat/completions": ChatCompletion,
     "/v1/completions": TextCompletion,
     "/v1/models": answers.ModelList,
     "/v1/models/{model_id}": answers.ModelCard,
@@ -68,7 +68,8 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path, or method and path |-> JS
     "/status": FleetStatus,
 }
 _STREAMED = (
-    "/v1/chat/completions", "/v1/completions", RESPONSES_PATH, f"{RESPONSES_PATH}/{{response_id}}", MESSAGES_PATH,
+    "/v1/chat/completions", "/v1/chat/completions/{completion_id}", "/v1/completions", RESPONSES_PATH,
+    f"{RESPONSES_PATH}/{{response_id}}", MESSAGES_PATH,
 )  # fmt: skip
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},

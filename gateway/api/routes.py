@@ -11,6 +11,7 @@ from gateway.answer.choices import Totals
 from gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.writer import CountAnswer, MessageWriter
 from gateway.api.http.answer import encode, json_response, respond, while_connected
+from gateway.api.http.body import needs_store
 from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
 from gateway.api.http.read_body import limited_route
 from gateway.api.openai.answers import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
@@ -19,7 +20,6 @@ from gateway.api.openai.writer import AnswerWriter
 from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
-from gateway.errors import bad_request
 from gateway.request.prepare import ServedModel, ServedModels, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 
@@ -27,7 +27,10 @@ Asked = TypeVar("Asked", bound=CountInputRequest)
 
 
 class Keeper(Protocol):
-    """Keeps answers to requests of the Responses API."""
+    """Keeps answers."""
+
+    async def complete(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """Answers a chat, and keeps the answer. Raises as `respond`."""
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Answers, and keeps the answer if that is asked for. Raises as `respond`."""
@@ -43,7 +46,11 @@ def build_api_router(served: ServedModels, keeper: Keeper | None = None) -> APIR
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await _complete(served, request, body)
+        if not body.store:
+            return await _complete(served, request, body)
+        if keeper is None:
+            raise needs_store("store")
+        return await keeper.complete(body, request)
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -158,9 +165,6 @@ async def _complete(
     models: ServedModels, request: Request, body: ChatCompletionRequest | CompletionRequest
 ) -> Response:
     raw = await _raw(body, request)
-    if body.stream and raw.num_prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
-
     served = models.find(raw.model, request.state.key)
 
     def new_writer(totals: Totals) -> AnswerWriter:

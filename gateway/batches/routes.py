@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from gateway.access.keys import Key
 from gateway.api.http.answer import json_response
-from gateway.api.http.body import Body, only_null
+from gateway.api.http.body import Body, check_metadata, only_null
 from gateway.api.http.pages import cut_page
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
 from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value
@@ -27,7 +27,6 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_NAME_CHARS = 255
 _FORM_BYTES = 64 << 10  # of an upload beside its file
 _BOUNDARY = re.compile(r""";\s*boundary="?([\w'()+,./:=?-]{1,70})"?\s*(?:;|$)""", re.ASCII | re.IGNORECASE)
-_MAX_METADATA, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 
 class BatchRequest(Body):
@@ -135,10 +134,7 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
             raise bad_request(
                 f"endpoint is {body.endpoint[:100]!r}; batches are for {', '.join(ENDPOINTS)}", "endpoint"
             )
-        check_count("metadata", len(body.metadata or ()), _MAX_METADATA, "entries")
-        for name, value in (body.metadata or {}).items():
-            check_count("metadata", len(name), _MAX_KEY_CHARS, "characters in a key")
-            check_count("metadata", len(value), _MAX_VALUE_CHARS, "characters in a value")
+        check_metadata(body.metadata or {})
         file = kept.find(FileObject, body.input_file_id, owner)
         if file.purpose != "batch":
             raise bad_request("input_file_id names the output of a batch; upload a file", "input_file_id")

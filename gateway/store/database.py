@@ -4,6 +4,7 @@ answers   a row for each: what was asked, how far it is, and the gateway that wo
 tokens    what was generated, part by part; nobody but that gateway adds to them
 """
 
+import json
 import os
 import re
 import sqlite3
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from wire.private_folders import open_private
@@ -36,6 +38,10 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         " logprobs BLOB NOT NULL, finish TEXT NOT NULL, PRIMARY KEY (answer, choice, first))",
         "CREATE TABLE gateways (id TEXT PRIMARY KEY, seen_s DOUBLE PRECISION NOT NULL)",
     ),
+    (
+        "ALTER TABLE answers ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",
+        "CREATE INDEX answers_by_owner ON answers (owner, kind, created_s, id)",
+    ),
 )
 
 
@@ -52,7 +58,7 @@ class Answer:
     """A row of `answers`, named as there."""
 
     id: str
-    kind: str  # of the API
+    kind: str  # of the API (`Kind`)
     owner: str  # Key.owner of who asked
     model: str  # name in the request; empty: none
     previous: str  # id of the answer before it in its conversation; or empty
@@ -62,6 +68,7 @@ class Answer:
     status: Status
     result: bytes  # the answer as its client sees it, JSON; before its end without output
     computes: str = ""  # what has computed its tokens (`WorkerView.computes`)
+    labels: str = "{}"  # its metadata, JSON: an object of texts
 
 
 _COLUMNS = ", ".join(Answer.__slots__)
@@ -142,6 +149,51 @@ class Database:
             row = self._do(sql, id=answer_id, none=b"").fetchone()
         parts = self.find_tokens(answer_id, choice, begin)  # after the status: none are added once it is over
         return (parts, row[0], _plain(row[1])) if row else (parts, None, b"")
+
+    def list_own(
+        self,
+        owner: str,
+        kind: str,
+        after: str,
+        most: int,
+        *,
+        model: str = "",
+        labels: Mapping[str, str] = MappingProxyType({}),
+        is_newest_first: bool = False,
+        max_bytes: int,
+    ) -> tuple[list[Answer], bool] | None:
+        """Completed answers behind the one with the id `after`, and whether there are more.
+
+        `labels`: that they have. `max_bytes`: of all results, but for the first. None: there is no answer `after`.
+        """
+        where, behind = "owner = :owner AND kind = :kind AND status = 'completed'", "<" if is_newest_first else ">"
+        place: dict[str, object] = {}
+        with self._transaction():
+            if after:
+                sql = "SELECT created_s FROM answers WHERE id = :id AND owner = :owner AND kind = :kind"
+                if (row := self._do(sql, id=after, owner=owner, kind=kind).fetchone()) is None:
+                    return None
+                where += f" AND (created_s {behind} :at_s OR (created_s = :at_s AND id {behind} :after))"
+                place = {"at_s": row[0], "after": after}
+            if model:
+                where, place = f"{where} AND model = :model", place | {"model": model}
+            order = "created_s DESC, id DESC" if is_newest_first else "created_s, id"
+            order += "" if labels else f" LIMIT {most + 1}"
+            sql = f"SELECT id, labels, length(result) FROM answers WHERE {where} ORDER BY {order}"
+            found, num_bytes, has_more = list[str](), 0, False
+            for answer_id, given, size in self._do(sql, owner=owner, kind=kind, **place):
+                if labels and not labels.items() <= json.loads(given).items():
+                    continue
+                num_bytes += size
+                if has_more := len(found) == most or (bool(found) and num_bytes > max_bytes):
+                    break
+                found.append(answer_id)
+            rows = [self._do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=one).fetchone() for one in found]
+        return [_answer(row) for row in rows if row], has_more
+
+    def set_labels(self, answer_id: str, labels: str) -> None:
+        with self._transaction(is_written=True):
+            self._do("UPDATE answers SET labels = :labels WHERE id = :id", id=answer_id, labels=labels)
 
     def ask_cancel(self, answer_id: str) -> None:
         """The gateway that works on it will see that."""

@@ -1,5 +1,5 @@
-"""Keeps answers of the Responses API: computes them though nobody may listen, writes them behind, takes over those of
-gateways that died, and reads them back."""
+"""Keeps answers: computes them though nobody may listen, writes them behind, takes over those of gateways that died,
+and reads them back."""
 
 import asyncio
 import re
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -21,19 +22,30 @@ from gateway.api.http.answer import (
     COMMENT_PING,
     Events,
     EventStream,
-    encode,
+    Stored,
     find_hold_s,
     json_response,
-    named_event,
     until_disconnect,
     while_connected,
 )
+from gateway.api.openai.types import ChatCompletionRequest
 from gateway.api.responses.types import ResponsesRequest
-from gateway.api.responses.writer import ResponseWriter, Stored, new_response_id
 from gateway.api.routes import answer_once
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels
 from gateway.store.database import RUNNING, Answer, Change, Database, NewerStoreError, Status, StoreError
+from gateway.store.kinds import (
+    Kind,
+    Place,
+    Prepared,
+    StoredRequest,
+    failed_result,
+    find_kind,
+    find_place,
+    new_id,
+    show,
+    trouble,
+)
 from gateway.store.line import Line, unavailable
 from gateway.store.replay import Asked, CannotGoOnError, Replays, SomeBody, digest_of, unknown_history
 from gateway.store.run import ChoiceTokens, Run, join_parts
@@ -50,7 +62,11 @@ MOST_TRIES = 10  # of taking one over
 MOST_WRITTEN = 200  # answers in one transaction
 MOST_UNSAVED = 2000  # answers that are over and that a failing store lacks; older ones are lost
 
-_ID = re.compile(r"resp_[0-9a-f]{48}")
+_ID: dict[Kind, re.Pattern[str]] = {
+    "responses": re.compile(r"resp_[0-9a-f]{48}"),
+    "chat": re.compile(r"chatcmpl-[0-9a-f]{24}"),
+}
+_PARAM: dict[Kind, str] = {"responses": "response_id", "chat": "completion_id"}
 
 
 class AnswerKeeper:
@@ -63,7 +79,7 @@ class AnswerKeeper:
         self._served, self._ttl_s, self._max_bytes, self._lease_s = served, ttl_s, max_bytes, lease_s
         self._writes, self._reads, self._place = Line(place, "store-write"), Line(place, "store-read"), place
         self._replays = Replays(served, self._reads)
-        self.id = new_response_id().replace("resp_", "gateway_")
+        self.id = new_id("responses").replace("resp_", "gateway_")
         self._runs: dict[str, Run] = {}
         self._num_others = 0  # gateways with the same store
         self._is_draining = False
@@ -128,34 +144,36 @@ class AnswerKeeper:
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """As Keeper."""
         is_line = hasattr(request.state, HOLD_CHOICES)  # of a batch: its file has the answer
+        if is_line and body.store:
+            raise _line_refusal()
         if body.store is False or is_line:
             if body.background:
                 raise bad_request("background needs store: an answer that is not kept cannot be read later", "store")
             return await answer_once(self._served, await self.with_history(body, request), request)
-        whole, state = await self.with_history(body, request), request.state
-        one = self._served.find(whole.model, state.key)
-        await state.turn.step()
-        raw = whole.raw()
-        await state.turn.last_step()
-        request_id = unique_id(state.request_id)
-        beginning = begin(one, raw, request_id, state.arrived_s, state.key, request.headers.items)
-        totals = await while_connected(request, raw, beginning)
-        job, is_background = totals.job, bool(body.background)
-        seeds = [each.sampling.seed for each in job.generations]
-        asked = Asked(request_id, seeds, digest_of(job), is_background, bool(body.stream))
-        stored = Stored(new_response_id(), int(time.time()), is_background)
-        writer = ResponseWriter(totals, whole, one.tokenizer.token_bytes, stored)
-        status: Status = "queued" if is_background else "in_progress"
-        answer = Answer(
-            stored.id, "responses", state.key.owner, one.names.listed[0], body.previous_response_id or "",
-            stored.created_s, msgspec.msgpack.encode(asked),
-            body.model_dump_json(by_alias=True, exclude_unset=True).encode(), status, encode(writer.so_far(status)),
-        )  # fmt: skip
-        kept = [ChoiceTokens() for _ in job.generations]
-        run = Run(
-            answer, one, totals, writer, kept, self._due.set,
-            is_new=True, is_waited_for=not is_background, is_kept=asked.is_kept,
-        )  # fmt: skip
+        whole, previous = await self.with_history(body, request), body.previous_response_id or ""
+        return await self._answer(body, whole, request, previous=previous, is_background=bool(body.background))
+
+    async def complete(self, body: ChatCompletionRequest, request: Request) -> Response:
+        """As Keeper."""
+        if hasattr(request.state, HOLD_CHOICES):
+            raise _line_refusal()
+        body.check_stored()
+        return await self._answer(body, body, request)
+
+    async def _answer(
+        self,
+        body: StoredRequest,
+        whole: StoredRequest,
+        request: Request,
+        *,
+        previous: str = "",
+        is_background: bool = False,
+    ) -> Response:
+        """`body`: as it came; `whole`: with its conversation."""
+        prepared = await self._prepare(whole, request)
+        one, totals = prepared.served, prepared.totals
+        run = self._new_run(body, prepared, request.state.key, previous, is_background=is_background)
+        answer = run.answer
         if totals.trace is not None:
             totals.trace.note({"gen_ai.response.id": answer.id})
         self._runs[answer.id] = run
@@ -164,10 +182,14 @@ class AnswerKeeper:
         run.start()
         self._due.set()  # others are to know it before its client does
         if body.stream:
-            hold_s = 0.0 if is_background else find_hold_s(raw, job)
-            ring, adapter = one.ring, job.generations[0].adapter
-            events, frame = self._follow(run, run.num_begun, is_asked=not is_background), _Frame(run)
-            return EventStream(events, frame, hold_s, lambda: ring.can_serve(adapter), totals.warnings)
+            hold_s = 0.0 if is_background else find_hold_s(prepared.raw, totals.job)
+            ring, adapter = one.ring, totals.job.generations[0].adapter
+            kind = find_kind(body)
+            place = find_place(kind, len(totals.job.generations))
+            events = self._follow(run, place, run.num_begun, is_asked=not is_background)
+            return EventStream(
+                events, _Frame(kind, place, run), hold_s, lambda: ring.can_serve(adapter), totals.warnings
+            )
         if not is_background:
             try:
                 await until_disconnect(request.receive, run.wait())
@@ -178,9 +200,38 @@ class AnswerKeeper:
                 raise run.error
             if run.is_lost:
                 raise ApiError(503, "the gateway ends, and with it this answer; ask again", None, "draining")
-        response = json_response(answer.result)
+        response = json_response(show(answer))
         response.headers.update(warning_headers(totals.warnings()))
         return response
+
+    def _new_run(self, body: StoredRequest, prepared: Prepared, key: Key, previous: str, *, is_background: bool) -> Run:
+        kind, job = find_kind(body), prepared.totals.job
+        seeds = [each.sampling.seed for each in job.generations]
+        asked = Asked(job.call_seed, seeds, digest_of(job), is_background, bool(body.stream))
+        stored = Stored(new_id(kind), int(time.time()), is_background)
+        writer = prepared.new_writer(stored)
+        status: Status = "queued" if is_background else "in_progress"
+        labels = msgspec.json.encode(body.metadata or {}).decode()
+        answer = Answer(
+            stored.id, kind, key.owner, job.model, previous, stored.created_s, msgspec.msgpack.encode(asked),
+            body.model_dump_json(by_alias=True, exclude_unset=True).encode(), status, writer.so_far(status),
+            labels=labels,
+        )  # fmt: skip
+        kept = [ChoiceTokens() for _ in job.generations]
+        return Run(
+            answer, prepared, writer, kept, self._due.set,
+            is_new=True, is_waited_for=not is_background, is_kept=asked.is_kept,
+        )  # fmt: skip
+
+    async def _prepare(self, body: StoredRequest, request: Request) -> Prepared:
+        state = request.state
+        one = self._served.find(body.model, state.key)
+        await state.turn.step()
+        raw = body.raw()
+        await state.turn.last_step()
+        request_id = unique_id(state.request_id)
+        beginning = begin(one, raw, request_id, state.arrived_s, state.key, request.headers.items)
+        return Prepared(body, raw, one, await while_connected(request, raw, beginning))
 
     async def _insert(self, run: Run) -> None:
         """Before it is promised. Raises ApiError; then it does not run, here or elsewhere."""
@@ -202,36 +253,61 @@ class AnswerKeeper:
         if previous in self._runs:  # it ended here just now
             with suppress(StoreError):
                 await self._save()
-        if not _ID.fullmatch(previous):
+        if not _ID["responses"].fullmatch(previous):
             raise unknown_history(previous)
         history = await self._replays.find_history(previous, key, waits=bool(self._num_others))
         return await self._replays.join(body, history, key)
 
-    async def find(self, answer_id: str, key: Key) -> Answer:
+    async def find(self, kind: Kind, answer_id: str, key: Key) -> Answer:
         """The answer, as far as it is known here or in the store. Raises ApiError 404 unless it is the key's own."""
         run = self._runs.get(answer_id)
         answer: Answer | None = None
         if run is not None and not run.is_lost:
             answer = run.answer
-        elif _ID.fullmatch(answer_id):
+        elif _ID[kind].fullmatch(answer_id):
             try:
                 answer = await self._reads.call(Database.find, answer_id)
             except StoreError as error:
                 raise unavailable(error) from error
-        if answer is None or answer.owner != key.owner:
-            raise ApiError(404, f"no answer has the id {answer_id[:100]}", "response_id", "not_found")
+        if answer is None or (answer.kind, answer.owner) != (kind, key.owner):
+            raise ApiError(404, f"no answer has the id {answer_id[:100]}", _PARAM[kind], "not_found")
         return answer
 
-    async def events(self, answer_id: str, key: Key, begin: int) -> Response:
-        """The answer's events from number `begin` on, those to come as well. Raises ApiError."""
-        answer = await self.find(answer_id, key)
+    async def events(self, kind: Kind, answer_id: str, key: Key, after: str) -> Response:
+        """The answer's events, behind the SSE id `after` unless that is empty, and those to come. Raises ApiError."""
+        answer = await self.find(kind, answer_id, key)
+        place = find_place(kind, len(msgspec.msgpack.decode(answer.asked, type=Asked).seeds), after)
         run = self._runs.get(answer_id)
-        events = self._replays.read(answer, begin) if run is None else self._follow(run, begin)
-        return EventStream(events, _Frame(), 0.0, lambda: True, tuple)
+        events = self._replays.read(answer, place) if run is None else self._follow(run, place)
+        return EventStream(events, _Frame(kind, place), 0.0, lambda: True, tuple)
+
+    async def list_chats(self, key: Key, after: str, limit: int, **wanted: Any) -> tuple[list[Answer], bool]:
+        """As Database.list_own."""
+        with suppress(StoreError):
+            await self._save()  # those that ended here just now
+        most = self._served.options.max_body_bytes
+        try:
+            found = await self._reads.call(Database.list_own, key.owner, "chat", after, limit, max_bytes=most, **wanted)
+        except StoreError as error:
+            raise unavailable(error) from error
+        if found is None:
+            raise bad_request("after names nothing in this list", "after")
+        return found
+
+    async def set_labels(self, kind: Kind, answer_id: str, key: Key, labels: str) -> Answer:
+        """Gives an answer other metadata. Raises ApiError."""
+        answer = await self.find(kind, answer_id, key)
+        answer.labels = labels
+        try:
+            await self._save()
+            await self._writes.call(Database.set_labels, answer_id, labels)
+        except StoreError as error:
+            raise unavailable(error) from error
+        return answer
 
     async def cancel(self, answer_id: str, key: Key) -> bytes:
         """Ends a background answer; returns what there is of it. No effect on one that is over. Raises ApiError."""
-        answer = await self.find(answer_id, key)
+        answer = await self.find("responses", answer_id, key)
         if not msgspec.msgpack.decode(answer.asked, type=Asked).is_background:
             raise bad_request("only answers with background can be cancelled; close the others' connection", None)
         run = self._runs.get(answer_id)
@@ -245,12 +321,12 @@ class AnswerKeeper:
         until = time.monotonic() + self._lease_s + 3 * LOOK_S
         while answer.status in RUNNING and time.monotonic() < until:
             await asyncio.sleep(LOOK_S / 4)
-            answer = await self.find(answer_id, key)
+            answer = await self.find("responses", answer_id, key)
         return answer.result
 
-    async def delete(self, answer_id: str, key: Key) -> None:
+    async def delete(self, kind: Kind, answer_id: str, key: Key) -> None:
         """Raises ApiError."""
-        await self.find(answer_id, key)
+        await self.find(kind, answer_id, key)
         run = self._runs.pop(answer_id, None)
         if run is not None:
             await run.stop(is_lost=True)
@@ -260,11 +336,11 @@ class AnswerKeeper:
             except StoreError as error:
                 raise unavailable(error) from error
 
-    async def _follow(self, run: Run, begin: int, *, is_asked: bool = False) -> Events:
-        """Events of an answer, here as long as it is computed here, and then in the store. `is_asked`: as in Run."""
-        async for events in run.follow(begin, is_asked=is_asked):
+    async def _follow(self, run: Run, place: Place, at: int = 0, *, is_asked: bool = False) -> Events:
+        """Events of an answer, here as long as it is computed here, and then in the store. `at`, `is_asked`: as in
+        Run."""
+        async for events in run.follow(place, at, is_asked=is_asked):
             yield events
-            begin = len(run.log)
         if run.is_lost:
             try:
                 answer = await self._reads.call(Database.find, run.answer.id)
@@ -272,7 +348,7 @@ class AnswerKeeper:
                 raise unavailable(error) from error
             if answer is None:
                 raise ApiError(404, f"the answer {run.answer.id} was deleted", None, "not_found")
-            async for events in self._replays.read(answer, begin):
+            async for events in self._replays.read(answer, place):
                 yield events
 
     # -- the store ---------------------------------------------------------------------------------------------------
@@ -352,7 +428,7 @@ class AnswerKeeper:
             if not asked.is_kept:
                 raise CannotGoOnError(503, "its gateway ended, and with it its client's connection", None, "lost")
             kept = join_parts(await self._reads.call(Database.find_tokens, answer.id), len(asked.seeds))
-            body, one, totals = await self._replays.prepare(answer, asked, kept)
+            prepared = await self._replays.prepare(answer, asked, kept)
         except CannotGoOnError as error:
             await self._give_up(answer, error)
             return
@@ -364,20 +440,17 @@ class AnswerKeeper:
                 why = f"it could not be taken over: {reason}"
                 await self._give_up(answer, CannotGoOnError(503, why, None, "lost"))
             return
-        stored = Stored(answer.id, answer.created_s, asked.is_background)
-        writer = ResponseWriter(totals, body, one.tokenizer.token_bytes, stored)
+        writer = prepared.new_writer(Stored(answer.id, answer.created_s, asked.is_background))
         self._tries.pop(answer.id, None)
         run = self._runs[answer.id] = Run(
-            answer, one, totals, writer, kept, self._due.set, is_new=False, is_waited_for=False, is_kept=True
+            answer, prepared, writer, kept, self._due.set, is_new=False, is_waited_for=False, is_kept=True
         )
         _log.info("an answer goes on here", answer=answer.id, tokens=sum(len(each.ids) for each in kept))
         run.start()
 
     async def _give_up(self, answer: Answer, error: ApiError) -> None:
         self._tries.pop(answer.id, None)
-        result = msgspec.json.decode(answer.result)
-        result |= {"status": "failed", "error": {"code": error.code or "server_error", "message": error.message}}
-        answer.status, answer.result = "failed", encode(result)
+        answer.status, answer.result = "failed", failed_result(answer.kind, answer.result, error)
         _log.warning("an answer cannot go on", answer=answer.id, reason=error.message)
         with suppress(StoreError):
             await self._writes.call(Database.write, [Change(answer, is_new=False)], self.id, self._lease_s)
@@ -403,20 +476,24 @@ class AnswerKeeper:
             self._failed_since = None
 
 
+def _line_refusal() -> ApiError:
+    return bad_request("the answer to a line of a batch is kept in its file; set store to false", "store")
+
+
 class _Frame:
     """Around the events of a stored answer, which say themselves how it ends."""
 
     ping, done = COMMENT_PING, b""
 
-    def __init__(self, run: Run | None = None) -> None:
+    def __init__(self, kind: Kind, place: Place, run: Run | None = None) -> None:
         """`run`: of a client that asks for the answer, and learns of it when it has been let in."""
-        self._run = run
+        self._kind, self._place, self._run = kind, place, run
 
     def begin(self) -> list[bytes]:
-        return self._run.log[: self._run.num_begun] if self._run else []
+        return [self._place.take(self._run.log[: self._run.num_begun])] if self._run else []
 
     def failure(self, error: ApiError) -> bytes:
         """The answer's own end; else of reading it: it may go on."""
         if self._run is not None and self._run.error is error:
-            return b"".join(self._run.log[self._run.num_begun :])
-        return named_event("error", message=error.message, code=error.code, param=error.param)
+            return self._place.take(self._run.log[self._run.num_begun :])
+        return trouble(self._kind, error)

@@ -1,7 +1,7 @@
 """Answers made again from the store: their requests, their conversations, and their events."""
 
 import time
-from asyncio import sleep
+from asyncio import Event, sleep
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,16 +16,16 @@ from gateway.access.allowance import Allowance
 from gateway.access.keys import Key
 from gateway.answer.choices import Totals, stream_choices
 from gateway.api.access import unique_id
-from gateway.api.http.answer import Events
+from gateway.api.http.answer import Events, Stored
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
-from gateway.api.responses.writer import ResponseWriter, Stored
 from gateway.errors import ApiError, bad_request, overloaded
 from gateway.metrics import RequestMetrics
-from gateway.request.prepare import ServedModel, ServedModels
+from gateway.request.prepare import ServedModels
 from gateway.request.types import PreparedRequest
 from gateway.router.engine_client import Tokens
 from gateway.shares import Shared
 from gateway.store.database import RUNNING, Answer, Database, StoreError
+from gateway.store.kinds import Place, Prepared, read_request
 from gateway.store.line import Line, unavailable
 from gateway.store.run import AT_ONCE, ChoiceTokens, singly
 from gateway.store.tail import EndedError, StoredTokens
@@ -105,9 +105,7 @@ class Replays:
         finally:
             turn.end()
 
-    async def prepare(
-        self, answer: Answer, asked: Asked, kept: Sequence[ChoiceTokens] = ()
-    ) -> tuple[ResponsesRequest, ServedModel, Totals]:
+    async def prepare(self, answer: Answer, asked: Asked, kept: Sequence[ChoiceTokens] = ()) -> Prepared:
         """The request of an answer as it was first prepared, and then what is `kept`. Raises ApiError."""
         key = self._served.keys.find_owner(answer.owner)
         if key is None:
@@ -116,14 +114,14 @@ class Replays:
         turn = self._served.new_turn(key.name, len(answer.body))
         try:
             await turn.last_step()
-            body = ResponsesRequest.model_validate_json(answer.body)
+            body = read_request(answer.kind, answer.body)
         finally:
             turn.end()
-        if answer.previous:
+        if isinstance(body, ResponsesRequest) and answer.previous:
             history = await self.find_history(answer.previous, key, waits=False)
             body = await self.join(body, history, key)
         one = self._served.find(body.model, key)
-        raw = replace(body.raw(), deadline_ms=None)
+        raw = replace(body.raw(), deadline_ms=None, num_prompt_logprobs=None)  # which streams do not have
         job = await one.prepare(raw, unique_id(asked.request_id.rpartition(".")[0]), time.perf_counter(), key)
         if digest_of(job) != asked.digest:
             why = "the prompt of this answer is read in another way now: its model, template or an image has changed"
@@ -133,47 +131,77 @@ class Replays:
             for each, seed in zip(job.generations, asked.seeds, strict=True)
         ]
         if kept:
-            pairs = zip(generations, kept, strict=True)
-            generations = [replace(each, emitted=tuple(one.ids), computes=answer.computes) for each, one in pairs]
+            pairs = list(zip(generations, kept, strict=True))
+            for each, choice in pairs:
+                if len(choice.ids) >= each.max_tokens:  # its gateway may have died before the end was stored
+                    choice.finish = choice.finish or "length"
+            generations = [replace(each, emitted=tuple(had.ids), computes=answer.computes) for each, had in pairs]
         job = replace(job, generations=tuple(generations), call_seed=asked.request_id)
-        return body, one, Totals(job, time.perf_counter())
+        return Prepared(body, raw, one, Totals(job, time.perf_counter()))
 
-    async def read(self, answer: Answer, begin: int) -> Events:
-        """Events of an answer in the store from number `begin` on, those that other gateways add as well."""
-        at, owner = 0, answer.owner if self._served.keys.are_several else ""
+    async def read(self, answer: Answer, place: Place) -> Events:
+        """Events of an answer in the store that a client lacks, those that other gateways add as well."""
+        place.begin_again()
+        owner = answer.owner if self._served.keys.are_several else ""
         if not self._followers.has_room(owner):
             raise overloaded(f"of {MAX_FOLLOWERS} streams that are read from the store your key has its share")
         with self._followers.held(owner):
-            async with aclosing(self._read_all(answer)) as groups:
-                async for events in groups:
-                    first, at = max(begin - at, 0), at + len(events)
-                    if shown := b"".join(events[first:]):
+            async with aclosing(self._read_all(answer, place)) as parts:
+                async for shown in parts:
+                    if shown:
                         yield shown
 
-    async def _read_all(self, answer: Answer) -> AsyncGenerator[list[bytes], None]:
+    async def _read_all(self, answer: Answer, place: Place) -> Events:
+        """The same; some are empty."""
         asked = msgspec.msgpack.decode(answer.asked, type=Asked)
-        body, one, totals = await self.prepare(answer, asked)
-        tokens = StoredTokens(self._reads, answer)
-        reader = replace(one, ring=tokens, metrics=self._metrics, waiting=Shared(1 << 30))
+        prepared, tokens = await self.prepare(answer, asked), StoredTokens(self._reads, answer)
+        totals = prepared.totals
+        reader = replace(prepared.served, ring=tokens, metrics=self._metrics, waiting=Shared(1 << 30))
         stored = Stored(answer.id, answer.created_s, asked.is_background, lambda: tokens.result)
-        writer = ResponseWriter(totals, body, one.tokenizer.token_bytes, stored)
+        writer = prepared.new_writer(stored)
         stops, num_read = iter([each.stop_token_ids for each in totals.job.generations]), 0
-        yield writer.begin()
+        open_choices = _OpenChoices(len(totals.job.generations))
+        yield place.take(writer.begin())
+        pieces = stream_choices(
+            reader, totals, lambda stream: open_choices.split(stream, next(stops)), is_whole=not asked.is_kept
+        )
         try:
-            async with aclosing(stream_choices(reader, totals, lambda stream: _split(stream, next(stops)))) as pieces:
+            async with aclosing(pieces):
                 async for index, piece in pieces:
-                    yield writer.events(index, piece)
+                    yield place.take(writer.events(index, piece))
                     if (num_read := num_read + 1) % AT_ONCE == 0:
                         await sleep(0)  # others have their turn
+            yield writer.end
         except EndedError as ended:
-            yield writer.end_as(ended.result)
+            yield place.take(writer.end_as(ended.result))
 
 
-async def _split(stream: AsyncGenerator[Tokens, None], stop_token_ids: frozenset[int]) -> AsyncGenerator[Tokens, None]:
-    async with aclosing(stream):
-        async for tokens in stream:
-            for one in singly(tokens, stop_token_ids):
-                yield one
+class _OpenChoices:
+    """Choices of an answer that is read. One that has no end says so when all tokens of the others have been read."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._are_read = Event()
+
+    async def split(
+        self, stream: AsyncGenerator[Tokens, None], stop_token_ids: frozenset[int]
+    ) -> AsyncGenerator[Tokens, None]:
+        """Yields a choice's tokens one by one."""
+        failure: EndedError | None = None
+        try:
+            async with aclosing(stream):
+                async for tokens in stream:
+                    for one in singly(tokens, stop_token_ids):
+                        yield one
+        except EndedError as error:
+            failure = error
+        finally:
+            self._number -= 1
+            if not self._number:
+                self._are_read.set()
+        if failure is not None:
+            await self._are_read.wait()
+            raise failure
 
 
 def digest_of(job: PreparedRequest) -> bytes:

@@ -10,14 +10,12 @@ import msgspec
 import numpy as np
 import structlog
 
-from gateway.answer.choices import Totals, stream_choices
-from gateway.api.http.answer import encode
-from gateway.api.responses.writer import ResponseWriter
+from gateway.answer.choices import stream_choices
 from gateway.errors import ApiError
-from gateway.request.prepare import ServedModel
 from gateway.router.attempt import FINISH_REASONS
 from gateway.router.engine_client import FinishReason, Tokens
 from gateway.store.database import RUNNING, Answer, Change, TokenPart
+from gateway.store.kinds import Event, Place, Prepared, StoredWriter
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens, unpack_tokens
 
@@ -38,12 +36,13 @@ def singly(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:
         yield tokens
         return
     is_stopped = tokens.finish_reason == "stop" and stop_token_ids.issuperset(ids[-1:]) and bool(ids)
+    of_prompt = tokens.prompt_logprobs  # with the first part
     for at, token_id in enumerate(ids):
         finish = tokens.finish_reason if is_stopped and at == last else None
         scored = tokens.logprobs[at : at + 1]
-        yield Tokens((token_id,), finish, scored, None, tokens.timing, tokens.computes)
+        yield Tokens((token_id,), finish, scored, None if at else of_prompt, tokens.timing, tokens.computes)
     if tokens.finish_reason and not is_stopped:
-        yield Tokens((), tokens.finish_reason, (), None, tokens.timing, tokens.computes)
+        yield Tokens((), tokens.finish_reason, (), None if ids else of_prompt, tokens.timing, tokens.computes)
 
 
 @dataclass(slots=True)
@@ -94,9 +93,8 @@ class Run:
     def __init__(
         self,
         answer: Answer,
-        served: ServedModel,
-        totals: Totals,
-        writer: ResponseWriter,
+        prepared: Prepared,
+        writer: StoredWriter,
         kept: list[ChoiceTokens],
         on_due: Callable[[], None],
         *,
@@ -104,23 +102,23 @@ class Run:
         is_waited_for: bool,
         is_kept: bool,
     ) -> None:
-        """`kept`: what the store has of each choice. `totals`: its job goes on behind that.
+        """`kept`: what the store has of each choice. `prepared`: its job goes on behind that.
 
         `on_due`: called when there is something to store soon. `is_new`: the store has no row of it. `is_waited_for`:
         its client learns of it with its first tokens, and of an error before in another way. `is_kept`: its client may
         read it elsewhere.
         """
-        self.answer, self.totals, self.is_new = answer, totals, is_new
+        self.answer, self.totals, self.is_new = answer, prepared.totals, is_new
         self._on_due, self._is_waited_for, self.is_kept = on_due, is_waited_for, is_kept
         self.is_lost = False  # another gateway works on it, or it was deleted
         self.error: ApiError | None = None  # why it failed
         self.choices = kept
-        self._served, self._writer = served, writer
+        self._served, self._writer = prepared.served, writer
         self._is_stopped = False  # its task, by us
         self._saved_state = answer.status, answer.computes  # in its row
         self._waiting: list[asyncio.Future[None]] = []  # for a change
         self._part_bytes = self._row_bytes = 0  # of parts that are saved; of these and the result, as the row has it
-        self.log = writer.begin()  # events, by number
+        self.log: list[Event] = writer.begin()
         self.num_begun = len(self.log)
         self._task: asyncio.Task[None] | None = None
 
@@ -128,6 +126,11 @@ class Run:
     def is_over(self) -> bool:
         """No events will follow here."""
         return self.is_lost or self.answer.status not in RUNNING
+
+    @property
+    def end(self) -> bytes:
+        """What follows its last event."""
+        return self._writer.end if self.answer.status in ("completed", "incomplete") else b""
 
     @property
     def is_saved(self) -> bool:
@@ -145,10 +148,15 @@ class Run:
 
     async def _run(self) -> None:
         numbers = iter(range(len(self.choices)))
-        pieces = stream_choices(self._served, self.totals, lambda stream: self._follow(next(numbers), stream))
+        is_whole = not self.is_kept  # nobody reads it before its end
+        pieces = stream_choices(
+            self._served, self.totals, lambda stream: self._follow(next(numbers), stream), is_whole=is_whole
+        )
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
+                    if piece.finish_reason is not None:  # by a stop string
+                        self.choices[index].finish = self.choices[index].finish or piece.finish_reason
                     self._note(self._writer.events(index, piece))
         except ApiError as error:
             self._fail(error)
@@ -186,16 +194,16 @@ class Run:
     def _fail(self, error: ApiError) -> None:
         self.error = error
         self.is_lost = self.is_refused and self.is_new  # then nobody needs it
-        self._note([event + b"\n\n" for event in self._writer.failure(error).split(b"\n\n") if event])
+        self._note(self._writer.failed(error))
 
-    def _note(self, events: Sequence[bytes]) -> None:
+    def _note(self, events: Sequence[Event]) -> None:
         """Adds events, and wakes who waits for them."""
         self.log += events
-        if (whole := self._writer.ended) is not None and self.answer.status in RUNNING:
-            self.answer.status, self.answer.result = whole.status, encode(whole)
+        if self.answer.status in RUNNING and (ended := self._writer.ended) is not None:
+            self.answer.status, self.answer.result = ended
             self._on_due()
         elif self.answer.status == "queued" and any(one.ids for one in self.choices):
-            self.answer.status, self.answer.result = "in_progress", encode(self._writer.so_far())
+            self.answer.status, self.answer.result = "in_progress", self._writer.so_far("in_progress")
         waiting, self._waiting = self._waiting, []
         for woken in waiting:
             if not woken.done():
@@ -206,18 +214,22 @@ class Run:
         self._waiting.append(woken)
         await woken
 
-    async def follow(self, begin: int, *, is_asked: bool = False) -> AsyncGenerator[bytes, None]:
-        """Yields events from number `begin` on, those that are there at once. Ends at the end, or where it is lost.
+    async def follow(self, place: Place, at: int = 0, *, is_asked: bool = False) -> AsyncGenerator[bytes, None]:
+        """Yields events that a client lacks, those that are there at once. Ends at the end, or where it is lost.
 
-        `is_asked`: for the client that asked for it. Raises its ApiError if it was refused.
+        `at`: how much of the log has passed the client's place. `is_asked`: for the client that asked for it. Raises
+        its ApiError if it was refused.
         """
         while True:
             if is_asked and self.is_refused and self.error is not None:
                 raise self.error
-            if begin < len(self.log):
-                data, begin = b"".join(self.log[begin:]), len(self.log)
-                yield data
+            if at < len(self.log):
+                shown, at = place.take(self.log[at:]), len(self.log)
+                if shown:
+                    yield shown
             elif self.is_over:
+                if self.end and not self.is_lost:
+                    yield self.end
                 return
             else:
                 await self._wait_changed()

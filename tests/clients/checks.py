@@ -10,6 +10,8 @@ A check's name says what the client must be able to do with the demo model:
     enforced   an answer in JSON to a question that the model would answer in prose
     image      an image's tokens count in the usage, asked again they are cached; a damaged one ends in the client's own
                exception, with the part and the reason
+    stored     stored answers, where the client knows them: three turns of a conversation by their ids, in the
+               background, cancelled, and streams of responses and chats that are left and read on
     error      a request with max_tokens -1 ends in the client's own exception, with the service's message
 """
 
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "error")
+CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "image", "stored", "error")
 AGENT_CHECKS = ("answer", "call", "again", "overflow", "begin", "qwen-xml", "harmony")  # see with_agents.py
 MARK = "CHECK"  # begins a report's line: MARK, check, "ok", "skip" or "fail", reason
 ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
@@ -36,7 +38,7 @@ def run(checks: Mapping[str, Callable[[], object] | str], names: Sequence[str] =
 
     A text instead of a check is the reason why this client cannot run it; a text that a check returns is shown.
     """
-    has_failed = False
+    has_failed, checks = False, {"stored": "not in its API", **checks}
     for name in names:
         outcome, reason = _try(checks[name])
         has_failed |= outcome == "fail"

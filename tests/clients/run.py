@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,8 +167,10 @@ def _service(url: str) -> Iterator[str]:
         yield url
         return
     images = write_vlm_checkpoint(BUILD / "images", "qwen2_5_vl")  # of random weights
-    with serve("demo", f"--model={ASKED['image']['model']}={images}", "--dtype=float32") as live:
-        yield f"{live.url}/v1"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (f"--model={ASKED['image']['model']}={images}", "--dtype=float32", f"--state-dir={folder}/state")
+        with serve("demo", *flags) as live:
+            yield f"{live.url}/v1"
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
@@ -189,7 +192,7 @@ def main() -> int:
     parser.add_argument(
         "clients", nargs="*", metavar="CLIENT", help="only these: " + ", ".join(c.name for c in CLIENTS)
     )
-    parser.add_argument("--url", default="", help="of a running service of both models, with /v1, instead of a new one")
+    parser.add_argument("--url", default="", help="with /v1, of a running service of both models and a store")
     arguments = parser.parse_args()
     if unknown := set(arguments.clients) - {client.name for client in CLIENTS}:
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")

@@ -1,9 +1,11 @@
 """openai-python."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import openai
+from openai.types.chat import ChatCompletionChunk
 
 from tests.clients.checks import ASKED, base_url, data_uri, image, openai_checks, pieces_of, refused, run, same, user
 
@@ -41,6 +43,71 @@ def images() -> None:
     image(count_by_responses, openai.BadRequestError, "input[0].content[0].image_url")
 
 
+def respond(question: str, **fields: Any) -> Any:
+    asked: Any = {"model": ASKED["model"], "temperature": 0, "max_output_tokens": 200, "input": question, **fields}
+    return client.responses.create(**asked)
+
+
+def polled(answer_id: str, ends: Callable[[str], bool]) -> Any:
+    until = time.monotonic() + 60
+    while not ends((answer := client.responses.retrieve(answer_id)).status or "") and time.monotonic() < until:
+        time.sleep(0.05)
+    return answer
+
+
+def stored() -> None:
+    stored_responses()
+    stored_chats()
+
+
+def stored_responses() -> None:
+    question = ASKED["sum"]["question"]
+    first = respond(question)
+    second = respond(question, previous_response_id=first.id)
+    third = respond(question, previous_response_id=second.id)
+    assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
+    same(client.responses.retrieve(third.id).output_text, third.output_text)
+    begun = respond(ASKED["poem"]["question"], background=True)
+    same(polled(begun.id, lambda status: status == "completed").output_text, ASKED["poem"]["answer"])
+    ended = client.responses.cancel(respond(ASKED["poem"]["question"], background=True).id)
+    assert ended.status in ("cancelled", "completed"), ended.status
+    with respond(ASKED["poem"]["question"], stream=True) as events:
+        seen = [next(events) for _ in range(5)]
+    answer_id = seen[0].response.id
+    seen += client.responses.retrieve(answer_id, stream=True, starting_after=seen[-1].sequence_number)
+    same([event.sequence_number for event in seen], list(range(len(seen))))
+    same(seen[-1].response.output_text, ASKED["poem"]["answer"])
+    client.responses.delete(answer_id)
+    gone(lambda: client.responses.retrieve(answer_id))
+
+
+def stored_chats() -> None:
+    chats, mark = client.chat.completions, {"mark": str(time.time_ns())}
+    whole = ask(messages=[user("sum")], store=True, metadata=mark)
+    same(chats.retrieve(whole.id).choices, whole.choices)
+    with ask(messages=[user("poem")], store=True, stream=True) as stream:
+        chunks = [next(stream) for _ in range(4)]
+    path, asked = f"/chat/completions/{chunks[0].id}", {"stream": "true", "starting_after": str(len(chunks))}
+    rest = openai.Stream[ChatCompletionChunk]
+    chunks += client.get(path, cast_to=ChatCompletionChunk, options={"params": asked}, stream=True, stream_cls=rest)
+    pieces_of([chunk.choices[0].delta.content or "" for chunk in chunks])
+    same(chats.retrieve(chunks[0].id).choices[0].message.content, ASKED["poem"]["answer"])
+    same([one.id for one in chats.list(metadata=mark)], [whole.id])
+    chats.update(chunks[0].id, metadata=mark)
+    same({one.id for one in chats.list(metadata=mark, limit=1)}, {whole.id, chunks[0].id})
+    same([one.content for one in chats.messages.list(whole.id)], [ASKED["sum"]["question"]])
+    assert chats.delete(whole.id).deleted
+    gone(lambda: chats.retrieve(whole.id))
+
+
+def gone(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except openai.NotFoundError:
+        return
+    raise AssertionError("what was deleted is there")
+
+
 def error() -> None:
     refused(lambda: ask(messages=[user("sum")], max_tokens=ASKED["refusal"]["max_tokens"]), openai.BadRequestError)
     try:
@@ -54,4 +121,4 @@ def error() -> None:
 CHECKS = openai_checks(ask, openai.BadRequestError)
 
 if __name__ == "__main__":
-    run({**CHECKS, "chat": chat, "stream": stream, "image": images, "error": error})
+    run({**CHECKS, "chat": chat, "stream": stream, "image": images, "stored": stored, "error": error})

@@ -21,6 +21,7 @@ from tests.support.surface import MODEL
 
 NUM_STREAMS, NUM_KINDS, NUM_TOKENS = 64, 8, 200
 KILL_EVERY_S, LEASE_S = 10.0, 2.0
+CHATS = range(NUM_KINDS - 4, NUM_KINDS)
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 4000}}, "required": ["story"]}
 Event = dict[str, Any]
@@ -36,42 +37,65 @@ class Found:
 
 
 def ask(number: int) -> dict[str, Any]:
-    """A request of one of NUM_KINDS."""
-    form = {"format": {"type": "json_schema", "name": "story", "schema": STORY}}
-    asked = {"model": MODEL, "input": f"Tell me story {number}", "max_output_tokens": NUM_TOKENS, "seed": number}
-    return asked | ({"text": form} if number % 2 else {}) | {"stream": True}
+    """A request of one of NUM_KINDS: those of CHATS have two choices."""
+    asked, text = {"model": MODEL, "seed": number, "stream": True}, f"Tell me story {number}"
+    if number in CHATS:
+        asked |= {"messages": [{"role": "user", "content": text}], "max_tokens": NUM_TOKENS // 2, "n": 2, "store": True}
+        form = {"type": "json_schema", "json_schema": {"name": "story", "schema": STORY}}
+        return asked | ({"response_format": form} if number % 2 else {})
+    asked |= {"input": text, "max_output_tokens": NUM_TOKENS}
+    if number % 2:
+        asked["text"] = {"format": {"type": "json_schema", "name": "story", "schema": STORY}}
+    return asked
 
 
 def shape(events: Sequence[Event]) -> list[Any]:
-    """What does not differ between two answers to one request."""
-    return [(event["type"], event["sequence_number"], event.get("delta", "")) for event in events]
+    """What does not differ between two answers to one request: of chats, each choice's chunks in their order."""
+    told: list[Any] = [
+        (event["type"], event["sequence_number"], event.get("delta", "")) for event in events if "type" in event
+    ]
+    choices = [one for event in events for one in event.get("choices", ())]
+    for index in range(2):
+        told += [(index, one["delta"], one["finish_reason"]) for one in choices if one["index"] == index]
+    return told
+
+
+def find_id(events: Sequence[Event]) -> str:
+    """Of the answer."""
+    return str(events[0]["response"]["id"] if "response" in events[0] else events[0]["id"])
 
 
 def read(client: httpx.Client, events: list[Event], method: str, url: str, **options: Any) -> None:
     """Adds the events of a stream, as far as it comes."""
     with client.stream(method, url, **options) as reply:
         if reply.status_code == 404 and events:
-            raise LookupError(events[0]["response"]["id"])
+            raise LookupError(find_id(events))
         if reply.status_code != 200:
             return
+        name = ""
         for line in reply.iter_lines():
-            if line.startswith("data: ") and "sequence_number" in (event := json.loads(line[6:])):
-                events.append(event)
+            if line.startswith("id: "):
+                name = line[4:]
+            elif line == "data: [DONE]":
+                events.append({"sse_id": name, "is_end": True})
+            elif line.startswith("data: ") and (event := json.loads(line[6:])).keys() & {"sequence_number", "choices"}:
+                events.append(event | {"sse_id": name})
 
 
 def follow(client: httpx.Client, gateways: Sequence[Process], number: int, until: float) -> list[Event]:
     """A whole stream, read from whichever gateway answers. LookupError: none of them knows it."""
     events: list[Event] = []
-    while not (events and events[-1]["type"] in ENDS):
+    while not (events and (events[-1].get("type") in ENDS or "is_end" in events[-1])):
         if time.monotonic() > until:
             raise TimeoutError(f"{len(events)} events")
-        url = f"http://{random.choice(gateways).address}/v1/responses"
+        path = "chat/completions" if number in CHATS else "responses"
+        url = f"http://{random.choice(gateways).address}/v1/{path}"
         try:
             if not events:
                 read(client, events, "POST", url, json=ask(number))
             else:
-                after = {"stream": "true", "starting_after": events[-1]["sequence_number"]}
-                read(client, events, "GET", f"{url}/{events[0]['response']['id']}", params=after)
+                after = {"last-event-id": events[-1]["sse_id"]}
+                read(client, events, "GET", f"{url}/{find_id(events)}?stream=true", headers=after)
         except httpx.HTTPError:
             time.sleep(0.05)
     return events

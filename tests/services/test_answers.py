@@ -3,14 +3,15 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
 import openai
 import psycopg
 import pytest
@@ -162,6 +163,59 @@ def test_gateways_that_both_believe_they_have_it(fleet: ProcessFleet) -> None:
         read = list(client_of(gateway).responses.retrieve(answer_id, stream=True))
         assert shape(read) == shape(whole) == shape(events)
     assert client_of(second).responses.retrieve(answer_id).status == whole[-1].response.status
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_chats_outlive_their_gateway(fleet: ProcessFleet, is_killed: bool) -> None:
+    """Killed or drained: each choice's chunks come once and in order, in the form that was asked for, with usage."""
+    first, second = fleet.gateway, fleet["gateway-b"]
+    form = {"type": "json_schema", "json_schema": {"name": "story", "schema": STORY}}
+    asked = {
+        "model": MODEL, "messages": [{"role": "user", "content": "Tell me a story"}], "n": 2, "seed": 7,
+        "max_tokens": NUM_TOKENS, "response_format": form, "logprobs": True,
+        "store": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    chunks: list[tuple[str, str]] = []
+    url = f"http://{first.address}/v1/chat/completions"
+    with httpx.Client(timeout=WAIT_S) as client:
+        whole = [*read_chunks(client, "POST", url, json=asked)]
+        with suppress(httpx.HTTPError), closing(read_chunks(client, "POST", url, json=asked)) as reading:
+            chunks += [next(reading) for _ in range(2 * NUM_BEFORE)]
+            answer_id = json.loads(chunks[0][1])["id"]
+            with stopped(decode_workers(fleet)):
+                first.kill() if is_killed else first.terminate()
+                assert is_killed or first.wait_exited(WAIT_S) == 0
+            chunks += reading
+        url = f"http://{second.address}/v1/chat/completions/{answer_id}?stream=true"
+        while chunks[-1][1] != "[DONE]":
+            chunks += read_chunks(client, "GET", url, headers={"last-event-id": chunks[-1][0]})
+        first.restart()
+        assert [shown(chunks, index) for index in range(3)] == [shown(whole, index) for index in range(3)]
+        kept = client.get(url.partition("?")[0]).json()
+        for choice in kept["choices"]:
+            deltas = [delta.get("content") or "" for delta, *_ in shown(chunks, choice["index"])]
+            assert "".join(deltas) == choice["message"]["content"]
+
+
+def read_chunks(client: httpx.Client, method: str, url: str, **fields: Any) -> Generator[tuple[str, str], None, None]:
+    """SSE ids and data of a stream; none of one that is not known yet."""
+    with client.stream(method, url, **fields) as reply:
+        name = ""
+        for line in reply.iter_lines() if reply.status_code == 200 else ():
+            if line.startswith("id: "):
+                name = line[4:]
+            elif line.startswith("data: "):
+                yield name, line[6:]
+
+
+def shown(chunks: Sequence[tuple[str, str]], index: int) -> list[Any]:
+    """What does not differ between two answers to one request: of a choice, or behind the last of them the usage."""
+    told = [json.loads(data) for _, data in chunks if data != "[DONE]"]
+    if index == 2:
+        return [one["usage"]["completion_tokens"] for one in told if not one["choices"]]
+    choices = [one["choices"][0] for one in told if one["choices"] and one["choices"][0]["index"] == index]
+    scored = [[token["token"] for token in (one["logprobs"] or {"content": []})["content"]] for one in choices]
+    return [(one["delta"], one["finish_reason"], tokens) for one, tokens in zip(choices, scored, strict=True)]
 
 
 def test_drained_gateway(fleet: ProcessFleet) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -34,11 +34,24 @@ Events = AsyncGenerator[bytes, None]  # one or more at a time
 encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store knows of an answer before it is computed, perhaps once more."""
+
+    id: str
+    created_s: int  # Unix time
+    is_background: bool = False
+    find_result: Callable[[], bytes | None] = lambda: None  # the whole answer, JSON, if it has ended before
+
+
 class Frame(Protocol):
     """What a stream has around the events of its pieces."""
 
     ping: bytes  # says nothing; while there are no events
-    done: bytes  # after the last event of a complete stream
+
+    @property
+    def done(self) -> bytes:
+        """Bytes after the last event of a complete stream."""
 
     def begin(self) -> list[bytes]:
         """Events that need no piece yet."""

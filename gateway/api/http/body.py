@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.errors import ApiError, bad_request
+from gateway.errors import ApiError, bad_request, check_count
 from gateway.images.parts import Content, ImagePart
 from gateway.request.rules import LAST_PRIORITY, MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
 from gateway.tools.history import join_parts
@@ -222,6 +222,25 @@ def with_sampling(body: type[SomeBody]) -> type[SomeBody]:
 def given_sampling(body: Body) -> dict[str, float]:
     """Returns the sampling parameters that a request sets."""
     return {name: value for name in SCALARS if (value := getattr(body, name, None)) is not None}
+
+
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's
+
+
+def check_metadata(given: Mapping[str, Any]) -> None:
+    """Raises ApiError unless these are a few short texts with short names."""
+    check_count("metadata", len(given), MAX_METADATA, "entries")
+    for name, value in given.items():
+        check_count("metadata", len(name), MAX_KEY_CHARS, "characters in a key")
+        if not isinstance(value, str):
+            raise bad_request(f"metadata.{name} must be a text", "metadata", "invalid_type")
+        check_count("metadata", len(value), MAX_VALUE_CHARS, "characters in a value")
+
+
+def needs_store(name: str) -> ApiError:
+    """400: the field `name` asks for what only a store of answers can give."""
+    why = f"{name} needs a store of answers: start the gateway with --state-dir DIR, or --state-url URL"
+    return bad_request(why, name, "unsupported_field")
 
 
 class OrderFields(Body):

@@ -19,6 +19,7 @@ from gateway.api.http.body import (
     TextOr,
     Texts,
     any_value,
+    check_metadata,
     given_sampling,
     only_null,
     warned,
@@ -43,11 +44,10 @@ from wire.sampling import MAX_DRAFT_TOKENS
 
 _TO_THE_END = "max_tokens is not given: an answer may take the rest of the context; 16 is what OpenAI's API would take"
 _IGNORED: Ignored = {
-    **any_value("metadata", "safety_identifier"),
+    **any_value("safety_identifier"),
     "best_of": (1,),
     "suffix": ("",),
     "service_tier": ("auto", "default"),
-    "store": (False,),
 }
 # fields that GenerateRequest has under the same name
 _SAME = ("model", "n", "min_tokens", "stop_token_ids", "ignore_eos", "speculation", "max_draft_tokens", "cache_salt")
@@ -120,6 +120,8 @@ class _GenerationBody(_SampledBody, OrderFields):
         """Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
         stop = self.stop if self.stop is not None else []
         form = self.response_format.form() if self.response_format else None
         if self.structured_outputs is not None:
@@ -163,6 +165,15 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
     max_reasoning_tokens: int | None = MAX_REASONING_FIELD
+    store: bool | None = Field(None, description="Keep the answer; false if not given.")
+    metadata: dict[str, Any] | None = Field(None, description="Of an answer that is kept: up to 16 texts.")
+
+    def check_stored(self) -> None:
+        """Raises ApiError if it cannot be kept as it is."""
+        check_metadata(self.metadata or {})
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            why = "continuous_usage_stats depend on when tokens arrive, which cannot be repeated; drop it, or store"
+            raise bad_request(why, "stream_options.continuous_usage_stats", "unsupported_field")
 
     def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
@@ -196,7 +207,12 @@ def _kind_of_prompt(value: object) -> str:
 class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
-    ignored = {**_IGNORED, **warned("prompt_cache_key", "prompt_cache_retention")}
+    ignored = {
+        **_IGNORED,
+        **any_value("metadata"),
+        "store": (False,),
+        **warned("prompt_cache_key", "prompt_cache_retention"),
+    }
     takes_ids = True
 
     prompt: Annotated[

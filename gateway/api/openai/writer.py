@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals, timing_fields
-from gateway.api.http.answer import COMMENT_PING, data_event, encode
+from gateway.api.http.answer import COMMENT_PING, Stored, data_event, encode
 from gateway.api.http.errors import build_error
 from gateway.api.openai import answers
 from gateway.api.openai.types import StreamedUsage
@@ -33,6 +34,17 @@ class _Choice:
     last: OutputDelta = field(default_factory=lambda: OutputDelta(""))
 
 
+class _EndedChoice(msgspec.Struct):
+    timing: answers.TimingBody | UnsetType = UNSET
+
+
+class _Ended(msgspec.Struct):
+    """What a whole answer has that does not follow from its tokens."""
+
+    usage: answers.Usage
+    choices: list[_EndedChoice]
+
+
 class AnswerWriter:
     """Writes the answer of /v1/chat/completions or /v1/completions to one request.
 
@@ -40,15 +52,23 @@ class AnswerWriter:
     chunk of a chat, and of each choice of a completion.
     """
 
-    done = b"data: [DONE]\n\n"
+    end = b"data: [DONE]\n\n"
     ping = COMMENT_PING
 
     def __init__(
-        self, totals: Totals, raw: GenerateRequest, streamed_usage: StreamedUsage, token_bytes: answers.TokenBytes
+        self,
+        totals: Totals,
+        raw: GenerateRequest,
+        streamed_usage: StreamedUsage,
+        token_bytes: answers.TokenBytes,
+        stored: Stored | None = None,
     ) -> None:
+        """`stored`: None if nothing is."""
         self._is_chat = raw.is_chat
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created_s = int(time.time())
+        self.id = stored.id if stored else new_completion_id(is_chat=self._is_chat)
+        self._created_s = stored.created_s if stored else int(time.time())
+        self._find_result = stored.find_result if stored else lambda: None
+        self._ended: _Ended | None = None
         self._totals, self._job = totals, totals.job
         self._raw = raw
         self._streamed_usage = streamed_usage
@@ -56,7 +76,8 @@ class AnswerWriter:
         self._choices = [_Choice(self._logprobs(())) for _ in self._job.generations]
         num_prompts_sent = 1 if self._is_chat else len(self._choices)
         prompts = [self._job.prompts[self._job.prompt_of(index)].ids for index in range(num_prompts_sent)]
-        self._prompt_ids = dict(enumerate(prompts)) if raw.with_token_ids else {}  # not sent yet
+        self._prompt_ids = dict(enumerate(prompts)) if raw.with_token_ids else {}
+        self._unsent = set(self._prompt_ids)  # in chunks
 
     def begin(self) -> list[bytes]:
         delta: dict[str, object] = {"role": "assistant", "content": ""}
@@ -80,11 +101,17 @@ class AnswerWriter:
             events.append(self._chunk(answers.ChunkChoice(index, {"tool_calls": [call]})))
         if piece.finish_reason is not None:
             chunk = answers.ChunkChoice(index, {}) if self._is_chat else answers.TextChoice(index, "")
-            chunk.finish_reason, chunk.stop_reason, chunk.timing = piece.ending, piece.stop, self._timing(piece)
+            chunk.finish_reason, chunk.stop_reason, chunk.timing = piece.ending, piece.stop, self._timing(index, piece)
             events.append(self._chunk(chunk))
-        if self._streamed_usage != "none" and not self._totals.num_open:
-            events.append(self._chunk(None))
         return events
+
+    @property
+    def done(self) -> bytes:
+        return self.usage() + self.end
+
+    def usage(self) -> bytes:
+        """A stream's last chunk, which has the token counts; empty if it is to have none."""
+        return b"" if self._streamed_usage == "none" else self._chunk(None)
 
     def add(self, index: int, piece: OutputDelta) -> None:
         choice = self._choices[index]
@@ -104,8 +131,12 @@ class AnswerWriter:
     async def whole(self) -> bytes:
         choices = []
         for index in range(len(self._choices)):
-            choices.append(Raw(encode(self._whole_choice(index))))
+            choices.append(self.whole_choice(index))
             await asyncio.sleep(0)  # lets other requests run: with log-probabilities a choice has many megabytes
+        return self.join(choices)
+
+    def join(self, choices: Sequence[Raw]) -> bytes:
+        """The whole answer, which has these choices."""
         whole = self._envelope("chat.completion" if self._is_chat else "text_completion", choices)
         whole.usage = answers.usage_of(self._totals)
         if self._is_chat:
@@ -118,43 +149,61 @@ class AnswerWriter:
 
     def _text_chunk(self, index: int, piece: OutputDelta) -> answers.ChunkChoice | answers.TextChoice:
         if not self._is_chat:
-            ids = self._prompt_ids.pop(index, UNSET)
-            return answers.TextChoice(index, piece.text, prompt_token_ids=ids)
+            return answers.TextChoice(index, piece.text, prompt_token_ids=self._take_prompt_ids(index))
         delta: dict[str, object] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         if piece.text or not piece.reasoning:
             delta["content"] = piece.text
         return answers.ChunkChoice(index, delta)
 
-    def _whole_choice(self, index: int) -> answers.ChatChoice | answers.TextChoice:
+    def whole_choice(self, index: int) -> Raw:
+        """A choice that has ended."""
         given = self._choices[index]
         text, last = "".join(given.texts), given.last
-        shared = (last.ending, given.logprobs, self._timing(last), last.stop, self._ids(given.token_ids))
+        shared = (last.ending, given.logprobs, self._timing(index, last), last.stop, self._ids(given.token_ids))
         if not self._is_chat:
             prompt_ids = self._prompt_ids.get(index, UNSET)
-            return answers.TextChoice(index, text, *shared, prompt_ids, given.prompt_logprobs or UNSET)
+            return Raw(encode(answers.TextChoice(index, text, *shared, prompt_ids, given.prompt_logprobs or UNSET)))
         message = answers.AssistantMessage(text if text or not given.calls else None)
         message.tool_calls = given.calls or UNSET
         message.reasoning_content = "".join(given.reasoning) or UNSET
-        return answers.ChatChoice(index, message, *shared)
+        return Raw(encode(answers.ChatChoice(index, message, *shared)))
 
     def _chunk(self, choice: answers.ChunkChoice | answers.TextChoice | None) -> bytes:
         """None: the last chunk, which has the token counts."""
         kind: answers.ObjectKind = "chat.completion.chunk" if self._is_chat else "text_completion"
         chunk = self._envelope(kind, [] if choice is None else [choice])
         if self._is_chat:
-            chunk.prompt_token_ids = self._prompt_ids.pop(0, UNSET)
+            chunk.prompt_token_ids = self._take_prompt_ids(0)
         if self._streamed_usage != "none":
             is_counted = choice is None or self._streamed_usage == "continuous"
-            chunk.usage = answers.usage_of(self._totals) if is_counted else None
+            chunk.usage = self._usage() if is_counted else None
         return data_event(encode(chunk))
 
     def _envelope(self, kind: answers.ObjectKind, choices: Sequence[answers.Choice | Raw]) -> answers.Envelope:
         return answers.Envelope(self.id, kind, self._created_s, self._job.model, choices)
 
+    def _take_prompt_ids(self, index: int) -> Sequence[int] | UnsetType:
+        """For a chunk, once."""
+        if index not in self._unsent:
+            return UNSET
+        self._unsent.remove(index)
+        return self._prompt_ids[index]
+
     def _ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
         return ids if self._raw.with_token_ids else UNSET
 
-    def _timing(self, piece: OutputDelta) -> answers.TimingBody | UnsetType:
+    def _usage(self) -> answers.Usage:
+        return ended.usage if (ended := self._find_ended()) else answers.usage_of(self._totals)
+
+    def _find_ended(self) -> _Ended | None:
+        """The whole answer, if that is known already."""
+        if self._ended is None and (result := self._find_result()) is not None:
+            self._ended = msgspec.json.decode(result, type=_Ended)
+        return self._ended
+
+    def _timing(self, index: int, piece: OutputDelta) -> answers.TimingBody | UnsetType:
+        if ended := self._find_ended():
+            return ended.choices[index].timing
         if piece.timing is None or not self._raw.with_timing:
             return UNSET
         timing = answers.TimingBody(**timing_fields(piece.timing, answers.TimingBody.__struct_fields__))
@@ -168,3 +217,7 @@ class AnswerWriter:
         logprobs = answers.ChatLogprobs() if self._is_chat else answers.TextLogprobs()
         logprobs.extend(tokens, self._token_bytes)
         return logprobs
+
+
+def new_completion_id(*, is_chat: bool) -> str:
+    return f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"

@@ -20,6 +20,7 @@ from gateway.api.http.body import (
     any_value,
     given_sampling,
     joined,
+    needs_store,
     only_null,
     warned,
     with_sampling,
@@ -127,8 +128,7 @@ class CountInputRequest(Body):
         """Raises ApiError if it has a field that only a store of answers can satisfy."""
         for name in ("store", "background", "previous_response_id"):
             if getattr(self, name, None):
-                why = f"{name} needs a store of answers: start the gateway with --state-dir DIR, or --state-url URL"
-                raise bad_request(why, name, "unsupported_field")
+                raise needs_store(name)
 
     def called(self) -> CalledByName:
         """What the client calls the tools that the model sees."""

@@ -2,8 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +13,7 @@ from msgspec import UNSET, Raw
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Item, ItemEvent, ItemReader
-from gateway.api.http.answer import COMMENT_PING, encode, named_event
+from gateway.api.http.answer import COMMENT_PING, Stored, encode, named_event
 from gateway.api.http.errors import build_error
 from gateway.api.openai.answers import ChatLogprobs, TokenBytes
 from gateway.api.responses import answers
@@ -52,16 +51,6 @@ def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]
         "tools": tools,
         "top_p": sampling.top_p,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What a store knows of an answer before it is computed, perhaps once more."""
-
-    id: str
-    created_s: int  # Unix time
-    is_background: bool
-    find_result: Callable[[], bytes | None] = lambda: None  # the whole answer, JSON, if it has ended before
 
 
 class ResponseWriter:
@@ -116,13 +105,16 @@ class ResponseWriter:
         return encode(self._finished(self._last))
 
     def failure(self, error: ApiError) -> bytes:
+        return b"".join(self.failed(error))
+
+    def failed(self, error: ApiError) -> list[bytes]:
         """The events for an error in mid-stream."""
         body = build_error(error).error
         response = self.ended = self._response("failed")
         response.error = answers.Failure(error.code or body.type, error.message)
         failed = self._event("response.failed", response=response)
         # OpenAI's clients raise an exception only for `error`
-        return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
+        return [failed, self._event("error", message=body.message, code=body.code, param=body.param, error=body)]
 
     def cancelled(self) -> list[bytes]:
         """The events that end a stream because its client asked for that."""
@@ -213,8 +205,7 @@ class ResponseWriter:
 
     def _event(self, kind: str, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        event = named_event(kind, sequence_number=number, **fields)
-        return event if self._stored is None else b"id: %d\n" % number + event
+        return named_event(kind, sequence_number=number, **fields)
 
     def _response(self, status: answers.Status) -> answers.ResponseBody:
         for item, sent in zip(self._reader.items, self._items, strict=True):

@@ -32,9 +32,14 @@ CHAT: Any = {"model": SERVED, "messages": HELLO}
 
 @contextmanager
 def serve(
-    model: Path, folder: Path, keys: tuple[str, ...] = OWN_KEYS, answer: str = ANSWER, **options: Any
+    model: Path,
+    folder: Path,
+    keys: tuple[str, ...] = OWN_KEYS,
+    answer: str = ANSWER,
+    state: Path | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
-    """The API with batches in `folder`, as main.py puts it together."""
+    """The API with batches in `folder`, as main.py puts it together. `state`: as in run_api."""
 
     def extend(app: Any, served: Any) -> None:
         store = BatchStore(folder, MAX_BYTES)
@@ -53,7 +58,7 @@ def serve(
 
         app.router.lifespan_context = lifespan
 
-    with run_api(model, replace(FULL, api_keys=OWN_KEYS, **options), extend=extend) as served:
+    with run_api(model, replace(FULL, api_keys=OWN_KEYS, **options), extend=extend, state=state) as served:
         yield served
 
 
@@ -165,6 +170,18 @@ def test_wrong_lines_are_in_the_error_file_and_the_others_are_answered(client: o
     assert statuses == {"unknown model": 404, "streamed": 400, "no object": 400}
     assert refused["unknown model"]["body"]["error"]["code"] == "model_not_found"
     assert refused["streamed"]["body"]["error"]["param"] == "stream"
+
+
+def test_lines_store_no_answers(full: Served, tmp_path: Path) -> None:
+    """Their file has them; a line that asks for it is refused by name."""
+    with serve(tmp_path / "model", tmp_path / "batches", state=tmp_path / "state") as served:
+        client = client_of(served)
+        for url, body in ((CHATS, CHAT), ("/v1/responses", {"model": SERVED, "input": "hello"})):
+            batch = wait(client, begin(client, line("a", body | {"store": True}, url), line("b", body, url), url=url))
+            refused = read(client, batch.error_file_id)["a"]["response"]
+            assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "store")
+            answer_id = read(client, batch.output_file_id)["b"]["response"]["body"]["id"]
+            assert served.http.get(f"{url}/{answer_id}", headers=dict(served.metadata)).status_code == 404
 
 
 def test_a_key_sees_only_what_it_made(client: openai.OpenAI, served: Served) -> None:

@@ -164,7 +164,7 @@ def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/live", 405),
+        ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/live", 405),
         ("POST", "//v1/completions", 404), ("POST", "/v1/completions/", 404), ("GET", "/docs", 404),
     ],
 )  # fmt: skip

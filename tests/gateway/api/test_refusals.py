@@ -245,7 +245,7 @@ UNSUPPORTED_FIELDS: dict[str, dict[str, list[Any]]] = {
         "modalities": [["text", "audio"], []], "audio": [{"voice": "alloy", "format": "wav"}, False],
         "prediction": [{"type": "content", "content": "x"}], "web_search_options": [{}], "moderation": [{}, "auto"],
         "verbosity": ["low", "high"], "service_tier": ["flex", ""], "functions": [[{"name": "f"}], {}],
-        "function_call": [{"name": "f"}, "f"], "store": [True, 0], "best_of": [2, True],
+        "function_call": [{"name": "f"}, "f"], "store": [True], "best_of": [2, True],
         "suffix": ["x"], "echo": [True, 0]},
     "responses": {
         "previous_response_id": ["resp_1"], "conversation": ["conv_1"], "store": [True], "background": [True],

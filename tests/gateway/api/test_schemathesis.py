@@ -17,8 +17,12 @@ ASKED = "chat/completions completions responses responses/input_tokens messages 
 POSTS = [*(f"/v1/{path}" for path in ASKED.split()), "/tokenize", "/detokenize"]
 ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # an endpoint's main fields
 GETS = ("/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/version", "/metrics")
-STORED = "/v1/responses/{response_id}"
-OF_STORED = [("GET", STORED), ("GET", f"{STORED}/input_items"), ("POST", f"{STORED}/cancel"), ("DELETE", STORED)]
+STORED, CHATS = "/v1/responses/{response_id}", "/v1/chat/completions"
+CHAT = CHATS + "/{completion_id}"
+OF_STORED = [
+    ("GET", STORED), ("GET", f"{STORED}/input_items"), ("POST", f"{STORED}/cancel"), ("DELETE", STORED),
+    ("GET", CHATS), ("GET", CHAT), ("POST", CHAT), ("DELETE", CHAT), ("GET", f"{CHAT}/messages"),
+]  # fmt: skip
 CHECKS: Any = [
     checks.not_a_server_error,
     checks.status_code_conformance,
@@ -89,15 +93,19 @@ def test_what_can_be_read_is_as_documented(api: Any, path: str) -> None:
 def test_stored_answers_are_as_documented(document: Any, tmp_path: Path, method: str, path: str) -> None:
     with run_api(tmp_path / "model", PLAIN, state=tmp_path / "state") as served:
         served.engine.reset(served.script(ANSWER))
-        asked, statuses = {"model": SERVED, "input": "hello"}, []
+        response = {"model": SERVED, "input": "hello"}
+        chat = {"model": SERVED, "messages": [{"role": "user", "content": "hello"}], "store": True}
+        statuses: list[int] = []
         schema = schemathesis.openapi.from_dict(document)
         schema.config.update(base_url=served.url)
 
         @SETTINGS
         @given(case=schema[path][method].as_strategy(generation_mode=GenerationMode.POSITIVE), is_known=booleans())
         def check(case: Any, is_known: bool) -> None:
-            if is_known:
-                case.path_parameters["response_id"] = served.http.post("/v1/responses", json=asked).json()["id"]
+            if is_known and "{" in path:
+                url, asked = (CHATS, chat) if path.startswith(CHATS) else ("/v1/responses", response)
+                name = path.partition("{")[2].partition("}")[0]
+                case.path_parameters[name] = served.http.post(url, json=asked).json()["id"]
             statuses.append(case.call_and_validate(checks=CHECKS, timeout=20).status_code)
 
         check()
@@ -110,7 +118,8 @@ def test_every_operation_is_tried_and_every_answer_described(document: Any) -> N
         for operation in methods.values():
             content = operation["responses"]["200"]["content"]
             assert ("application/json" in content) == (path != "/metrics"), path
-            assert ("requestBody" in operation) == (path in POSTS)
+            is_asked = operation is methods.get("post") and path in (*POSTS, CHAT)
+            assert ("requestBody" in operation) == is_asked
     schemas, text = document["components"]["schemas"], json.dumps(document)
     assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}
     assert "HTTPValidationError" not in text and "~" not in json.dumps(schemas)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,37 @@ def test_conversation(database: Database) -> None:
     database.delete("a")
     assert [one.id for one in database.find_history("c", "owner", 9)] == ["b", "c"]
     assert database.find("a") is None
+
+
+def test_listed(database: Database) -> None:
+    """Completed ones of an owner and an API, in either order, page by page, by model and metadata, within bytes."""
+    for at, name in enumerate("abcdef"):
+        one = answer(name, created_s=1_000 + at // 2)
+        one.kind, one.status, one.result, one.labels = (
+            "chat",
+            "completed",
+            bytes(10),
+            f'{{"at": "{at}", "odd": "{at % 2}"}}',
+        )
+        one.owner, one.model = "another" if name == "f" else "owner", "n" if name == "b" else "m"
+        database.write([Change(one, True)], "g1", LEASE_S)
+    database.write([Change(answer("g"), True)], "g1", LEASE_S)
+
+    def names(after: str = "", most: int = 9, max_bytes: int = 1_000, **wanted: Any) -> tuple[str, bool] | None:
+        found = database.list_own("owner", "chat", after, most, max_bytes=max_bytes, **wanted)
+        return None if found is None else ("".join(one.id for one in found[0]), found[1])
+
+    assert names() == ("abcde", False)
+    assert names(is_newest_first=True) == ("edcba", False)
+    assert (names(most=2), names("b", 2), names("d", 2)) == (("ab", True), ("cd", True), ("e", False))
+    assert names("d", 2, is_newest_first=True) == ("cb", True)
+    assert names(model="m") == ("acde", False)
+    assert names(labels={"odd": "1"}) == ("bd", False)
+    assert names(labels={"odd": "1"}, most=1) == ("b", True)
+    assert (names(max_bytes=25), names(max_bytes=5)) == (("ab", True), ("a", True))
+    assert names("f") is None and names("g") is None
+    database.set_labels("a", '{"odd": "1"}')
+    assert names(labels={"odd": "1"}) == ("abd", False)
 
 
 def test_cleaned(database: Database) -> None:
