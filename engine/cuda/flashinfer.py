@@ -64,7 +64,7 @@ FA3_TOKENS = 128
 
 Window = int | None
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
-WrapperT = TypeVar("WrapperT", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
+WrapperT = TypeVar("WrapperT")
 
 
 class GraphSize(NamedTuple):
@@ -110,7 +110,7 @@ class Workspace:
         return wrapper
 
     @contextmanager
-    def stage(self, wrapper: Wrapper, keeps_starts: bool) -> Iterator[None]:
+    def stage(self, wrapper: Any, keeps_starts: bool) -> Iterator[None]:
         """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that.
 
         keeps_starts: the plan would write once more, from unpinned memory, where each sequence's queries begin.
@@ -150,7 +150,7 @@ def _pin_ranges() -> None:
             ranges[key] = torch.arange(len(values), dtype=values.dtype, pin_memory=True)
 
 
-def _replace(wrapper: Wrapper, name: str, buffer: Tensor) -> None:
+def _replace(wrapper: object, name: str, buffer: Tensor) -> None:
     """A buffer for which FlashInfer has no call. Under another name it would change nothing, and plans would race."""
     if not hasattr(wrapper, name):
         raise AttributeError(f"this FlashInfer has no {name}: install flashinfer-python 0.7.2")

@@ -65,7 +65,7 @@ class FlashInferLatents:
         )
 
     @cached_property
-    def _wrapper(self) -> BatchMLAPagedAttentionWrapper:
+    def _wrapper(self) -> Any:
         graph, buffers = self._graph, dict[str, Tensor]()
         if graph is not None:
             size = graph.num_sequences

@@ -163,7 +163,7 @@ def _choose_for_latents(
     is_hopper = capability == FA3_CAPABILITY
     if kv_dtype != dtype and not (is_hopper and (dtype, shape.value_dim) == ("bfloat16", LATENT_DIMS[-1])):
         return (), f"FlashInfer has no latents in {kv_dtype} on this GPU for this model: unset --kv-dtype"
-    gaps = []
+    gaps: list[str] = []
     kinds: tuple[Kernels, ...] = ("fa3", "fa2") if is_hopper else ("fa2",)
     for kind in kinds:
         gap = find_gap(name_modules(shape, [None], dtype, kv_dtype, kind), built, capability, no_compiler)

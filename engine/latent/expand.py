@@ -142,7 +142,8 @@ class RaggedExpansion:
             size = most_bytes // self._dtype.itemsize
             self._scratch = torch.empty(size, dtype=self._dtype, device=batch.slot_mapping.device)
         taken = num_tokens * num_heads
-        keys, values, _ = self._scratch.split([taken * key_dim, taken * value_dim, len(self._scratch) - taken * dims])
+        sizes = [taken * key_dim, taken * value_dim, len(self._scratch) - taken * dims]
+        keys, values, _ = torch.split(self._scratch, sizes)
         self._keys, self._values = keys.view(num_tokens, num_heads, -1), values.view(num_tokens, num_heads, -1)
         self._attention.plan_heads(num_heads, batch.query_lens_host.astype(np.int64), lens)
 

@@ -12,7 +12,7 @@ import torch
 from flashinfer.jit.attention import modules as flashinfer_modules
 
 from bench.gpu_checks import prebuild
-from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete
+from bench.gpu_checks.prebuild import KvDType, build_environment, build_specs, choose_architectures, complete
 from engine.catalogue import build_config
 from engine.cuda.modules import Kernels, name_modules
 from engine.cuda.toolkit import LINK_FLAGS, link_toolkit
@@ -58,7 +58,8 @@ def test_modules_of_latents_are_built_by_the_names_that_are_looked_for() -> None
         ),
     )
     shape = build_config(DEEPSEEK_V3).attention_shapes[0]
-    for kv_dtype, other in (("auto", "bfloat16"), ("fp8", "float8_e4m3fn")):
+    cases: tuple[tuple[KvDType, str], ...] = (("auto", "bfloat16"), ("fp8", "float8_e4m3fn"))
+    for kv_dtype, other in cases:
         found = build_specs(by_name, "", ("bfloat16",), (), (kv_dtype,), has_fa3=True, has_latents=True)
         kinds: tuple[Kernels, ...] = ("fa2", "fa3")
         assert {*found} == {name for kind in kinds for name in name_modules(shape, [None], "bfloat16", other, kind)}

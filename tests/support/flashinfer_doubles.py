@@ -177,7 +177,8 @@ class Ragged(Wrapper):
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         given, planned = bind(self.real.run, *args, **kwargs), self.planned
-        query, keys, values, out = (given[name] for name in ("q", "k", "v", "out"))
+        query, keys, values = (given[name] for name in ("q", "k", "v"))
+        out: Tensor = given["out"]
         num_heads, starts, ends = planned["num_qo_heads"], planned["qo_indptr"].tolist(), planned["kv_indptr"].tolist()
         assert query.shape == (starts[-1], num_heads, planned["head_dim_qk"])
         assert keys.shape == (ends[-1], num_heads, planned["head_dim_qk"])
@@ -191,7 +192,8 @@ class Ragged(Wrapper):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         planned, found = self.planned, []
         sizes = [planned[name].diff().tolist() for name in ("qo_indptr", "kv_indptr")]
-        for own, k, v in zip(query.split(sizes[0]), keys.split(sizes[1]), values.split(sizes[1]), strict=True):
+        parts = torch.split(query, sizes[0]), torch.split(keys, sizes[1]), torch.split(values, sizes[1])
+        for own, k, v in zip(*parts, strict=True):
             q, k, v = own.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             mask = visible_keys(q.shape[1], k.shape[1], None, query.device)
             found.append(attend_by_hand(q, k, v, mask, planned["sm_scale"], 0.0, None).transpose(0, 1))
