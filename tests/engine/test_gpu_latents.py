@@ -60,8 +60,8 @@ class GpuMix:
         sizes_of_pool = KvPart(2, 1, rank + rotated, has_values=False).pool_sizes(sum(counts), 16)
         self.pool = functional.pad(draw(*sizes_of_pool), (0, pad_head(rank + rotated) - rank - rotated)).to(dtype)
         up = Up(draw(num_heads, plain, rank) / 16, draw(num_heads, value, rank) / 16)
-        heads = draw(num_tokens, num_heads, plain + rotated), draw(num_tokens, 1, rank + rotated)
-        self.heads = QKV(*(one.to(HALF) for one in heads), weights=Up(*(half.to(HALF) for half in up)))
+        query, kept = draw(num_tokens, num_heads, plain + rotated), draw(num_tokens, 1, rank + rotated)
+        self.heads = QKV(query.to(HALF), kept.to(HALF), weights=Up(*(half.to(HALF) for half in up)))
 
     def check(self, backend: LatentAttention) -> None:
         """Against torch in float32, absorbed."""
@@ -126,8 +126,8 @@ def test_captured_steps_share_the_memory_of_plans_and_use_the_scratch_that_was_p
 def test_latents_in_fp8_pages() -> None:
     mix = GpuMix(V3, 16, [(1, 20), (1, 3)], torch.bfloat16)
     pool = mix.pool.to(torch.float8_e4m3fn)
-    heads = QKV(*(one.to(torch.bfloat16) for one in mix.heads[:2]))
-    query_key = functional.pad(heads.query_key, (0, 576 - 192)), heads.value * 1000  # beyond its largest number
+    query, kept = mix.heads.query_key.to(torch.bfloat16), mix.heads.value.to(torch.bfloat16)
+    query_key = functional.pad(query, (0, 576 - 192)), kept * 1000  # beyond its largest number
     backend = FlashInferLatents(mix.shape, torch.bfloat16, CPU, H100, "fa3")
     backend.plan(pool, mix.batch)
     backend.attend(1, QKV(torch.cat(query_key, 1), query_key[1]), None)

@@ -220,7 +220,7 @@ def test_the_peak_does_not_grow_with_the_prefix(kind: str, monkeypatch: pytest.M
             draw(new, HEADS, PLAIN + ROTATED), draw(new, 1, 32),
             weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
         )  # fmt: skip
-        with LargestTensor() as made:
+        with LargestTensor() as made:  # type: ignore[no-untyped-call]
             expansion.attend(0, heads)
         peaks.append(made.num_bytes)
         assert expansion._scratch.nbytes <= 4 << 20  # type: ignore[attr-defined]
