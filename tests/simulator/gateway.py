@@ -48,8 +48,8 @@ class SimGateway(Process):
         super().__init__(world, name)
 
     def boot(self) -> None:
-        world, epoch = self.world, self.epoch
-        self.loop = VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
+        world = self.world
+        self.loop = self.build_loop()
         self.fleet = Fleet(
             list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time
         )
@@ -60,6 +60,10 @@ class SimGateway(Process):
         self._num_names = 0
         self._awake_since = world.now
         self.loop.run(self.start)
+
+    def build_loop(self) -> VirtualLoop:
+        world, epoch = self.world, self.epoch
+        return VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
 
     def build_routers(self) -> None:
         self.placer = Placer(*self._routing)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.simulate.virtual_time import VirtualLoop
 from tests.simulator.models import run_models
 from tests.simulator.mutations import MODEL_MUTATIONS, MUTATIONS
 from tests.simulator.schedule import Outcome, run_schedule
@@ -35,6 +36,22 @@ def test_no_schedule_breaks_an_invariant(run: Callable[[int], Outcome], count: i
 def test_a_seed_gives_the_same_schedule_again() -> None:
     for run in (run_schedule, run_models):
         assert repr(run(17)) == repr(run(17))  # exceptions compare by identity
+
+
+def test_no_task_outlives_its_loop() -> None:
+    """Not even one that is about to go on."""
+    actions: list[Callable[[], None]] = []
+    loop = VirtualLoop(lambda: 0.0, lambda _seconds, action: actions.append(action))
+    woken = loop.create_future()
+
+    async def wait() -> None:
+        await woken
+
+    task = loop.create_task(wait())
+    actions.pop()()
+    woken.set_result(None)
+    loop.kill()
+    assert task.cancelled()
 
 
 @pytest.mark.parametrize("name", sorted({**MUTATIONS, **MODEL_MUTATIONS}))
