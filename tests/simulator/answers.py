@@ -104,7 +104,7 @@ class AnswersSchedule(Troubles):
         super().__init__(world)
         self._rng = rng = random.Random(f"answers {world.seed}")
         self.is_calm = rng.random() < 0.15
-        self.is_stale = not self.is_calm and rng.random() < 0.3  # a gateway stops while it works, for longer than its lease
+        self.is_stale = not self.is_calm and rng.random() < 0.3  # a gateway stops for longer than its lease
         if not self.is_calm:
             world.faults = Faults(rng.choice([0.0, 0.0, 0.03]), 0.0, rng.choice([0.0, 0.0, 0.1]))
         self.store = SimStore(world)

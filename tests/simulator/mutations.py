@@ -533,9 +533,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a deadline ends an answer that has begun": patched((Request, "due", property(_due_whatever_began))),
     "an answer begins after its deadline": patched((Request, "due", property(lambda self: self.deadline))),
     "answers are taken that break the goal": patched((Scheduler, "_check_room", _check_room_without_goal)),
-    "a refused request goes before all others": patched(
-        (Request, "is_retry", property(lambda self: self.attempt > 1))
-    ),
+    "a refused request goes before all others": patched((Request, "is_retry", property(lambda self: self.attempt > 1))),
     "requests that are gone count for their owners": patched((Order, "leave_place", _nothing)),
     "runs at a silent prefill worker go on": patched((PrefillClient, "_judge", _nothing)),
     "sessions at a silent decode worker go on": patched((DecodeClient, "_judge", _nothing)),

@@ -125,7 +125,9 @@ def test_an_answer_goes_on_with_the_adapter_that_began_it() -> None:
         client = fleet.ask(named("one"))
         worker.sessions[0].emit(1)
         fleet.run()
-        begun = replace(named("one"), emitted=tuple(client.tokens), computes=client.parts[0].computes, request_id="again")
+        begun = replace(
+            named("one"), emitted=tuple(client.tokens), computes=client.parts[0].computes, request_id="again"
+        )
         worker.sessions[0].emit(3, "length")
         fleet.run()
         again = fleet.ask(begun)
