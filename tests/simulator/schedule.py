@@ -48,8 +48,13 @@ class _Asked:
 class Planned(Protocol):
     """A schedule before it runs."""
 
-    clients: Sequence[tuple[Any, float]]  # with its start time
-    gateways: Sequence[Any]
+    @property
+    def clients(self) -> Sequence[tuple[Any, float]]:
+        """Each with its start time."""
+
+    @property
+    def gateways(self) -> Sequence[Any]:
+        """All of them."""
 
     def check_end(self) -> None:
         """Raise if an invariant is violated when nothing happens any more."""
