@@ -99,7 +99,6 @@ class Place:
                 shown += (b"id: %b\n" % numbers.encode(), event)
         return b"".join(shown)
 
-
     def take_end(self, events: Sequence[Event]) -> bytes:
         """The last events, just taken, again for a client that has had more than there is.
 

@@ -200,7 +200,9 @@ class AnswerClient:
     async def _read_on(self, is_from_begin: bool) -> bool:
         """At any gateway. False: none of them knows the answer, and none can go on with it."""
         known = [] if is_from_begin else list(self.events)
-        exchange = self._open(lambda keeper, _: keeper.events(self.id, ANYBODY, len(known)))
+        exchange = self._open(
+            lambda keeper, _: keeper.events("responses", self.id, ANYBODY, str(len(known) - 1) if known else "")
+        )
         try:
             await self._read(exchange, known)
         except RefusedError as error:
@@ -216,7 +218,7 @@ class AnswerClient:
         return Response(await keeper.cancel(self.id, ANYBODY))
 
     async def _delete(self, keeper: AnswerKeeper) -> Response:
-        await keeper.delete(self.id, ANYBODY)
+        await keeper.delete("responses", self.id, ANYBODY)
         return Response(b"{}")
 
     async def _read_whole(self, exchange: Exchange) -> Event:
@@ -281,8 +283,8 @@ def read_event(block: bytes) -> Event:
     """Empty: a ping."""
     lines = dict(line.split(": ", 1) for line in block.decode().split("\n") if line and not line.startswith(":"))
     event: Event = json.loads(lines["data"]) if lines else {}
-    if event and lines.get("id", "") != str(event.get("sequence_number", "")):
-        raise ViolationError(f"an event has the id {lines.get('id')}: {event}")
+    if "id" in lines and lines["id"] != str(event["sequence_number"]):
+        raise ViolationError(f"an event has the id {lines['id']}: {event}")
     return event
 
 

@@ -16,8 +16,9 @@ import msgspec
 from bench.simulate.virtual_time import VirtualLoop
 from gateway.access.keys import ANYBODY
 from gateway.answer.choices import Totals, stream_choices
+from gateway.api.http.answer import Stored
 from gateway.api.responses.types import ResponsesRequest
-from gateway.api.responses.writer import ResponseWriter, Stored
+from gateway.api.responses.writer import ResponseWriter
 from gateway.request.prepare import ServedModel
 from gateway.router.attempt_record import AttemptRecord
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
