@@ -165,6 +165,10 @@ class ChoiceMeter:
                 self._metrics.goal_tokens.labels("held" if is_held else "broken").inc(num_tokens)
         self._last_token_s = now
 
+    def skip_tokens(self) -> None:
+        """Tokens that another gateway has counted: the next one's time counts from now."""
+        self._last_token_s = self._clock()
+
     @property
     def decode_s(self) -> float:
         """Seconds from the first tokens to the latest."""

@@ -5,6 +5,7 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,9 +19,11 @@ class VirtualLoop:
         self.time = clock
         self._me: Any = self  # what of an event loop simulations need
         self._after = after
+        self._soon: dict[asyncio.Handle, None] = {}  # in order
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self._me, context)
+        self._soon[handle] = None
         self._after(0.0, lambda: self._run(handle))
         return handle
 
@@ -47,6 +50,7 @@ class VirtualLoop:
             events._set_running_loop(before)
 
     def _run(self, handle: asyncio.Handle) -> None:
+        self._soon.pop(handle, None)
         if not handle.cancelled():
             self.run(handle._run)
 
@@ -61,7 +65,8 @@ class VirtualLoop:
 
     def kill(self) -> None:
         """End all tasks at once, as if the process had died: only their own objects see it."""
-        ready = deque[Callable[[], None]]()
+        # What was about to run may be all that a task waits for, which then would never end.
+        ready = deque[Callable[[], None]](partial(self._run, handle) for handle in self._soon)
         self._after = lambda _seconds, action: ready.append(action)
         for task in asyncio.all_tasks(self._me):
             task.cancel()

@@ -122,7 +122,8 @@ async def stream_choices(
         waiting.update(range(len(choices)))
         served.waiting.add(job.key.name, len(choices))
         with served.ring.admit(len(choices)) as admitted:
-            served.metrics.prompt_tokens.inc(totals.num_prompt)
+            if not any(generation.emitted for generation in job.generations):
+                served.metrics.prompt_tokens.inc(totals.num_prompt)
             totals.notes = admitted.notes
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
@@ -175,6 +176,7 @@ class _Choice:
         self._generation = generation
         self._echo = prompt.echo
         self._is_begun = False
+        self._num_known = len(generation.emitted)  # tokens that come first, and were counted when they were generated
         self._reader = OutputReader(
             tokenizer.detokenizer(job.visible_controls, prompt.before, reasoning.hidden if reasoning else ()),
             StopStrings(job.stop_strings),
@@ -201,7 +203,11 @@ class _Choice:
             piece = OutputDelta("", finish_reason=tokens.finish_reason and "length", timing=tokens.timing)
         else:
             piece = self._reader.read(tokens)
-        self._meter.add_tokens(len(piece.token_ids))
+        num_known = min(self._num_known, len(piece.token_ids))
+        self._num_known -= num_known
+        if num_known:
+            self._meter.skip_tokens()
+        self._meter.add_tokens(len(piece.token_ids) - num_known)
         if piece.finish_reason is not None:
             self._meter.finish(piece.finish_reason)
             if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no timing

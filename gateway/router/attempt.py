@@ -218,7 +218,7 @@ class Attempt:
         if delta.logprobs or delta.prompt_logprobs:
             logprobs = await _unpack_logprobs(delta.logprobs)
             self._scored.extend(await _unpack_logprobs(delta.prompt_logprobs))
-        computes = self._request.computes or self._places.placement.decode.computes
+        computes = self._request.name_computes(self._places.placement.decode)
         return Tokens(tuple(delta.token_ids), FINISH_REASONS[finish], tuple(logprobs), None, timing, computes)
 
     def _describe_trouble(self, delta: decode_pb2.SessionDelta) -> Exception:

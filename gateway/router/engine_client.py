@@ -76,7 +76,7 @@ class TokenizedRequest:
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
     emitted: tuple[int, ...] = ()  # tokens that its client has already: the answer goes on behind them
-    computes: str = ""  # what has computed those (`WorkerView.computes`)
+    computes: str = ""  # what has computed those (`Tokens.computes`)
     memo: PromptMemo = field(default_factory=PromptMemo, compare=False, repr=False)
 
 
@@ -91,7 +91,7 @@ class Tokens:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     # with the first part, as far as it is known (a stop string may end the rest unseen), and with the last, in full
     timing: Timing | None = None
-    computes: str = ""  # what has computed it (`WorkerView.computes`)
+    computes: str = ""  # what has computed it: `WorkerView.computes`, and which adapter
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
 MAX_STUCK = 3  # in all, with new tokens or without, that ended at a stuck worker: the request may be what hangs it
+ADAPTER = " adapter "  # in `Tokens.computes`, before its digest
 GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
 
 
@@ -70,13 +71,28 @@ class Request:
     queue_s: float = 0.0  # spent waiting for places in all attempts
     is_prompt_scored: bool = False  # the client has the log-probabilities of the prompt
     _prompt: bytes = field(init=False)  # packed
+    _began_with: str = field(init=False)  # digest of the adapter that has computed `wanted.emitted`
     # (weights, page_tokens) |-> keys so far, once there is more than the prompt
     _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.computes, self.emitted = self.wanted.computes, list(self.wanted.emitted)
+        self.computes, _, self._began_with = self.wanted.computes.partition(ADAPTER)
+        self.emitted = list(self.wanted.emitted)
         memo = self.wanted.memo
         self._prompt = memo.packed = memo.packed or _pack(self.wanted.prompt_ids)
+
+    def hold_adapter(self, digest: str) -> None:
+        """Its adapter from now on. Raises ApiError if its answer began with another one."""
+        if self._began_with and digest != self._began_with:
+            name = f"adapter '{self.wanted.adapter}'"
+            why = f"{name} is {digest} now, and the answer began with {self._began_with}; ask again"
+            raise ApiError(409, why, "model", "adapter_changed")
+        self.adapter = digest
+
+    def name_computes(self, worker: WorkerView) -> str:
+        """As in `Tokens.computes`, if this worker computes them."""
+        base = self.computes or worker.computes
+        return f"{base}{ADAPTER}{self.adapter}" if self.adapter else base
 
     def can_use(self, worker: WorkerView) -> bool:
         """Whether the worker has its adapter, and the weights that its answer began with."""

@@ -162,7 +162,7 @@ class Router:
         await self._changes.until(lambda: name not in adapters.pending, left_s)
         if name in adapters.pending and request.first_by is not None and self._clock() >= request.first_by:
             raise missed_deadline()
-        request.adapter = held.enter_context(adapters.hold(name))
+        request.hold_adapter(held.enter_context(adapters.hold(name)))
 
     async def _wait_for_places(self, request: Request) -> Waiter:
         """Raises ApiError where the request gets none."""

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,10 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE answers ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",
         "CREATE INDEX answers_by_owner ON answers (owner, kind, created_s, id)",
     ),
+    (
+        "ALTER TABLE answers ADD COLUMN num_deaths INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE answers ADD COLUMN taken_bytes BIGINT NOT NULL DEFAULT -1",
+    ),
 )
 
 
@@ -67,8 +71,9 @@ class Answer:
     body: bytes  # the request, JSON
     status: Status
     result: bytes  # the answer as its client sees it, JSON; before its end without output
-    computes: str = ""  # what has computed its tokens (`WorkerView.computes`)
+    computes: str = ""  # what has computed its tokens (`Tokens.computes`)
     labels: str = "{}"  # its metadata, JSON: an object of texts
+    num_deaths: int = 0  # of gateways that worked on it, one after the other, since it last got tokens
 
 
 _COLUMNS = ", ".join(Answer.__slots__)
@@ -132,23 +137,30 @@ class Database:
         return found[::-1]
 
     def find_tokens(self, answer_id: str, choice: int = -1, begin: int = 0) -> list[TokenPart]:
-        """In order: all, or those of a choice that begin at its token `begin` or later."""
+        """In order: all, or those of a choice from the one on that has its token `begin`, or is the last.
+
+        A part that was there may have grown since, where its gateway has written it once more.
+        """
         with self._transaction():
             rows = self._do(
-                "SELECT choice, first, ids, logprobs, finish FROM tokens WHERE answer = :id"
-                " AND (:choice < 0 OR choice = :choice) AND first >= :begin ORDER BY choice, first",
+                "SELECT choice, first, ids, logprobs, finish FROM tokens WHERE answer = :id AND (:choice < 0 OR"
+                " (choice = :choice AND first >= (SELECT max(first) FROM tokens WHERE answer = :id"
+                " AND choice = :choice AND first <= :begin))) ORDER BY choice, first",
                 id=answer_id, choice=choice, begin=begin,
             ).fetchall()  # fmt: skip
         return [TokenPart(*map(_plain, row)) for row in rows]
 
-    def find_new(self, answer_id: str, choice: int, begin: int) -> tuple[list[TokenPart], Status | None, bytes]:
-        """A choice's parts from token `begin` on, the answer's status (None: it is gone), and if it is over the whole
-        answer: then the parts are all there are."""
+    def find_new(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[list[TokenPart], Status | None, bytes]]:
+        """Of each answer, choice and token: the choice's parts as `find_tokens` gives them, the answer's status (None:
+        it is gone), and if it is over the whole answer: then the parts are all there are."""
         sql = f"SELECT status, CASE WHEN {_OPEN} THEN :none ELSE result END FROM answers WHERE id = :id"
-        with self._transaction():
-            row = self._do(sql, id=answer_id, none=b"").fetchone()
-        parts = self.find_tokens(answer_id, choice, begin)  # after the status: none are added once it is over
-        return (parts, row[0], _plain(row[1])) if row else (parts, None, b"")
+        found: list[tuple[list[TokenPart], Status | None, bytes]] = []
+        for answer_id, choice, begin in wanted:
+            with self._transaction():
+                row = self._do(sql, id=answer_id, none=b"").fetchone()
+            parts = self.find_tokens(answer_id, choice, begin)  # after the status: none are added once it is over
+            found.append((parts, row[0], _plain(row[1])) if row else (parts, None, b""))
+        return found
 
     def list_own(
         self,
@@ -271,20 +283,26 @@ class Database:
     def claim(self, gateway: str, lease_s: float, most: int) -> list[Answer]:
         """Take answers whose lease has ended, oldest first: another gateway cannot get them, too."""
         taken: list[Answer] = []
+        num_bytes = "(SELECT CAST(coalesce(sum(length(ids)), 0) AS BIGINT) FROM tokens WHERE answer = answers.id)"
+        is_dead = "gateway <> '' AND gateway NOT IN (SELECT id FROM gateways WHERE seen_s >= {now} - :lease_s)"
         with self._transaction(is_written=True):
             rows = self._do(
-                f"SELECT {_COLUMNS}, gateway FROM answers WHERE {_OPEN} AND lease_until < {self._now}"
-                " ORDER BY created_s LIMIT :most",
-                most=most,
-            ).fetchall()
-            for *row, before in rows:
+                f"SELECT {_COLUMNS}, gateway, {is_dead.format(now=self._now)}, taken_bytes, {num_bytes} FROM answers"
+                f" WHERE {_OPEN} AND lease_until < {self._now} ORDER BY created_s LIMIT :most",
+                most=most, lease_s=lease_s,
+            ).fetchall()  # fmt: skip
+            for *row, before, has_died, bytes_then, bytes_now in rows:
+                answer = _answer(row)
+                answer.num_deaths = (answer.num_deaths if bytes_then == bytes_now else 0) + bool(has_died)
                 changed = self._do(
-                    f"UPDATE answers SET gateway = :gateway, lease_until = {self._now} + :lease_s WHERE id = :id"
+                    f"UPDATE answers SET gateway = :gateway, lease_until = {self._now} + :lease_s,"
+                    " num_deaths = :num_deaths, taken_bytes = :num_bytes WHERE id = :id"
                     f" AND gateway = :before AND lease_until < {self._now} AND {_OPEN}",
-                    id=row[0], gateway=gateway, before=before, lease_s=lease_s,
+                    id=answer.id, gateway=gateway, before=before, lease_s=lease_s, num_deaths=answer.num_deaths,
+                    num_bytes=bytes_now,
                 )  # fmt: skip
                 if changed.rowcount:
-                    taken.append(_answer(row))
+                    taken.append(answer)
         return taken
 
     def release(self, gateway: str, ids: Sequence[str]) -> None:

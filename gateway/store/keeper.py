@@ -59,6 +59,7 @@ LOOK_S = 1.0  # between two looks at leases; --state-lease-s is longer
 CLEAN_S = 60.0
 MOST_TAKEN = 16  # answers at once, of gateways that died
 MOST_TRIES = 10  # of taking one over
+MOST_DEATHS = 3  # of gateways, while they work on one answer and it gets no further
 MOST_WRITTEN = 200  # answers in one transaction
 MOST_UNSAVED = 2000  # answers that are over and that a failing store lacks; older ones are lost
 
@@ -82,6 +83,7 @@ class AnswerKeeper:
         self.id = new_id("responses").replace("resp_", "gateway_")
         self._runs: dict[str, Run] = {}
         self._num_others = 0  # gateways with the same store
+        self._held_until = 0.0  # leases that were renewed
         self._is_draining = False
         self._writing = asyncio.Lock()
         self._due = asyncio.Event()
@@ -219,7 +221,7 @@ class AnswerKeeper:
         )  # fmt: skip
         kept = [ChoiceTokens() for _ in job.generations]
         return Run(
-            answer, prepared, writer, kept, self._due.set,
+            answer, prepared, writer, kept, self._due.set, self._is_held,
             is_new=True, is_waited_for=not is_background, is_kept=asked.is_kept,
         )  # fmt: skip
 
@@ -311,7 +313,7 @@ class AnswerKeeper:
         if not msgspec.msgpack.decode(answer.asked, type=Asked).is_background:
             raise bad_request("only answers with background can be cancelled; close the others' connection", None)
         run = self._runs.get(answer_id)
-        if run is not None and not run.is_lost:
+        if run is not None and not run.is_lost and (run.is_new or self._is_held()):
             await run.stop()
             return run.answer.result
         try:
@@ -395,13 +397,18 @@ class AnswerKeeper:
             _log.warning("an answer is lost: the store of answers has failed for too long", answer=answer_id)
             del self._runs[answer_id]
 
+    def _is_held(self) -> bool:
+        """No other gateway can have taken what this one has."""
+        return time.monotonic() < self._held_until
+
     async def _hold(self) -> None:
         """Keep leases, look for answers to cancel and to take over."""
         while True:
             mine = {answer_id: run for answer_id, run in self._runs.items() if not (run.is_new or run.is_over)}
-            ids = [*mine, *self._taking]
+            ids, began = [*mine, *self._taking], time.monotonic()
             try:
                 own, unwanted, self._num_others = await self._writes.call(Database.renew, self.id, self._lease_s, ids)
+                self._held_until = began + self._lease_s
                 for answer_id, run in mine.items():
                     if answer_id in unwanted:
                         await run.stop()
@@ -416,7 +423,8 @@ class AnswerKeeper:
 
     def _begin_taking(self, answer: Answer) -> None:
         """Go on with an answer that is this gateway's now. One that it has already goes on as it is."""
-        if self._is_draining or answer.id in self._runs or answer.id in self._taking:
+        run = self._runs.get(answer.id)
+        if self._is_draining or (run is not None and not run.is_lost) or answer.id in self._taking:
             return
         work = self._taking[answer.id] = asyncio.create_task(self._take_over(answer))
         work.add_done_callback(lambda _: self._taking.pop(answer.id))
@@ -425,6 +433,9 @@ class AnswerKeeper:
         """Go on with an answer whose gateway died; where that fails for now, its lease ends, and it is taken again."""
         try:
             asked = msgspec.msgpack.decode(answer.asked, type=Asked)
+            if answer.num_deaths > MOST_DEATHS:
+                why = f"{answer.num_deaths} gateways ended while they worked on it, and it got no further"
+                raise CannotGoOnError(503, why, None, "gateways_ended")
             if not asked.is_kept:
                 raise CannotGoOnError(503, "its gateway ended, and with it its client's connection", None, "lost")
             kept = join_parts(await self._reads.call(Database.find_tokens, answer.id), len(asked.seeds))
@@ -443,8 +454,9 @@ class AnswerKeeper:
         writer = prepared.new_writer(Stored(answer.id, answer.created_s, asked.is_background))
         self._tries.pop(answer.id, None)
         run = self._runs[answer.id] = Run(
-            answer, prepared, writer, kept, self._due.set, is_new=False, is_waited_for=False, is_kept=True
-        )
+            answer, prepared, writer, kept, self._due.set, self._is_held,
+            is_new=False, is_waited_for=False, is_kept=True,
+        )  # fmt: skip
         _log.info("an answer goes on here", answer=answer.id, tokens=sum(len(each.ids) for each in kept))
         run.start()
 

@@ -27,8 +27,8 @@ from gateway.shares import Shared
 from gateway.store.database import RUNNING, Answer, Database, StoreError
 from gateway.store.kinds import Place, Prepared, read_request
 from gateway.store.line import Line, unavailable
-from gateway.store.run import AT_ONCE, ChoiceTokens, singly
-from gateway.store.tail import EndedError, StoredTokens
+from gateway.store.run import AT_ONCE, ChoiceTokens, find_end, singly
+from gateway.store.tail import EndedError, StoredTokens, Tail
 
 MAX_TURNS = 1000  # of a conversation
 MAX_FOLLOWERS = 200  # streams that are read from the store
@@ -61,6 +61,7 @@ class Replays:
 
     def __init__(self, served: ServedModels, reads: Line) -> None:
         self._served, self._reads = served, reads
+        self._tail = Tail(reads)
         self._followers = Shared(MAX_FOLLOWERS)
         self._metrics = RequestMetrics(CollectorRegistry(), 0.0)  # of answers that are only read: nobody's
 
@@ -154,26 +155,30 @@ class Replays:
     async def _read_all(self, answer: Answer, place: Place) -> Events:
         """The same; some are empty."""
         asked = msgspec.msgpack.decode(answer.asked, type=Asked)
-        prepared, tokens = await self.prepare(answer, asked), StoredTokens(self._reads, answer)
+        prepared, tokens = await self.prepare(answer, asked), StoredTokens(self._tail, answer)
         totals = prepared.totals
         reader = replace(prepared.served, ring=tokens, metrics=self._metrics, waiting=Shared(1 << 30))
         stored = Stored(answer.id, answer.created_s, asked.is_background, lambda: tokens.result)
         writer = prepared.new_writer(stored)
         stops, num_read = iter([each.stop_token_ids for each in totals.job.generations]), 0
         open_choices = _OpenChoices(len(totals.job.generations))
-        yield place.take(writer.begin())
+        last = writer.begin()
+        yield place.take(last)
         pieces = stream_choices(
             reader, totals, lambda stream: open_choices.split(stream, next(stops)), is_whole=not asked.is_kept
         )
         try:
             async with aclosing(pieces):
                 async for index, piece in pieces:
-                    yield place.take(writer.events(index, piece))
+                    events = writer.events(index, piece)
+                    last = events or last
+                    yield place.take(events)
                     if (num_read := num_read + 1) % AT_ONCE == 0:
                         await sleep(0)  # others have their turn
-            yield writer.end
+            yield place.take_end(find_end(last)) + writer.end
         except EndedError as ended:
-            yield place.take(writer.end_as(ended.result))
+            last = writer.end_as(ended.result)
+            yield place.take(last) + place.take_end(last)
 
 
 class _OpenChoices:

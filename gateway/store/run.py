@@ -87,6 +87,11 @@ def join_parts(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceToken
     return choices
 
 
+def find_end(events: Sequence[Event]) -> Sequence[Event]:
+    """Those that end an answer, of its last events. A failed one may have two."""
+    return events[-2:] if events[-1][1].startswith(b"event: error\n") else events[-1:]
+
+
 class Run:
     """Computes an answer until its end, though nobody may listen."""
 
@@ -97,6 +102,7 @@ class Run:
         writer: StoredWriter,
         kept: list[ChoiceTokens],
         on_due: Callable[[], None],
+        is_held: Callable[[], bool],
         *,
         is_new: bool,
         is_waited_for: bool,
@@ -104,13 +110,15 @@ class Run:
     ) -> None:
         """`kept`: what the store has of each choice. `prepared`: its job goes on behind that.
 
-        `on_due`: called when there is something to store soon. `is_new`: the store has no row of it. `is_waited_for`:
+        `on_due`: called when there is something to store soon. `is_held`: whether no other gateway can have taken it.
+        `is_new`: the store has no row of it. `is_waited_for`:
         its client learns of it with its first tokens, and of an error before in another way. `is_kept`: its client may
         read it elsewhere.
         """
         self.answer, self.totals, self.is_new = answer, prepared.totals, is_new
         self._on_due, self._is_waited_for, self.is_kept = on_due, is_waited_for, is_kept
         self.is_lost = False  # another gateway works on it, or it was deleted
+        self.is_held = is_held
         self.error: ApiError | None = None  # why it failed
         self.choices = kept
         self._served, self._writer = prepared.served, writer
@@ -159,7 +167,11 @@ class Run:
                         self.choices[index].finish = self.choices[index].finish or piece.finish_reason
                     self._note(self._writer.events(index, piece))
         except ApiError as error:
-            self._fail(error)
+            if self.is_kept and not (self.is_new or self.is_held()):  # whoever has it now may do better
+                self.is_lost = True
+                self._note([])
+            else:
+                self._fail(error)
         except CancelledError:
             if not (self.is_lost or self._is_stopped):
                 raise
@@ -228,8 +240,8 @@ class Run:
                 if shown:
                     yield shown
             elif self.is_over:
-                if self.end and not self.is_lost:
-                    yield self.end
+                if not self.is_lost and (shown := place.take_end(find_end(self.log)) + self.end):
+                    yield shown
                 return
             else:
                 await self._wait_changed()

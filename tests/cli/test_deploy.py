@@ -22,8 +22,9 @@ from tests.support import command_line
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 HEAVY = {"torch", "safetensors", "xgrammar"}
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
-PROFILES = ("cpu", "gpu", "rdma")
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROFILES = ("cpu", "postgres", "gpu", "rdma")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
 TEXTS = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
@@ -83,7 +84,8 @@ def test_compose_itself_reads_the_file_as_these_tests_do(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_profile_is_a_ring(profile: str) -> None:
-    [gateway], [prefill], [decode] = (find_services(role, profile) for role in ("gateway", "prefill", "decode"))
+    gateways, [prefill], [decode] = (find_services(role, profile) for role in ("gateway", "prefill", "decode"))
+    gateway = gateways[0]
     settings, first, second = (parse(service["command"]) for service in (gateway, prefill, decode))
     assert isinstance(settings, GatewayConfig)
     assert isinstance(first, PrefillConfig)
@@ -92,11 +94,27 @@ def test_each_profile_is_a_ring(profile: str) -> None:
         (alias,) = worker["networks"]["default"]["aliases"]
         assert (named, found.advertise_host) == (f"dns:{alias}:{found.port}", rpc.OWN_ADDRESS), "it can be scaled"
     assert settings.model == (first.model,) == (second.model,)
-    assert first.device == second.device == ("cpu" if profile == "cpu" else "cuda")
+    assert first.device == second.device == ("cpu" if profile in ("cpu", "postgres") else "cuda")
     assert [fill_in(port).rsplit(":", 1)[1] for port in gateway["ports"]] == [
         str(settings.port),
         str(settings.grpc_listen_port),
     ]
+
+
+def test_gateways_of_one_database_differ_in_their_ports_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database is in their network only, keeps its files in a volume, and is asked for after it answers."""
+    gateways, database = find_services("gateway", "postgres"), SERVICES["postgres"]
+    first, second = ({**one, "ports": ()} for one in gateways)
+    assert first == second and len({port for one in gateways for port in one["ports"]}) == 4
+    url = fill_in(first["environment"]["BATON_STATE_URL"], {"BATON_FLEET_SECRET": "abc"})
+    monkeypatch.setenv("BATON_STATE_URL", url)
+    assert parse(first["command"]).state_url == url == "postgresql://baton:abc@postgres/baton"
+    assert first["depends_on"] == {"postgres": {"condition": "service_healthy"}}
+    assert database["environment"]["POSTGRES_USER"] == "baton" and "ports" not in database
+    assert database["environment"]["POSTGRES_PASSWORD"] == first["environment"]["BATON_FLEET_SECRET"]
+    assert database["healthcheck"]["test"][0:2] == ["CMD", "pg_isready"]
+    [volume] = database["volumes"]
+    assert volume.partition(":")[0] in COMPOSE["volumes"]
 
 
 def test_every_process_gets_the_fleets_secret_and_none_starts_without() -> None:
@@ -248,7 +266,8 @@ def test_the_gateway_cannot_write_where_workers_load_code_from() -> None:
         for name, service in SERVICES.items()
         if "command" in service
     }
-    assert caches.pop("gateway") == {"gateway-cache"} and set.union(*caches.values()) == {"cache"}
+    gateways = [caches.pop(name) for name in ("gateway", "gateway-a", "gateway-b")]
+    assert gateways == [{"gateway-cache"}] * 3 and set.union(*caches.values()) == {"cache"}
 
 
 def test_models_are_mounted_from_a_folder_that_is_there_and_that_git_ignores() -> None:
@@ -281,7 +300,7 @@ def test_gateway_requirements_are_the_projects_without_tensors() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (DEPLOY / "gateway-requirements.txt").read_text().splitlines()
     wanted = [line for line in project["dependencies"] if re.split(r"[<>=\[]", line)[0] not in HEAVY]
-    wanted += project["optional-dependencies"]["otel"]
+    wanted += project["optional-dependencies"]["otel"] + project["optional-dependencies"]["postgres"]
     assert [line for line in lines if not line.startswith("#")] == wanted
 
 

@@ -1,4 +1,4 @@
-"""python -m tests.simulator --seeds 0:20000 · --seed 17 --trace · --mutation NAME · --models"""
+"""python -m tests.simulator --seeds 0:20000 · --seed 17 --trace · --mutation NAME · --models · --answers"""
 
 import argparse
 import gc
@@ -7,9 +7,13 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 
+from tests.simulator.answer_mutations import ANSWER_MUTATIONS
+from tests.simulator.answers import run_answers
 from tests.simulator.models import run_models
 from tests.simulator.mutations import MODEL_MUTATIONS, MUTATIONS
 from tests.simulator.schedule import Outcome, run_schedule
+
+ALL = {**MUTATIONS, **MODEL_MUTATIONS, **ANSWER_MUTATIONS}
 
 
 def main() -> int:
@@ -19,9 +23,12 @@ def main() -> int:
     started = time.perf_counter()
     ends: Counter[str] = Counter()
     num_events = num_failed = 0
-    is_of_models = options.models or options.mutation in MODEL_MUTATIONS
-    run = run_models if is_of_models else run_schedule
-    with {**MUTATIONS, **MODEL_MUTATIONS}[options.mutation]() if options.mutation else nullcontext():
+    run = run_schedule
+    if options.models or options.mutation in MODEL_MUTATIONS:
+        run = run_models
+    if options.answers or options.mutation in ANSWER_MUTATIONS:
+        run = run_answers
+    with ALL[options.mutation]() if options.mutation else nullcontext():
         for seed in range(first, last):
             outcome = run(seed)
             ends.update(end[:24] for end in outcome.ends)
@@ -52,8 +59,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:20000", help="first:last, last not included")
     parser.add_argument("--seed", type=int, help="one schedule alone")
     parser.add_argument("--trace", action="store_true", help="print what happened")
-    parser.add_argument("--mutation", choices=sorted({**MUTATIONS, **MODEL_MUTATIONS}), help="break this rule")
+    parser.add_argument("--mutation", choices=sorted(ALL), help="break this rule")
     parser.add_argument("--models", action="store_true", help="schedules of models that sleep")
+    parser.add_argument("--answers", action="store_true", help="schedules of stored answers")
     parser.add_argument("--stop-after", type=int, default=5, help="failures until it gives up")
     return parser.parse_args()
 

@@ -36,6 +36,8 @@ GONE, LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 class SimGateway(Process):
     """One gateway and its clients."""
 
+    timeout_s = TIMEOUT_S  # of requests
+
     def __init__(
         self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode],
         local_prefill_max_tokens: int, uses_cache: bool, has_goal: bool,
@@ -48,8 +50,8 @@ class SimGateway(Process):
         super().__init__(world, name)
 
     def boot(self) -> None:
-        world, epoch = self.world, self.epoch
-        self.loop = VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
+        world = self.world
+        self.loop = self.build_loop()
         self.fleet = Fleet(
             list(self._prefills), list(self._decodes), HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time
         )
@@ -61,11 +63,15 @@ class SimGateway(Process):
         self._awake_since = world.now
         self.loop.run(self.start)
 
+    def build_loop(self) -> VirtualLoop:
+        world, epoch = self.world, self.epoch
+        return VirtualLoop(lambda: world.now, lambda delay, action: world.at(delay, self, epoch, action))
+
     def build_routers(self) -> None:
         self.placer = Placer(*self._routing)
         self.router = Router(
-            self.fleet, Admission(MAX_QUEUE), TIMEOUT_S, PATIENCE_S, CollectorRegistry(), self._has_goal, self.placer,
-            self.loop.time,
+            self.fleet, Admission(MAX_QUEUE), self.timeout_s, PATIENCE_S, CollectorRegistry(), self._has_goal,
+            self.placer, self.loop.time,
         )  # fmt: skip
         self.queue = self.router.queue
 
@@ -103,8 +109,22 @@ class SimGateway(Process):
         for request in (waiter.request for waiter in self.queue._waiting if waiter.request.is_retry):
             if not (request.emitted or request.avoid or request.mistaken):
                 raise ViolationError(f"{request.wanted.request_id} was refused for want of room and goes before others")
-        if num_waiting + self.queue.num_placed > len(self.tasks):
+        if num_waiting + self.queue.num_placed > self.num_requests:
             raise ViolationError(f"{self.name} keeps places of requests that are over")
+
+    @property
+    def num_requests(self) -> int:
+        """That are not over, at most."""
+        return len(self.tasks)
+
+    def check_end(self) -> None:
+        """No request is left."""
+        if self.tasks or self.router.admission.num_waiting or any(one.num_mine for one in self.fleet.workers()):
+            raise ViolationError(f"{self.name} still holds places")
+        if any(decode._sessions for decode in self.fleet.decode.values()):
+            raise ViolationError(f"{self.name} still has sessions")
+        if self.placer._coming:
+            raise ViolationError(f"{self.name} still holds requests back")
 
     def crash(self) -> None:
         clients, self.tasks = [*self.tasks, *self._arriving], {}

@@ -7,7 +7,8 @@ salt. Each position has exactly one right number, so content that is missing or 
 or another place is detected at once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -74,14 +75,33 @@ def extend(contents: list[int], seed: int, token_ids: Iterable[int]) -> None:
         contents.append(last)
 
 
+_vocabulary: Sequence[int] = range(1 << 24)
+
+
+@contextmanager
+def speaking(vocabulary: Sequence[int]) -> Iterator[None]:
+    """Within it the model's tokens are these; one that is there more often comes more often."""
+    global _vocabulary
+    before, _vocabulary = _vocabulary, vocabulary
+    try:
+        yield
+    finally:
+        _vocabulary = before
+
+
 def choose_token(contents: Sequence[int]) -> int:
-    return hash(tuple(contents)) & 0xFFFFFF
+    return _vocabulary[hash(tuple(contents)) % len(_vocabulary)]
 
 
 def answer(prompt_ids: Sequence[int], max_tokens: int, cache_salt: str) -> list[int]:
     """The answer of an undisturbed service."""
+    return follow(prompt_ids, max_tokens, find_seed(cache_salt))
+
+
+def follow(prompt_ids: Sequence[int], max_tokens: int, seed: int) -> list[int]:
+    """The same for a request with this seed."""
     contents: list[int] = []
-    seed, tokens = find_seed(cache_salt), list(prompt_ids)
+    tokens = list(prompt_ids)
     extend(contents, seed, tokens)
     for _ in range(max_tokens):
         tokens.append(choose_token(contents))

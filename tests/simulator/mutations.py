@@ -48,7 +48,7 @@ Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
 
 
-def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
+def patched(*changes: tuple[Any, str, Any]) -> Mutation:
     """`changes`: owner, attribute, replacement."""
 
     @contextmanager
@@ -447,113 +447,111 @@ def _no_updates(*_: object) -> Iterable[Any]:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "generations are not compared after a read": _patched((reader, "check_generations", _check_nothing)),
-    "a page's generation stays when its owner changes": _patched((PrefixCache, "allocate", _allocate_silently)),
-    "a cached page keeps its generation when given out anew": _patched((PrefixCache, "allocate", _evict_silently)),
-    "offers of cached pages accept any generation": _patched(
+    "generations are not compared after a read": patched((reader, "check_generations", _check_nothing)),
+    "a page's generation stays when its owner changes": patched((PrefixCache, "allocate", _allocate_silently)),
+    "a cached page keeps its generation when given out anew": patched((PrefixCache, "allocate", _evict_silently)),
+    "offers of cached pages accept any generation": patched(
         (SimPrefill, "_generations_of", _promise_nothing_of_cached), (reader, "check_generations", _check_promised)
     ),
-    "a held page is evicted": _patched((PrefixCache, "_evict", _evict_any)),
-    "a shared page is free with its first holder": _patched((PrefixCache, "release", _release_for_all)),
-    "a key without salt": _patched((kv_cache, "root_key", _root_without_salt)),
-    "a key without parent": _patched(
+    "a held page is evicted": patched((PrefixCache, "_evict", _evict_any)),
+    "a shared page is free with its first holder": patched((PrefixCache, "release", _release_for_all)),
+    "a key without salt": patched((kv_cache, "root_key", _root_without_salt)),
+    "a key without parent": patched(
         (page_keys, "next_key", _key_without_parent), (kv_cache, "next_key", _key_without_parent)
     ),
-    "a page has its key before its KV": _patched((Scheduler, "begin_step", _name_early)),
-    "a page without draft KV is used as if it had it": _patched((PrefixCache, "has_draft", lambda self, page: True)),
-    "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
-    "pages read behind some without draft KV hide these": _patched((receiving, "finish_read", _finish_read_with_draft)),
-    "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
-    "prefill does not wait for a failed launch's draft forward": _patched(
+    "a page has its key before its KV": patched((Scheduler, "begin_step", _name_early)),
+    "a page without draft KV is used as if it had it": patched((PrefixCache, "has_draft", lambda self, page: True)),
+    "a page has its draft mark when given out anew": patched((PrefixCache, "allocate", _allocate_with_drafts)),
+    "pages read behind some without draft KV hide these": patched((receiving, "finish_read", _finish_read_with_draft)),
+    "prefill launches the draft model's forward last": patched((BothRunners, "launch", _launch_draft_last)),
+    "prefill does not wait for a failed launch's draft forward": patched(
         (BothRunners, "_launch", _launch_without_settling)
     ),
-    "a step with drafts is in flight alone": _patched((loop, "_has_drafts", lambda planned: False)),
-    "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
-    "prefill frees pages under a step": _patched(
+    "a step with drafts is in flight alone": patched((loop, "_has_drafts", lambda planned: False)),
+    "prefill frees pages before they are acknowledged": patched((Scheduler, "finish_step", _finish_and_end)),
+    "prefill frees pages under a step": patched(
         (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.params.max_tokens))
     ),
-    "decode frees pages under a step": _patched(
+    "decode frees pages under a step": patched(
         (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and it.params.max_tokens))
     ),
-    "a read is good when one rank's was": _patched((other_ranks, "find_failure", _find_common_failure)),
-    "decode frees pages under a read": _patched((Scheduler, "_end", _end_freeing(lambda it: it.is_read))),
-    "a sequence is preempted under a step": _patched((Scheduler, "make_room", _make_room_in_flight)),
-    "decode forgets the attempt": _patched(
+    "a read is good when one rank's was": patched((other_ranks, "find_failure", _find_common_failure)),
+    "decode frees pages under a read": patched((Scheduler, "_end", _end_freeing(lambda it: it.is_read))),
+    "a sequence is preempted under a step": patched((Scheduler, "make_room", _make_room_in_flight)),
+    "decode forgets the attempt": patched(
         (Scheduler, "admit", _name_by_request), (receiving, "_find_receiving", _find_any_attempt)
     ),
-    "the gateway forgets the attempt": _patched(
+    "the gateway forgets the attempt": patched(
         (DecodeClient, "open_session", _open_session_of_request), (DecodeClient, "_deliver", _deliver_any_attempt)
     ),
-    "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", _nothing)),
-    "decode ignores a ticket's incarnation and attempt": _patched(
+    "decode ignores a ticket's incarnation": patched((SimDecode, "_check_ticket", _nothing)),
+    "decode ignores a ticket's incarnation and attempt": patched(
         (SimDecode, "_check_ticket", _nothing), (receiving, "_find_receiving", _find_any_attempt)
     ),
-    "decode ignores incarnation, attempt and handshake": _patched(
+    "decode ignores incarnation, attempt and handshake": patched(
         (SimDecode, "_check_ticket", _nothing),
         (receiving, "_find_receiving", _find_any_attempt),
         (SimDecode, "_forget_peers", _nothing),
     ),
-    "a state is offered that was right at an earlier offer": _patched((StateSlots, "offered", _offer_states_early)),
-    "a state's generation is not compared after a read": _patched((SimWorker, "_check_slots", _nothing)),
-    "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
-    "a hit goes on beyond its checkpoint": _patched((KVCacheManager, "find", _use_all_pages)),
-    "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
-    "slots are freed under a read": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
-    "prefill offers the slots of an earlier attempt": _patched((StateSlots, "offered", _offer_states_of_request)),
-    "decode reads into the slots of an earlier attempt": _patched((receiving, "begin_read", _read_into_first)),
-    "a wrong draft stays in the state": _patched((StateSlots, "take_back", _take_back_undrafted)),
-    "a step writes into the slot that it reads": _patched(
+    "a state is offered that was right at an earlier offer": patched((StateSlots, "offered", _offer_states_early)),
+    "a state's generation is not compared after a read": patched((SimWorker, "_check_slots", _nothing)),
+    "a checkpoint is that of any key": patched((StateSlots, "find", _find_any_checkpoint)),
+    "a hit goes on beyond its checkpoint": patched((KVCacheManager, "find", _use_all_pages)),
+    "slots are freed under a step": patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
+    "slots are freed under a read": patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
+    "prefill offers the slots of an earlier attempt": patched((StateSlots, "offered", _offer_states_of_request)),
+    "decode reads into the slots of an earlier attempt": patched((receiving, "begin_read", _read_into_first)),
+    "a wrong draft stays in the state": patched((StateSlots, "take_back", _take_back_undrafted)),
+    "a step writes into the slot that it reads": patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
     ),
-    "a step writes into a checkpoint": _patched(
+    "a step writes into a checkpoint": patched(
         (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: is_checkpoint))
     ),
-    "a step begins on what a dropped one was to leave": _patched((Scheduler, "take_back", _keep_source)),
-    "what a failed step left becomes a checkpoint": _patched((Scheduler, "take_back", _restore_source)),
-    "a page is saved that has had another holder": _patched(
+    "a step begins on what a dropped one was to leave": patched((Scheduler, "take_back", _keep_source)),
+    "what a failed step left becomes a checkpoint": patched((Scheduler, "take_back", _restore_source)),
+    "a page is saved that has had another holder": patched(
         (page_files, "find_unchanged", lambda entries, generations: list(range(len(entries))))
     ),
-    "a torn file is used": _patched((Files, "is_usable", _use_unless(is_foreign=True))),
-    "another page's file is used": _patched((Files, "is_usable", _use_unless(is_foreign=False))),
-    "pages are found while they are read from files": _patched((plans, "begin_restore", _name_at_once)),
-    "pages behind a file that cannot be used count as read": _patched((plans, "end_restore", _end_with_all)),
-    "a checkpoint whose file cannot be used counts as read": _patched((plans, "end_restore", _end_with_slots)),
-    "a file without draft KV counts as one with it": _patched((plans, "end_restore", _end_with_drafts)),
-    "prefill uses files without draft KV": _patched((plans, "end_restore", _end_without_draft)),
-    "loans accept any generation": _patched(
+    "a torn file is used": patched((Files, "is_usable", _use_unless(is_foreign=True))),
+    "another page's file is used": patched((Files, "is_usable", _use_unless(is_foreign=False))),
+    "pages are found while they are read from files": patched((plans, "begin_restore", _name_at_once)),
+    "pages behind a file that cannot be used count as read": patched((plans, "end_restore", _end_with_all)),
+    "a checkpoint whose file cannot be used counts as read": patched((plans, "end_restore", _end_with_slots)),
+    "a file without draft KV counts as one with it": patched((plans, "end_restore", _end_with_drafts)),
+    "prefill uses files without draft KV": patched((plans, "end_restore", _end_without_draft)),
+    "loans accept any generation": patched(
         (Loans, "promise", _promise_nothing), (reader, "check_generations", _check_promised)
     ),
-    "a loan that failed counts as read": _patched((Loans, "end", _end_loan_as_if_read)),
-    "a loan's pages get the keys of the next ones": _patched((plans, "plan_loan", _plan_loan_of_next)),
-    "leases do not end": _patched((Scheduler, "expire", _no_updates), (Scheduler, "next_deadline", _nothing)),
-    "requests stay held back": _patched((Placer, "end", _nothing)),
-    "a gateway goes on believing a wrong memory": _patched(
+    "a loan that failed counts as read": patched((Loans, "end", _end_loan_as_if_read)),
+    "a loan's pages get the keys of the next ones": patched((plans, "plan_loan", _plan_loan_of_next)),
+    "leases do not end": patched((Scheduler, "expire", _no_updates), (Scheduler, "next_deadline", _nothing)),
+    "requests stay held back": patched((Placer, "end", _nothing)),
+    "a gateway goes on believing a wrong memory": patched(
         (Placer, "choose", _choose_credulously), (Placer, "correct", _nothing)
     ),
-    "a deadline ends an answer that has begun": _patched((Request, "due", property(_due_whatever_began))),
-    "an answer begins after its deadline": _patched((Request, "due", property(lambda self: self.deadline))),
-    "answers are taken that break the goal": _patched((Scheduler, "_check_room", _check_room_without_goal)),
-    "a refused request goes before all others": _patched(
-        (Request, "is_retry", property(lambda self: self.attempt > 1))
-    ),
-    "requests that are gone count for their owners": _patched((Order, "leave_place", _nothing)),
-    "runs at a silent prefill worker go on": _patched((PrefillClient, "_judge", _nothing)),
-    "sessions at a silent decode worker go on": _patched((DecodeClient, "_judge", _nothing)),
-    "a call at a silent worker takes a heartbeat": _patched(
+    "a deadline ends an answer that has begun": patched((Request, "due", property(_due_whatever_began))),
+    "an answer begins after its deadline": patched((Request, "due", property(lambda self: self.deadline))),
+    "answers are taken that break the goal": patched((Scheduler, "_check_room", _check_room_without_goal)),
+    "a refused request goes before all others": patched((Request, "is_retry", property(lambda self: self.attempt > 1))),
+    "requests that are gone count for their owners": patched((Order, "leave_place", _nothing)),
+    "runs at a silent prefill worker go on": patched((PrefillClient, "_judge", _nothing)),
+    "sessions at a silent decode worker go on": patched((DecodeClient, "_judge", _nothing)),
+    "a call at a silent worker takes a heartbeat": patched(
         (WorkerClient, "find_patience", lambda self: self._heartbeat_s)
     ),
-    "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
-    "a retry asks for all tokens again": _patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
+    "a retry forgets the tokens emitted": patched((Request, "packed_tokens", property(lambda self: self._prompt))),
+    "a retry asks for all tokens again": patched((Request, "num_left", property(lambda self: self.wanted.max_tokens))),
 }
 
 MODEL_MUTATIONS: dict[str, Mutation] = {  # shown by the schedules of models.py
-    "a model with requests falls asleep": _patched(
+    "a model with requests falls asleep": patched(
         (ModelView, "is_idle", property(lambda self: self.state == "awake" and self.waiting_since is None))
     ),
-    "a model that falls asleep counts as asleep": _patched((sleepers, "decide", _decide_ignoring_falls)),
-    "a turn does not end": _patched((sleep_policy, "TURN_S", 1e9)),
-    "requests wait on when a closed model opens": _patched((ModelGate, "enter", _enter_after_a_change_of_state)),
-    "requests wait on when a wake fails": _patched((ModelGate, "change", _fail_silently)),
-    "a request that leaves stays inside": _patched((ModelGate, "inside", _inside_for_good)),
-    "a model is awake although no worker is linked": _patched((sleepers, "find_unready", _nothing)),
+    "a model that falls asleep counts as asleep": patched((sleepers, "decide", _decide_ignoring_falls)),
+    "a turn does not end": patched((sleep_policy, "TURN_S", 1e9)),
+    "requests wait on when a closed model opens": patched((ModelGate, "enter", _enter_after_a_change_of_state)),
+    "requests wait on when a wake fails": patched((ModelGate, "change", _fail_silently)),
+    "a request that leaves stays inside": patched((ModelGate, "inside", _inside_for_good)),
+    "a model is awake although no worker is linked": patched((sleepers, "find_unready", _nothing)),
 }

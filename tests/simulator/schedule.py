@@ -1,7 +1,7 @@
 """One seed, one schedule: a small fleet, a few requests, a few faults, and the final checks."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -48,19 +48,78 @@ class _Asked:
 class Planned(Protocol):
     """A schedule before it runs."""
 
-    clients: list[tuple[Client, float]]  # with its start time
-    gateways: list[Any]
+    @property
+    def clients(self) -> Sequence[tuple[Any, float]]:
+        """Each with its start time."""
+
+    @property
+    def gateways(self) -> Sequence[Any]:
+        """All of them."""
 
     def check_end(self) -> None:
         """Raise if an invariant is violated when nothing happens any more."""
 
 
-class Schedule:
+class Outside(Process):
+    """Acts on other processes."""
+
+    def boot(self) -> None:
+        pass
+
+
+class Troubles:
+    """What happens to processes, at times that are planned before."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.outside = Outside(world, "world")
+        self.processes: list[Process] = []
+
+    def _plan_cut(self, one: Process, other: Process, after: float, length: float) -> None:
+        pair = frozenset((one.name, other.name))
+        self.world.at(after, self.outside, -1, lambda: self._cut(pair))
+        self.world.at(after + length, self.outside, -1, lambda: self._heal(pair))
+
+    def _plan_crash(self, process: Process, after: float, length: float) -> None:
+        self.world.at(after, self.outside, -1, lambda: self._crash(process))
+        self.world.at(after + length, self.outside, -1, lambda: self._note("restart", process, process.restart))
+
+    def _plan_pause(self, process: Process, after: float, length: float) -> None:
+        self.world.at(after, self.outside, -1, lambda: self._note("pause", process, process.pause))
+        self.world.at(after + length, self.outside, -1, lambda: self._note("resume", process, process.resume))
+
+    def _note(self, what: str, process: Process, act: Any) -> None:
+        self.world.note(what, process.incarnation)
+        act()
+
+    def _cut(self, pair: frozenset[str]) -> None:
+        self.world.note("cut", *sorted(pair))
+        self.world.faults.cut.add(pair)
+        for process in self.processes:
+            for call in process.incoming:
+                if frozenset((call.source.name, call.target.name)) == pair:
+                    self.world.at(KEEPALIVE_S, call.source, call.epoch, call.lose_connection)
+
+    def _heal(self, pair: frozenset[str]) -> None:
+        self.world.note("heal", *sorted(pair))
+        self.world.faults.cut.discard(pair)
+
+    def _crash(self, process: Process) -> None:
+        if not process.is_up:
+            return
+        name, epoch = process.name, process.epoch
+        self._note("crash", process, process.crash)
+        for peer in self.processes:
+            if peer is not process:
+                peer.later(self.world.delay(), lambda peer=peer: peer.lose_peer(name, epoch))  # type: ignore[misc]
+
+
+class Schedule(Troubles):
     """Everything depends on the seed alone."""
 
     def __init__(self, world: World) -> None:
-        self.world, seed, rng = world, world.seed, world.rng
-        self.outside = _Outside(self.world, "world")
+        super().__init__(world)
+        seed, rng = world.seed, world.rng
         self.is_calm = rng.random() < 0.1
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
@@ -122,7 +181,7 @@ class Schedule:
             for n in range(2 if self.is_crowded else rng.choice([1, 1, 2]))
         ]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
-        self.processes: list[Process] = [*self.gateways, *self.workers]
+        self.processes = [*self.gateways, *self.workers]
         files_rng = random.Random(f"files {seed}")  # like states_rng
         if files_rng.random() < 0.3:
             shared = Files(files_rng)
@@ -240,15 +299,6 @@ class Schedule:
         decode = self.workers[-1]
         self.world.ambushes[decode.name] = (rng.randint(1, 40), lambda: self._plan_crash(decode, 0.0, 0.05))
 
-    def _plan_cut(self, one: Process, other: Process, after: float, length: float) -> None:
-        pair = frozenset((one.name, other.name))
-        self.world.at(after, self.outside, -1, lambda: self._cut(pair))
-        self.world.at(after + length, self.outside, -1, lambda: self._heal(pair))
-
-    def _plan_crash(self, process: Process, after: float, length: float) -> None:
-        self.world.at(after, self.outside, -1, lambda: self._crash(process))
-        self.world.at(after + length, self.outside, -1, lambda: self._note("restart", process, process.restart))
-
     def _plan_rank_death(self, worker: SimPrefill | SimDecode, rng: random.Random) -> None:
         """A rank dies, perhaps between two reads of an offer; its worker dies when it notices."""
         after, rank = 0.1 + rng.random() * FAULTS_END_S, rng.randrange(1, worker.num_ranks)
@@ -258,35 +308,6 @@ class Schedule:
     def _kill_rank(self, worker: SimPrefill | SimDecode, rank: int) -> None:
         self.world.note("rank dies", worker.incarnation, rank)
         worker.memory.dead.add(rank)
-
-    def _plan_pause(self, process: Process, after: float, length: float) -> None:
-        self.world.at(after, self.outside, -1, lambda: self._note("pause", process, process.pause))
-        self.world.at(after + length, self.outside, -1, lambda: self._note("resume", process, process.resume))
-
-    def _note(self, what: str, process: Process, act: Any) -> None:
-        self.world.note(what, process.incarnation)
-        act()
-
-    def _cut(self, pair: frozenset[str]) -> None:
-        self.world.note("cut", *sorted(pair))
-        self.world.faults.cut.add(pair)
-        for process in self.processes:
-            for call in process.incoming:
-                if frozenset((call.source.name, call.target.name)) == pair:
-                    self.world.at(KEEPALIVE_S, call.source, call.epoch, call.lose_connection)
-
-    def _heal(self, pair: frozenset[str]) -> None:
-        self.world.note("heal", *sorted(pair))
-        self.world.faults.cut.discard(pair)
-
-    def _crash(self, process: Process) -> None:
-        if not process.is_up:
-            return
-        name, epoch = process.name, process.epoch
-        self._note("crash", process, process.crash)
-        for peer in self.processes:
-            if peer is not process:
-                peer.later(self.world.delay(), lambda peer=peer: peer.lose_peer(name, epoch))  # type: ignore[misc]
 
     def check_end(self) -> None:
         """All requests ended in time, and nothing is left anywhere."""
@@ -303,23 +324,7 @@ class Schedule:
         for worker in self.workers:
             check_empty(worker)
         for gateway in self.gateways:
-            if (
-                gateway.tasks
-                or gateway.router.admission.num_waiting
-                or any(one.num_mine for one in gateway.fleet.workers())
-            ):
-                raise ViolationError(f"{gateway.name} still holds places")
-            if any(decode._sessions for decode in gateway.fleet.decode.values()):
-                raise ViolationError(f"{gateway.name} still has sessions")
-            if gateway.placer._coming:
-                raise ViolationError(f"{gateway.name} still holds requests back")
-
-
-class _Outside(Process):
-    """Acts on other processes."""
-
-    def boot(self) -> None:
-        pass
+            gateway.check_end()
 
 
 def run_world(seed: int, build: Callable[[World], Planned]) -> Outcome:

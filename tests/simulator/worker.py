@@ -253,11 +253,15 @@ class SimWorker(Process):
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
+    def find_seed(self, sequence: Tokens) -> int:
+        """What the content of its first position follows from."""
+        return find_seed(sequence.params.cache_salt)
+
     def check_kv(self, sequence: Tokens) -> None:
         """The sequence's KV is that of its tokens and its salt, for both models, and so are its states."""
         truth = self._truths.get(sequence.id)
         if truth is None:
-            truth = self._truths[sequence.id] = Truth(find_seed(sequence.params.cache_salt))
+            truth = self._truths[sequence.id] = Truth(self.find_seed(sequence))
         truth.follow(sequence.tokens)
         name = f"{sequence.params.request_id}#{sequence.params.attempt}"
         computed, pages = sequence.computed, sequence.pages

@@ -53,6 +53,8 @@ class World:
         self.ambushes: dict[str, tuple[int, Action]] = {}  # target |-> what happens before its nth next message arrives
         self._heap: list[tuple[float, int, Process, int, Action]] = []
         self.num_events = 0
+        self.is_over = False  # although processes go on
+        self.violation: ViolationError | None = None  # found where raising it may not end the run
 
     def note(self, what: str, *details: Any) -> None:
         """Record for the trace; formatted only when shown."""
@@ -64,10 +66,12 @@ class World:
         heapq.heappush(self._heap, (self.now + delay, self.num_events, process, epoch, action))
 
     def run(self) -> None:
-        """Run until no event is left."""
-        while self._heap:
+        """Run until no event is left, or it is over."""
+        while self._heap and not self.is_over:
             self.now, _, process, epoch, action = heapq.heappop(self._heap)
             process.do(epoch, action)
+            if self.violation is not None:
+                raise self.violation
             if self.num_events > MAX_EVENTS:
                 raise ViolationError(f"no rest after {MAX_EVENTS} events")
 

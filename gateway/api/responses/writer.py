@@ -14,7 +14,7 @@ from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Item, ItemEvent, ItemReader
 from gateway.api.http.answer import COMMENT_PING, Stored, encode, named_event
-from gateway.api.http.errors import build_error
+from gateway.api.http.errors import ErrorBody, build_error
 from gateway.api.openai.answers import ChatLogprobs, TokenBytes
 from gateway.api.responses import answers
 from gateway.api.responses.item_types import Called, FunctionTool
@@ -113,8 +113,9 @@ class ResponseWriter:
         response = self.ended = self._response("failed")
         response.error = answers.Failure(error.code or body.type, error.message)
         failed = self._event("response.failed", response=response)
-        # OpenAI's clients raise an exception only for `error`
-        return [failed, self._event("error", message=body.message, code=body.code, param=body.param, error=body)]
+        if self._stored is not None:  # as who reads it later sees it
+            body = ErrorBody(error.message, "server_error", None, response.error.code)
+        return [failed, self._error(body)]
 
     def cancelled(self) -> list[bytes]:
         """The events that end a stream because its client asked for that."""
@@ -127,8 +128,12 @@ class ResponseWriter:
         kind = "incomplete" if told["status"] == "cancelled" else told["status"]
         events = [self._event(f"response.{kind}", response=Raw(result))]
         if error := told["error"]:
-            events.append(self._event("error", message=error["message"], code=error["code"], param=None))
+            events.append(self._error(ErrorBody(error["message"], "server_error", None, error["code"])))
         return events
+
+    def _error(self, body: ErrorBody) -> bytes:
+        """OpenAI's clients raise an exception only for its field `error`."""
+        return self._event("error", message=body.message, code=body.code, param=body.param, error=body)
 
     def _read(self, piece: OutputDelta) -> Iterator[ItemEvent]:
         """Yields the events of a piece. An item cut off by the token limit is incomplete."""

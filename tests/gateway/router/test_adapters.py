@@ -117,6 +117,29 @@ def test_running_requests_keep_what_their_name_had() -> None:
         fleet.fleet.adapters.check()
 
 
+def test_an_answer_goes_on_with_the_adapter_that_began_it() -> None:
+    """In another gateway, or later: the same name may mean another one by then."""
+    with virtual_fleet() as fleet:
+        loads, worker = Loads(fleet), fleet.decodes[0]
+        loads.load("one", "/a")
+        client = fleet.ask(named("one"))
+        worker.sessions[0].emit(1)
+        fleet.run()
+        begun = replace(
+            named("one"), emitted=tuple(client.tokens), computes=client.parts[0].computes, request_id="again"
+        )
+        worker.sessions[0].emit(3, "length")
+        fleet.run()
+        again = fleet.ask(begun)
+        worker.sessions[-1].emit(3, "length")
+        fleet.run()
+        assert again.finish_reason == "length"
+        loads.load("one", "/b", in_place=True)
+        error = fleet.ask(replace(begun, request_id="mixed")).error
+        assert error is not None and (error.status, error.code) == (409, "adapter_changed")
+        assert "'one' is B now" in error.message and "began with A" in error.message
+
+
 def test_a_worker_that_lacks_the_adapter_is_passed_over_until_its_next_status() -> None:
     with virtual_fleet(decode=2) as fleet:
         loads = Loads(fleet)

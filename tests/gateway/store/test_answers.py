@@ -1,6 +1,7 @@
 """Stored answers over HTTP, computed by a scripted engine: they are kept, read again, taken up and taken over."""
 
 import json
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from gateway.api.http import answer as http_answer
 from gateway.errors import ApiError
 from gateway.store import keeper as keeping
-from gateway.store.database import StoreError
+from gateway.store.database import FILE, Database, StoreError
 from gateway.store.replay import Replays
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
 from tests.support.fake_engine_client import Script
@@ -232,7 +233,7 @@ def test_failed(served: Served, other: Served) -> None:
     assert [event["type"] for event in events[-2:]] == ["response.failed", "error"]
     answer_id = events[0]["response"]["id"]
     wait_until(lambda: other.http.get(f"{PATH}/{answer_id}").json().get("status") == "failed")
-    assert [event["type"] for event in read(other, answer_id)] == [event["type"] for event in events]
+    assert read(other, answer_id) == events and events[-1]["error"]["message"] == "no worker is left"
     served.engine.reset(Script((), error=error))
     for is_streamed in (False, True):
         assert ask(served, stream=is_streamed).status_code == 503
@@ -256,6 +257,8 @@ def test_taken_over(tmp_path: Path, state: Path) -> None:
             begun = first.engine.generations[0]
         wait_stored(other, told["id"])
         (resumed,) = other.engine.generations
+        assert other.count("generation_tokens_total") == len(ids) + 1 - len(resumed.emitted)  # with the end token
+        assert other.count("time_to_first_token_seconds_count") == other.count("prompt_tokens_total") == 0
         assert 0 < len(resumed.emitted) <= len(ids) - 4 and resumed.computes == "weights"
         assert list(resumed.emitted) == ids[: len(resumed.emitted)]
         assert resumed.sampling == begun.sampling and resumed.prompt_ids == begun.prompt_ids
@@ -264,6 +267,58 @@ def test_taken_over(tmp_path: Path, state: Path) -> None:
         text, call = events[-1]["response"]["output"]
         assert text["content"][0]["text"].strip() == "before" and json.loads(call["arguments"]) == {"x": "a 🙂 b"}
         assert read(other, told["id"]) == events
+
+
+def test_answer_that_kills_its_gateways(tmp_path: Path, state: Path) -> None:
+    """It does not go round."""
+    with run_api(tmp_path / "a", FULL, state=state) as first:
+        first.http.headers.update(dict(first.metadata))
+        first.engine.reset(Script(first.ids(ANSWER)[:3], is_hanging=True))
+        told = ask(first, background=True).json()
+        first.engine.hanging.get(timeout=60)
+        wait_until(lambda: len(Database(state).find_tokens(told["id"])) > 0)
+    with sqlite3.connect(state / FILE) as database:
+        database.execute("UPDATE answers SET num_deaths = 3, taken_bytes = 12, lease_until = 0, gateway = 'dead'")
+    with run_api(tmp_path / "b", FULL, state=state) as other:
+        other.http.headers.update(dict(other.metadata))
+        wait_stored(other, told["id"], "failed")
+        error = other.http.get(f"{PATH}/{told['id']}").json()["error"]
+        assert error["code"] == "gateways_ended" and "4 gateways" in error["message"]
+        assert other.engine.generations == []
+
+
+def test_one_look_for_all_followers(served: Served, other: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many read answers of another gateway, on whatever of them."""
+    looks: list[set[str]] = []
+    find_new = Database.find_new
+
+    def note(self: Database, wanted: Any) -> Any:
+        looks.append({answer for answer, *_ in wanted})
+        return find_new(self, wanted)
+
+    monkeypatch.setattr(Database, "find_new", note)
+    served.engine.reset(Script(served.ids(ANSWER)[:3], is_hanging=True))
+    told = [ask(served, background=True).json()["id"] for _ in range(3)]
+    for _ in told:
+        served.engine.hanging.get(timeout=60)
+    with ThreadPoolExecutor(6) as threads:
+        following = [threads.submit(read, other, answer_id) for answer_id in [*told, *told]]
+        wait_until(lambda: set(told) in looks)
+        begin = len(looks)
+        wait_until(lambda: len(looks) > begin + 3)
+        assert all(look == set(told) for look in looks[begin:])
+        for answer_id in told:
+            assert served.http.post(f"{PATH}/{answer_id}/cancel").json()["status"] == "cancelled"
+        assert {one.result(60)[-1]["type"] for one in following} == {"response.incomplete"}
+
+
+def test_read_from_behind_the_end(served: Served, other: Served) -> None:
+    """A gateway that died may have sent more of an answer than there is of it in the end."""
+    served.engine.reset(Script(served.ids(ANSWER)[:3], error=ApiError(503, "no worker is left", None, "failed")))
+    events = events_of(ask(served, stream=True).text)
+    answer_id = events[0]["response"]["id"]
+    wait_stored(other, answer_id, "failed")
+    assert read(other, answer_id, starting_after=99) == read(served, answer_id, starting_after=99) == events[-2:]
 
 
 def test_whole_answers_end_with_their_gateway(tmp_path: Path, state: Path) -> None:

@@ -1,0 +1,102 @@
+"""Rules of stored answers broken on purpose, as those of mutations.py: schedules of answers.py must show each."""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from gateway.answer.output_items import Item
+from gateway.api.responses.writer import ResponseWriter, new_response_id
+from gateway.router.engine_client import Tokens
+from gateway.store import keeper, run
+from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
+from gateway.store.replay import Asked, Replays
+from gateway.store.run import ChoiceTokens, Run, join_parts, singly
+from tests.simulator.mutations import Mutation, patched
+
+do = Database._do
+mark_saved = Run.mark_saved
+new_item = ResponseWriter._new_item
+prepare = Replays.prepare
+take_part = ChoiceTokens.take_part
+write = Database.write
+
+
+def _with_sql(before: str, after: str) -> Mutation:
+    """Statements that have another condition."""
+
+    def do_changed(self: Database, sql: str, **values: object) -> Any:
+        return do(self, sql.replace(before, after), **values)
+
+    return patched((Database, "_do", do_changed))
+
+
+def _all_together(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:
+    yield tokens
+
+
+async def _follow_what_is_new(
+    self: Run, choice: int, stream: AsyncGenerator[Tokens, None]
+) -> AsyncGenerator[Tokens, None]:
+    kept, stops = self.choices[choice], self.totals.job.generations[choice].stop_token_ids
+    async with aclosing(stream):
+        if kept.finish is not None:
+            yield Tokens((), kept.finish)
+            return
+        async for tokens in stream:
+            for one in singly(tokens, stops):
+                kept.add(one)
+                yield one
+
+
+def _draw_item_id(self: ResponseWriter, item: Item) -> Any:
+    before, self.id = self.id, new_response_id()
+    try:
+        return new_item(self, item)
+    finally:
+        self.id = before
+
+
+async def _prepare_with_new_seeds(self: Replays, answer: Answer, asked: Asked, kept: Any = ()) -> Any:
+    return await prepare(self, answer, msgspec.structs.replace(asked, seeds=[seed ^ 1 for seed in asked.seeds]), kept)
+
+
+def _take_one_more(self: ChoiceTokens, choice: int) -> TokenPart | None:
+    self.num_saved = max(self.num_saved - 1, 0)
+    return take_part(self, choice)
+
+
+def _mark_all_saved(self: Run, change: Change, sizes: Sequence[tuple[int, bool]]) -> None:
+    mark_saved(self, change, [(len(one.ids), one.finish is not None) for one in self.choices])
+
+
+def _write_or_not(self: Database, *args: Any) -> set[str]:
+    try:
+        return write(self, *args)
+    except StoreError:
+        return set()
+
+
+def _forget(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
+    return join_parts([], num_choices)
+
+
+ANSWER_MUTATIONS: dict[str, Mutation] = {
+    "the lease is not compared on write": _with_sql("WHERE gateway = :gateway AND status IN", "WHERE status IN"),
+    "events are grouped anew after a takeover": patched((run, "singly", _all_together)),
+    "events are numbered anew after a takeover": patched((Run, "_follow", _follow_what_is_new)),
+    "ids of items are drawn anew": patched((ResponseWriter, "_new_item", _draw_item_id)),
+    "seeds are drawn anew": patched((Replays, "prepare", _prepare_with_new_seeds)),
+    "a token is stored twice": patched((ChoiceTokens, "take_part", _take_one_more)),
+    "tokens that come during a write count as stored": patched((Run, "mark_saved", _mark_all_saved)),
+    "a write that failed counts as done": patched((Database, "write", _write_or_not)),
+    "a part that is written once more does not grow": _with_sql("DO UPDATE SET ids = excluded.ids", "DO NOTHING --"),
+    "a reader does not see that a part has grown": _with_sql(
+        "first >= (SELECT max(first) FROM tokens WHERE answer = :id AND choice = :choice AND first <= :begin)",
+        "first >= :begin",
+    ),
+    "an answer begins again after a takeover": patched((keeper, "join_parts", _forget)),
+    "answers are not taken over": patched((Database, "claim", lambda *_: [])),
+    "tokens outlive their answer": _with_sql("DELETE FROM tokens", "SELECT * FROM tokens"),
+}
