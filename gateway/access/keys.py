@@ -31,6 +31,11 @@ class Key:
         """A salt for KV that no other key gets, from a request's own."""
         return sha256(self.digest + cache_salt.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
+    def session_of(self, given: str) -> str:
+        """A name that no other key's session has, from a request's own; empty if it has none."""
+        named = self.digest + b"session" + given.encode("utf-8", "surrogatepass")
+        return sha256(named).hexdigest()[:32] if given else ""
+
     def order(self, given: int | None) -> int | None:
         """The priority of a request that names this one."""
         if given is None:

@@ -31,6 +31,7 @@ _log = structlog.get_logger()
 
 Hold = Callable[[AsyncGenerator[Tokens, None]], AsyncGenerator[Tokens, None]]
 
+SESSION_HEADER = "x-baton-session"  # of HTTP, or metadata of gRPC
 HOLD_CHOICES = "hold_choices"  # in the state of the HTTP request of a batch's line: its Hold
 
 _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
@@ -79,6 +80,8 @@ async def begin(
     served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, key: Key, headers: ReadHeaders
 ) -> Totals:
     """Checks a request, for `stream_choices`. `arrived_s`: as in Totals; `key`: its API key. Raises ApiError."""
+    if session := next((value for name, value in headers() or () if name == SESSION_HEADER), None):
+        raw = replace(raw, session=str(session), session_param=SESSION_HEADER)
     trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
         return Totals(await served.prepare(raw, request_id, arrived_s, key), arrived_s, trace)

@@ -35,6 +35,7 @@ class Rules:
     speculation: Speculation
     cache_salt: str
     priority: int
+    session: str  # name of the conversation that it is a turn of; empty: unknown
     owner: str  # name for the request's key and user that metrics and logs may show
 
     def find_controls(self, model: Prompts) -> frozenset[str]:
@@ -78,9 +79,11 @@ def check(request: GenerateRequest, model: Prompts, key: Key, *, salts_by_key: b
     stop_token_ids = rules.check_stop_ids(request, tokenizer.eos_token_ids, tokenizer.vocab_size)
     speculation = rules.check_speculation(request)
     check_count("cache_salt", len(request.cache_salt), rules.MAX_CACHE_SALT_CHARS, "characters")
+    check_count(request.session_param, len(request.session), rules.MAX_SESSION_CHARS, "characters")
     return Rules(
         request, num_answers, tools, form, grammar, reasoning, budget, dialect, sampling, stop_token_ids, speculation,
-        cache_salt, DEFAULT_PRIORITY if priority is None else priority, _find_owner(request, key),
+        cache_salt, DEFAULT_PRIORITY if priority is None else priority, key.session_of(request.session),
+        _find_owner(request, key),
     )  # fmt: skip
 
 
@@ -125,6 +128,7 @@ def build(
             priority=checked.priority,
             age_s=age_s,
             deadline_s=None if request.deadline_ms is None else request.deadline_ms / 1000,
+            session=checked.session,
             owner=checked.owner,
             images=prompts[at].images,
             adapter=adapter,

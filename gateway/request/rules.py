@@ -30,6 +30,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
+MAX_SESSION_CHARS = 512
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
 LAST_PRIORITY = 9  # 0 goes first
 MAX_DEADLINE_MS = 86_400_000  # a day

@@ -91,6 +91,8 @@ class GenerateRequest:
     priority: int | None = None
     deadline_ms: int | None = None  # from its arrival to its first token
     user: str = ""  # whose share of the service it counts for, among those with the same API key
+    session: str = ""  # the conversation that it is a turn of, among those with the same API key; empty: unknown
+    session_param: str = "prompt_cache_key"  # its field, for errors
     tools: RawTools = field(default_factory=RawTools)
     warnings: Sequence[str] = ()  # what was left out of it
 

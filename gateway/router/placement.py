@@ -5,15 +5,18 @@ have to compute and by load (`score`: another term goes there), and the one with
 
     score [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
                      (those that it has in files, or can read from another worker, count READ_SHARE each)
+                   - HOME_TOKENS where the request's session is at home
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
 So a request goes where its prefix is as long as that saves more than the queue there costs, and a prefix that all
-requests have spreads over all workers.
+requests have spreads over all workers. The third lets several gateways choose alike where none knows what is cached.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
 
 from gateway.router.local_prefill import Rate, prefers_local
 from gateway.router.readiness import Unready, find_no_vision, find_unready
@@ -27,6 +30,7 @@ from runtime.config_parts import NoPrefill
 BUSY_TOKENS = 8192
 READ_SHARE = 0.25  # what it costs to read a token's KV, against computing it; workers measure, and decide
 LEAST_LENT = 512  # tokens: for fewer a worker does not ask another one
+HOME_TOKENS = 512  # a chunk: four more sequences at a decode worker, or one prompt at a prefill worker, outweigh it
 NO_HAND_OFF = (
     "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
@@ -70,6 +74,7 @@ class Need:
     no_prefill: NoPrefill = "fallback"
     has_images: bool = False  # only workers that take images compute it
     coming: frozenset[str] = frozenset()  # incarnations that are about to have what `cached` says
+    homes: frozenset[str] = frozenset()  # incarnations
     num_lent: int = 0  # tokens whose KV another worker has, for one that has less
 
     def find_cached(self, view: WorkerView) -> int:
@@ -90,7 +95,26 @@ def score(view: WorkerView, need: Need) -> tuple[float, int, int]:
     """What the request costs at the worker; at equal cost fewer waiting tokens are better, then more free pages."""
     num_there = need.num_lent if need.can_borrow(view) else need.find_there(view)
     num_lacking = need.num_missing - num_there + READ_SHARE * (num_there - need.find_cached(view))
-    return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
+    load = BUSY_TOKENS * view.num_running / view.max_running
+    cost = num_lacking + load - HOME_TOKENS * (view.incarnation in need.homes)
+    return cost, view.tokens_waiting, -view.free_pages
+
+
+def find_homes(session: str, workers: Sequence[WorkerView]) -> frozenset[str]:
+    """The living decode worker and prefill worker that all gateways give a session: those with the highest hashes.
+
+    So a worker that comes or goes moves no sessions but its own.
+    """
+    if not session:
+        return frozenset()
+    alive = [view for view in workers if view.is_alive]
+    roles = ([view.incarnation for view in alive if view.role == role] for role in ("decode", "prefill"))
+    return frozenset(max(names, key=lambda name: _hash(session, name)) for names in roles if names)
+
+
+@lru_cache(1 << 16)
+def _hash(session: str, incarnation: str) -> bytes:
+    return blake2b(f"{session} {incarnation}".encode(), digest_size=8).digest()
 
 
 def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | Wait | Unready:

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.router.coming import Coming, ComingIndex
-from gateway.router.placement import NO_PREFILL, Need, Placement, Wait, choose_placement, explain_no_hand_off
+from gateway.router.placement import (
+    NO_PREFILL,
+    Need,
+    Placement,
+    Wait,
+    choose_placement,
+    explain_no_hand_off,
+    find_homes,
+)
 from gateway.router.prefix_index import PrefixIndex
 from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
@@ -82,6 +90,7 @@ class Placer:
         need = Need(
             request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
             self._no_prefill_of(request), bool(request.wanted.images), frozenset(coming),
+            find_homes(request.wanted.session, workers) if self._uses_cache else frozenset(),
         )  # fmt: skip
         choice = choose_placement(workers, need)
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:

@@ -153,20 +153,25 @@ class AnswerKeeper:
                 raise bad_request("background needs store: an answer that is not kept cannot be read later", "store")
             return await answer_once(self._served, await self.with_history(body, request), request)
         whole, previous = await self.with_history(body, request), body.previous_response_id or ""
-        return await self._answer(body, whole, request, previous=previous, is_background=bool(body.background))
+        answer_id = new_id("responses")
+        if not previous:
+            whole.continue_from(answer_id)  # by that its conversation will be known
+        background = bool(body.background)
+        return await self._answer(body, whole, request, answer_id, previous=previous, is_background=background)
 
     async def complete(self, body: ChatCompletionRequest, request: Request) -> Response:
         """As Keeper."""
         if hasattr(request.state, HOLD_CHOICES):
             raise _line_refusal()
         body.check_stored()
-        return await self._answer(body, body, request)
+        return await self._answer(body, body, request, new_id(find_kind(body)))
 
     async def _answer(
         self,
         body: StoredRequest,
         whole: StoredRequest,
         request: Request,
+        answer_id: str,
         *,
         previous: str = "",
         is_background: bool = False,
@@ -174,7 +179,7 @@ class AnswerKeeper:
         """`body`: as it came; `whole`: with its conversation."""
         prepared = await self._prepare(whole, request)
         one, totals = prepared.served, prepared.totals
-        run = self._new_run(body, prepared, request.state.key, previous, is_background=is_background)
+        run = self._new_run(body, prepared, request.state.key, answer_id, previous, is_background=is_background)
         answer = run.answer
         if totals.trace is not None:
             totals.trace.note({"gen_ai.response.id": answer.id})
@@ -206,11 +211,13 @@ class AnswerKeeper:
         response.headers.update(warning_headers(totals.warnings()))
         return response
 
-    def _new_run(self, body: StoredRequest, prepared: Prepared, key: Key, previous: str, *, is_background: bool) -> Run:
+    def _new_run(
+        self, body: StoredRequest, prepared: Prepared, key: Key, answer_id: str, previous: str, *, is_background: bool
+    ) -> Run:
         kind, job = find_kind(body), prepared.totals.job
         seeds = [each.sampling.seed for each in job.generations]
         asked = Asked(job.call_seed, seeds, digest_of(job), is_background, bool(body.stream))
-        stored = Stored(new_id(kind), int(time.time()), is_background)
+        stored = Stored(answer_id, int(time.time()), is_background)
         writer = prepared.new_writer(stored)
         status: Status = "queued" if is_background else "in_progress"
         labels = msgspec.json.encode(body.metadata or {}).decode()

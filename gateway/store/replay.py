@@ -102,7 +102,9 @@ class Replays:
             await turn.step()
             whole = body.model_dump(by_alias=True, exclude_unset=True)
             await turn.last_step()
-            return type(body).model_validate(whole | {"input": [*items, *as_items(whole["input"])]})
+            joined = type(body).model_validate(whole | {"input": [*items, *as_items(whole["input"])]})
+            joined.continue_from(history[0].id)
+            return joined
         finally:
             turn.end()
 

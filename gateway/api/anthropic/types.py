@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from gateway.api.anthropic.chat_types import (
     AnyTool,
@@ -17,6 +17,7 @@ from gateway.api.anthropic.chat_types import (
 )
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
+    SESSION_FIELD,
     Body,
     Many,
     OrderFields,
@@ -95,11 +96,19 @@ class ContextManagement(Body):
     edits: Many[ClearThinking] | None = None
 
 
+class Metadata(Body):
+    """Whose request it is."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    user_id: str | None = SESSION_FIELD
+
+
 class CountTokensRequest(Body):
     """Body of POST /v1/messages/count_tokens; null means not given."""
 
     ignored = {
-        **any_value("cache_control", "metadata"),
+        **any_value("cache_control"),
         **only_null("container", "inference_geo", "user_profile_id"),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
@@ -113,6 +122,7 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     context_management: ContextManagement | None = None
+    metadata: Metadata | None = None
 
     def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
@@ -164,6 +174,8 @@ class CountTokensRequest(Body):
             max_reasoning_tokens=self.thinking.budget_tokens if self.thinking else None,
             max_reasoning_param="thinking.budget_tokens",
             tools=RawTools(tools, choice, False if is_single else None),
+            session=(self.metadata and self.metadata.user_id) or "",
+            session_param="metadata.user_id",
             warnings=(*self.warnings(), *["x-anthropic-billing-header is left out of the prompt"] * num_headers),
         )
 

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.images.parts import Content, ImagePart
-from gateway.request.rules import LAST_PRIORITY, MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS
+from gateway.request.rules import LAST_PRIORITY, MAX_CACHE_SALT_CHARS, MAX_DEADLINE_MS, MAX_SESSION_CHARS
 from gateway.tools.history import join_parts
 from wire.sampling import SCALARS
 
@@ -196,6 +196,11 @@ CACHE_SALT_FIELD: Any = Field(
     None,
     description="KV of prompts is shared only between requests with the same salt.",
     json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARS},
+)
+SESSION_FIELD: Any = Field(
+    None,
+    description="Names the conversation: its turns go to the same workers.",
+    json_schema_extra={"maxLength": MAX_SESSION_CHARS},
 )
 USER_FIELD: Any = Field(None, description="A text: whose share of the service the request counts for.")
 SEED_FIELD: Any = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})

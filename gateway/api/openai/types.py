@@ -10,6 +10,7 @@ from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     MAX_REASONING_FIELD,
     SEED_FIELD,
+    SESSION_FIELD,
     USER_FIELD,
     Body,
     Ids,
@@ -104,6 +105,7 @@ class _GenerationBody(_SampledBody, OrderFields):
     max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
     cache_salt: str | None = CACHE_SALT_FIELD
     user: str | None = USER_FIELD
+    prompt_cache_key: str | None = SESSION_FIELD
     include_timing: bool | None = Field(None, description="Report where each choice's time went.")
     return_token_ids: bool | None = Field(None, description="Report token ids of prompt and answer.")
     prompt_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
@@ -132,6 +134,7 @@ class _GenerationBody(_SampledBody, OrderFields):
         return {
             **{name: value for name in _SAME if (value := getattr(self, name)) is not None},
             **self.order(),
+            "session": self.prompt_cache_key or "",
             "sampling": given_sampling(self),
             "stop": [stop] if isinstance(stop, str) else stop,
             "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
@@ -154,7 +157,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "verbosity": ("medium",),
-        **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        **warned("prompt_cache_options", "prompt_cache_retention"),
     }
 
     messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -211,7 +214,7 @@ class CompletionRequest(_GenerationBody):
         **_IGNORED,
         **any_value("metadata"),
         "store": (False,),
-        **warned("prompt_cache_key", "prompt_cache_retention"),
+        **warned("prompt_cache_retention"),
     }
     takes_ids = True
 

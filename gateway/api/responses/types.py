@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     MAX_REASONING_FIELD,
     SEED_FIELD,
+    SESSION_FIELD,
     USER_FIELD,
     Body,
     Ignored,
@@ -97,6 +98,8 @@ class CountInputRequest(Body):
         "truncation": ("disabled",),
     }
 
+    _root: str = PrivateAttr("")  # id of the conversation's first answer, where it goes on from a stored one
+
     model: str
     previous_response_id: str | None = Field(
         None, description="A stored answer: its conversation, and then it, come before the input."
@@ -123,6 +126,10 @@ class CountInputRequest(Body):
         )
         prompt = Prompt(Chat(self._messages(), results, "input", options, wishes=wishes), "input")
         return GenerateRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
+
+    def continue_from(self, root: str) -> None:
+        """It goes on with the stored conversation whose first answer this is."""
+        self._root = root
 
     def check_stateless(self) -> None:
         """Raises ApiError if it has a field that only a store of answers can satisfy."""
@@ -181,7 +188,7 @@ class ResponsesRequest(_SampledInput, OrderFields):
         **only_null("context_management", "image", "max_tool_calls", "moderation", "prompt"),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
-        **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
+        **warned("prompt_cache_options", "prompt_cache_retention", "client_metadata"),
     }
 
     store: bool | None = Field(None, description="Keep the answer; where a store is configured, true if not given.")
@@ -195,6 +202,7 @@ class ResponsesRequest(_SampledInput, OrderFields):
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
     cache_salt: str | None = CACHE_SALT_FIELD
     user: str | None = USER_FIELD
+    prompt_cache_key: str | None = SESSION_FIELD
 
     def raw(self) -> GenerateRequest:
         has_logprobs = _LOGPROBS in (self.include or ())
@@ -210,5 +218,6 @@ class ResponsesRequest(_SampledInput, OrderFields):
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
             **self.order(),
+            session=self._root or self.prompt_cache_key or "",
             form=self.text.format.form() if self.text and self.text.format else None,
         )

@@ -83,7 +83,7 @@ TOLD = {
         "max_tokens is lowered to {rest}, the rest of the context"
     ),
     "responses": (
-        "prompt_cache_key has no effect here; client_metadata has no effect here; "
+        "client_metadata has no effect here; "
         "tools[1] is flattened: its functions are crew__NAME; "
         "tools[2] of the type 'web_search' is left out: no tools run here"
     ),

@@ -19,6 +19,7 @@ from gateway.router.placement import (
     Wait,
     choose_placement,
     explain_no_hand_off,
+    find_homes,
 )
 from gateway.router.readiness import Unready, find_unready
 from gateway.router.worker_view import WorkerView
@@ -370,3 +371,30 @@ def test_a_worker_with_room_is_always_found(fleet: list[WorkerView]) -> None:
         assert choice.decode in open_decodes
         least = min(view.num_mine / view.max_running for view in open_decodes)
         assert choice.decode.num_mine / choice.decode.max_running == least
+
+
+def test_a_session_goes_home_unless_that_is_busy_or_more_is_cached_elsewhere() -> None:
+    workers = [replace(view, max_running=64) for view in (PREFILL, PREFILL_2, DECODE, DECODE_2)]
+    home = Need(1000, 0, homes=frozenset({"D2", "P2"}))
+    assert names(choose_placement(workers, home)) == ("D2", "P2")
+    (_, _, one, two) = workers
+    assert names(choose_placement([*workers[:3], replace(two, num_mine=3)], home)) == ("D2", "P2")
+    assert names(choose_placement([*workers[:3], replace(two, num_mine=5)], home)) == ("D1", "P2"), "busy"
+    assert names(choose_placement(workers, replace(home, cached={"D1": 496}))) == ("D2", "P2")
+    assert names(choose_placement(workers, replace(home, cached={"D1": 528}))) == ("D1", "P2"), "more is there"
+    assert names(choose_placement([PREFILL, one], home)) == ("D1", "P1"), "it is gone"
+
+
+def test_every_gateway_finds_the_same_homes_which_spread_and_stay_when_others_come_and_go() -> None:
+    workers = [replace(DECODE, incarnation=f"D{number}") for number in range(8)]
+    workers += [replace(PREFILL, incarnation=f"P{number}") for number in range(4)]
+    sessions = [f"session {number}" for number in range(400)]
+    homes = {one: find_homes(one, workers) for one in sessions}
+    assert all(find_homes(one, workers[::-1]) == home for one, home in homes.items()), "in any order"
+    assert all(sorted(name[0] for name in home) == ["D", "P"] for home in homes.values())
+    for view in workers:
+        fair = len(sessions) / sum(other.role == view.role for other in workers)
+        assert fair / 2 < sum(view.incarnation in home for home in homes.values()) < fair * 2
+    left = [replace(workers[0], **DEAD), *workers[1:]]
+    assert all(find_homes(one, left) == home for one, home in homes.items() if "D0" not in home)
+    assert not find_homes("", workers) and not find_homes("s", [])

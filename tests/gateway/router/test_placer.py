@@ -106,3 +106,14 @@ def test_choices_of_one_prompt_share_what_is_computed_of_it_and_nothing_of_their
     one.emit(range(PAGE_TOKENS), DECODE, now=1.0)
     assert one.page_keys("w", PAGE_TOKENS)[:2] == keys and len(one.page_keys("w", PAGE_TOKENS)) == 3
     assert two.page_keys("w", PAGE_TOKENS) == keys and len(keys) == 2
+
+
+def test_gateways_that_know_nothing_of_each_other_place_a_session_alike() -> None:
+    gateways, elsewhere = [Placer(0) for _ in range(3)], 0
+    workers = [replace(view, max_running=64) for view in ALL]
+    for number in range(40):
+        turn = wanted(prompt=[number] * 40)
+        places = {placed(one, workers, request(replace(turn, session=f"s{number}"))) for one in gateways}
+        (first,) = places
+        elsewhere += first[0] == "D2"
+    assert 0 < elsewhere < 40

@@ -80,6 +80,18 @@ def wait_stored(served: Served, answer_id: str, status: str = "completed") -> No
     wait_until(lambda: served.http.get(f"{PATH}/{answer_id}").json().get("status") == status)
 
 
+def test_a_conversation_is_a_session_named_by_its_first_answer(served: Served, other: Served) -> None:
+    names, previous = [], {}
+    for gateway in (served, other, served):
+        told = ask(gateway, prompt_cache_key="many have this", **previous).json()
+        names.append(gateway.engine.sent[-1]["session"])
+        wait_stored(other, told["id"])
+        previous = {"previous_response_id": told["id"]}
+    assert names[0] and len(set(names)) == 1
+    ask(served, prompt_cache_key="many have this")
+    assert served.engine.sent[-1]["session"] != names[0], "another conversation"
+
+
 def test_kept_and_deleted(served: Served, other: Served) -> None:
     told = ask(served, metadata={"a": "b"}).json()
     assert told["store"] is True and told["status"] == "completed"
