@@ -164,8 +164,11 @@ def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
     assert answer.timing.cached_tokens >= 96
 
 
-def test_status_has_what_a_token_takes_beside_what_its_heads_would(live: Live, models: tuple[Path, Path]) -> None:
+def test_status_has_what_a_token_takes_beside_what_its_heads_would(
+    surface: Surface, live: Live, models: tuple[Path, Path]
+) -> None:
     """Of each worker, of any number of ranks."""
+    surface.answer(random_prompt(40, TEXT_VOCAB, seed=79), max_tokens=2)
     shapes = load_any_config(models[1]).attention_shapes
     heads = 4 * sum(shape.num_heads * sum(shape.expanded) for shape in shapes)
     kept = 4 * sum(shape.kept_numbers for shape in shapes)
