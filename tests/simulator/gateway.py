@@ -190,9 +190,10 @@ class SimChannel(MemoryChannel):
 
     def name_source(self, request: decode_pb2.ReserveRequest | prefill_pb2.RunRequest) -> None:
         """In half of the calls another worker than the gateway means, as if what it knows were late or wrong."""
-        rng = self.gateway.loans_rng
-        if self.worker.loans.lenders and rng.random() < 0.5:
-            lender = rng.choice(self.worker.loans.lenders)
+        loans = self.worker.loans
+        rng = self.gateway.world.rng if loans.is_forced else self.gateway.loans_rng
+        if loans.lenders and (loans.is_forced or rng.random() < 0.5):
+            lender = rng.choice(loans.lenders)
             request.source.address, request.source.incarnation = lender.name, lender.incarnation
 
     async def call(self, serve: Callable[[Callable[[Any], None]], None], timeout_s: float) -> Any:

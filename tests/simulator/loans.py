@@ -33,6 +33,7 @@ class Loans:
 
     def __init__(self, worker: "SimWorker") -> None:
         self.lenders: Sequence[SimWorker] = ()  # from which gateways let it read
+        self.is_forced = False  # every call names one of them
         self.worker = worker
 
     def lend(self, incarnation: str, keys: Sequence[PageKey], begin: int, answer: "Answer") -> None:

@@ -19,7 +19,7 @@ from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, 
 from wire.sampling import SamplingParams
 
 FAULTS_END_S = 2.0
-LOANS = 0.3  # share of schedules with them
+LOANS, LOANS_OF_ALL = 0.3, 0.18  # share of schedules with them, and of those where decode workers take part
 MAX_PAUSE_S = 8.0
 
 
@@ -189,12 +189,17 @@ class Schedule(Troubles):
                 worker.files = shared if files_rng.random() < 0.5 else Files(files_rng)
                 worker.files.begin_on(worker)
         peers_rng = random.Random(f"lenders {seed}")  # like states_rng
-        if peers_rng.random() < LOANS:
-            placement.LEAST_LENT = PAGE_TOKENS
-            for worker in self.workers:
-                worker.loans.lenders = [other for other in self.workers if other is not worker]
-            for decode in decodes:
-                decode.max_offer_pages = peers_rng.choice([1, 2, 9])
+        kind = peers_rng.random()
+        if kind < LOANS:
+            is_forced = kind > LOANS_OF_ALL
+            lending: Sequence[SimPrefill | SimDecode] = prefills if is_forced else self.workers
+            for worker in lending:
+                worker.loans.lenders = [other for other in lending if other is not worker]
+                worker.loans.is_forced = is_forced
+            if not is_forced:
+                placement.LEAST_LENT = PAGE_TOKENS
+                for decode in decodes:
+                    decode.max_offer_pages = peers_rng.choice([1, 2, 9])
             if not self.is_calm:
                 faults.slow_reads = peers_rng.choice([faults.slow_reads, 0.5])
         self.clients: list[tuple[Client, float]] = []  # with its start time
