@@ -80,7 +80,7 @@ def wait_stored(served: Served, answer_id: str, status: str = "completed") -> No
 
 
 def test_a_conversation_is_a_session_named_by_its_first_answer(served: Served, other: Served) -> None:
-    names, previous = [], {}
+    names, previous = [], dict[str, str]()
     for gateway in (served, other, served):
         told = ask(gateway, prompt_cache_key="many have this", **previous).json()
         names.append(gateway.engine.sent[-1]["session"])
