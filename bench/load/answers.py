@@ -15,7 +15,7 @@ class Answer:
     """One request as its client saw it. Times are seconds of one monotonic clock."""
 
     sent: float
-    chunks: tuple[float, ...]  # arrival of each chunk with text
+    chunks: tuple[float, ...]  # arrival of each chunk with text, or token ids
     ended: float  # arrival of the choice's last chunk
     prompt_tokens: int
     output_tokens: int
@@ -94,7 +94,8 @@ class Recorder:
             self.is_done |= choice.finish_reason is not None
             self._timing = choice.timing or self._timing
             self._ids += choice.token_ids
-            if text := choice.text or choice.delta.content:
+            text = choice.text or choice.delta.content or ""
+            if text or choice.token_ids:  # a token may have no text
                 self.chunks.append(now)
                 self._texts.append(text)
         self._usage = chunk.usage or self._usage

@@ -98,6 +98,16 @@ class TestRecorder:
         assert (answer.prompt_tokens, answer.output_tokens, answer.is_counted) == (7, 3, True)
         assert answer.timing == {"queue_seconds": 0.1}
 
+    def test_tokens_without_text_that_were_asked_for_by_their_ids(self) -> None:
+        recorder = Recorder(1.0)
+        usage = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+        recorder.feed(
+            choice("", token_ids=[5]) + choice(" a", "length", token_ids=[6]) + sse(choices=[], usage=usage), 1.5
+        )
+        answer = recorder.answer()
+        assert (answer.chunks, answer.error) == ((1.5, 1.5), "")
+        assert (answer.token_ids, answer.text, answer.cached_tokens) == ([5, 6], " a", 3)
+
     @given(st.lists(st.integers(1, 40), min_size=1))
     def test_cuts_do_not_matter(self, sizes: list[int]) -> None:
         stream = b": a comment\r\n" + choice("x", None) + choice("ü") + choice("", "stop") + b"data: [DONE]\n\n"
