@@ -157,7 +157,7 @@ def test_pages_of_answers_have_the_heads_kv_and_say_so(tmp_path: Path, drafter: 
     assert num_marked == len(found) == (len(tokens) - 2) // PAGE_TOKENS
     num_marked, expected, _ = read(ask(1, tokens, 1))
     assert num_marked == len(expected)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # other chunks: noise
 
 
 def test_behind_pages_without_a_heads_kv_none_is_said_to_have_it() -> None:

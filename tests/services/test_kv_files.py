@@ -124,8 +124,8 @@ def test_a_prefill_worker_answers_from_the_pages_of_another(tmp_path: Path) -> N
     names, numbers = ("prefill-0", "prefill-1"), count()
     with served(model, "--prefill-workers=2") as service, ThreadPoolExecutor(6) as pool:
 
-        def borrowed() -> list[float]:
-            return [service.read(name, "prefill") for name in names]
+        def borrowed() -> list[float]:  # also from the decode worker, which has a page more
+            return [service.read(name, "prefill") + service.read(name, "decode") for name in names]
 
         def ask_together(seed: int, kill: str = "") -> None:
             ends = [random_prompt(80, VOCAB, seed=next(numbers)) for _ in range(6)]
