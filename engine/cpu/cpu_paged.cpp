@@ -263,7 +263,8 @@ template <class Math> void attend_block(const BatonBatch& batch, const BatonLaye
 
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
     const float scale_log2 = batch.scale * 1.44269504f;
-    const int64_t begin_key = std::max<int64_t>(0, first_position - layer.window + 1);
+    // A multiple, so that a row's keys are summed in the same tiles whoever is beside it.
+    const int64_t begin_key = std::max<int64_t>(0, first_position - layer.window + 1) / kTile * kTile;
     auto find_next = [&](int64_t of_head, int64_t first) {
         const Page* const head_keys = layer_keys + of_head * batch.head_stride;
         next->find(batch, head_keys, block.pages, first, end_position, Math::kStep, zeros);
