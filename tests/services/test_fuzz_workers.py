@@ -189,7 +189,7 @@ def test_images_that_disagree_with_their_prompt_are_refused(ring: Ring) -> None:
 
 METHODS = (
     "Decode/Reserve", "Decode/Steps", "Decode/Abort", "Decode/Handshake", "Decode/Renew", "Decode/Offer",
-    "Worker/Status", "Prefill/Run", "Prefill/Lend", "KvPages/Read",
+    "Worker/Status", "Prefill/Run", "Worker/Lend", "KvPages/Read",
 )  # fmt: skip
 
 
