@@ -3,75 +3,44 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import numpy as np
-from cyclopts import Parameter
+from typing import Any
 
 from bench.load.answers import Answer
 from bench.load.client import Client
 from bench.load.loops import Done
-from bench.load.metrics import ttft_s
+from bench.load.metrics import spread, ttft_s
+from bench.load.options import Target
 from bench.load.prompts import Message, PromptWriter
+from bench.load.runs import SPARE_CONNECTIONS, Start
 from bench.load.server import discover, open_http
 from bench.load.sessions import Piece, Session, Shape, Turn, draw_sessions, read_trace
 from runtime.settings import ConfigError
 
 Said = list[int] | str | list[Message]  # what a session's prompts and answers were so far
-SPARE_CONNECTIONS = 8
 SOURCES = "_tokens"  # ends the names of Baton's counts of a prompt's tokens, by where their KV came from
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentOptions:
+class AgentOptions(Shape, Target):
     """One call of `baton bench agents`."""
 
-    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
-    """Base URL of the server."""
-    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
-    """API key of the server."""
-    model: str = ""
-    """Name of the model in requests; if empty, the first that the server lists."""
     trace: Path | None = None
     """JSON lines of Mooncake or of AIPerf's multi-turn format to replay; without one, sessions are drawn."""
-    sessions: int = 16
-    """Sessions to draw."""
-    turns: int = 8
-    """Requests of each."""
-    scale: float = 100.0
-    """Tokens and pauses of recorded sessions, or of the trace, are divided by this."""
-    system_tokens: int = 0
-    """Tokens of a system prompt that all drawn sessions begin with; not divided."""
-    group_size: int = 4
-    """Half of the drawn sessions are in groups of this size, on one prefix."""
     at_once: int = 0
     """Most sessions at the same time; 0: all."""
-    seed: int = 0
-    """Seed of lengths and pauses. Contents differ in each call, so that caches have nothing of an earlier one."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("sessions", 1),
-            ("turns", 1),
-            ("system_tokens", 0),
-            ("group_size", 1),
-            ("at_once", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: {least} or more")
+        self.require(1, "sessions", "turns", "group_size")
+        self.require(0, "system_tokens", "at_once", "seed")
         if not self.scale > 0:
             raise ConfigError(f"scale={self.scale} cannot be used: a number above 0")
 
     def build(self) -> list[Session]:
         """Raises ConfigError."""
-        if self.trace is not None:
-            return read_trace(self.trace, self.scale)
-        shape = (self.sessions, self.turns, self.scale, self.system_tokens, self.group_size, self.seed)
-        return draw_sessions(Shape(*shape))
+        return draw_sessions(self) if self.trace is None else read_trace(self.trace, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +89,7 @@ class Agents:
         for number, turn in enumerate(session.turns):
             await asyncio.sleep(turn.pause_s)
             is_new = turn.is_whole or number == 0
-            prompt = self._write(turn, None if is_new else said, has_text)
+            prompt = self._write(turn, [] if is_new else said, has_text)
             seen = self._note(turn.pieces) if is_new else num_said
             answer = await self._client.ask(prompt, turn.num_output, {} if has_text else {"return_token_ids": True})
             self.asked.append(Asked(number, answer, seen))
@@ -140,7 +109,7 @@ class Agents:
             self._sent.add(path)
         return count
 
-    def _write(self, turn: Turn, said: Said | None, is_chat: bool) -> Said:
+    def _write(self, turn: Turn, said: Said, is_chat: bool) -> Said:
         if is_chat:
             before = said if isinstance(said, list) else []
             return [*before, *({"role": "user", "content": piece.text} for piece in turn.pieces)]
@@ -162,8 +131,8 @@ def _add(prompt: Said, answer: Answer) -> Said:
     return [*prompt, *answer.token_ids]
 
 
-async def run_agents(options: AgentOptions, start: Callable[[str, int], Done]) -> dict[str, Any]:
-    """Raises ConfigError if nothing can be measured. `start`: see runs.py."""
+async def run_agents(options: AgentOptions, start: Start) -> dict[str, Any]:
+    """Raises ConfigError if nothing can be measured."""
     sessions = options.build()
     async with open_http(options.url, options.api_key, len(sessions) + SPARE_CONNECTIONS) as http:
         server, ids = await discover(http, options.model)
@@ -189,12 +158,10 @@ def summarise(asked: Sequence[Asked], seconds: float) -> dict[str, Any]:
 
 
 def _count(asked: Sequence[Asked]) -> dict[str, float]:
-    times = np.array([ttft_s(one.answer) for one in asked] or [0.0]) * 1e3
     prompts = sum(one.answer.prompt_tokens for one in asked)
     return {
         "requests": len(asked),
-        "median_ttft_ms": float(np.percentile(times, 50)),
-        "p90_ttft_ms": float(np.percentile(times, 90)),
+        **spread("ttft_ms", [ttft_s(one.answer) for one in asked]),
         "prompt_tokens": prompts,
         "cached_share": sum(one.answer.cached_tokens for one in asked) / max(prompts, 1),
         "seen_share": sum(one.seen_tokens for one in asked) / max(prompts, 1),

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -53,10 +53,7 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()
     show(result)
     if options.plot:
         load_plots(options.plot).draw([result], options.plot)
-    errors = list_errors(result)
-    for error in errors:
-        print(f"baton bench serve: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    return _tell("serve", list_errors(result))
 
 
 def plot(files: Annotated[tuple[Path, ...], Parameter(negative="")], /, *, plot: Path) -> int:
@@ -118,9 +115,7 @@ def overload(
     console = Console()
     console.print(describe(figures), markup=False)
     console.print(build_priorities(figures))
-    for error in figures["errors"]:
-        print(f"baton bench overload: {error}", file=sys.stderr)
-    return 1 if figures["errors"] else 0
+    return _tell("overload", figures["errors"])
 
 
 def contexts(
@@ -159,9 +154,7 @@ def agents(
     if save:
         write_json(figures, save)
     Console().print(build_agents(figures))
-    for error in figures["errors"]:
-        print(f"baton bench agents: {error}", file=sys.stderr)
-    return 1 if figures["errors"] else 0
+    return _tell("agents", figures["errors"])
 
 
 def open_progress() -> Progress:
@@ -192,6 +185,13 @@ def show(result: Mapping[str, Any]) -> None:
         f"{workload['warm_up_requests']} warm-up requests are not counted",
         markup=False,
     )
+
+
+def _tell(command: str, errors: Sequence[str]) -> int:
+    """What went wrong, each on a line; returns the exit status."""
+    for error in errors:
+        print(f"baton bench {command}: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def _start(progress: Progress, name: str, total: int) -> Done:

@@ -4,18 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-from cyclopts import Parameter
 
 from bench.load.answers import Answer
 from bench.load.client import Client
 from bench.load.metrics import tpot_s, ttft_s
-from bench.load.options import parse_numbers
+from bench.load.options import Target, parse_numbers
 from bench.load.processes import find_tree, read_pss_bytes
 from bench.load.prompts import Message, PromptWriter, new_run
 from bench.load.server import discover, open_http
@@ -29,15 +28,9 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions:
+class ContextOptions(Target):
     """One call of `baton bench contexts`."""
 
-    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
-    """Base URL of the server."""
-    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
-    """API key of the server."""
-    model: str = ""
-    """Name of the model in requests; if empty, the first that the server lists."""
     lengths: str = "8000,32000,128000"
     """Tokens of the conversations, about."""
     output_tokens: int = 64
@@ -49,9 +42,7 @@ class ContextOptions:
 
     def __post_init__(self) -> None:
         parse_numbers("lengths", self.lengths)
-        for name in ("output_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 1 or more")
+        self.require(1, "output_tokens", "rounds")
 
 
 async def run_contexts(options: ContextOptions) -> list[dict[str, Any]]:

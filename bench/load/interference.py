@@ -7,16 +7,16 @@ ends when the long prompts are sent; the busy time ends with the last of their f
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 
 from bench.load.answers import Answer, Recorder
 from bench.load.client import Client
 from bench.load.metrics import ttft_s
+from bench.load.options import Target
 from bench.load.prompts import Message, Prompt, PromptWriter, new_run
 from bench.load.server import discover, open_http
 from bench.load.workloads import Wanted
@@ -28,15 +28,9 @@ START_S = 300.0  # until all streams run
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterferenceOptions:
+class InterferenceOptions(Target):
     """One call of `baton bench interference`."""
 
-    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
-    """Base URL of the server."""
-    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
-    """API key of the server."""
-    model: str = ""
-    """Name of the model in requests; if empty, the first that the server lists."""
     streams: int = 4
     """Concurrent streams."""
     stream_tokens: int = 1024
@@ -57,9 +51,7 @@ class InterferenceOptions:
     """Measurements with --images, of which the medians are reported."""
 
     def __post_init__(self) -> None:
-        for name in ("streams", "prompts", "prompt_tokens", "stream_tokens", "quiet_chunks", "image_size", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 1 or more")
+        self.require(1, "streams", "prompts", "prompt_tokens", "stream_tokens", "quiet_chunks", "image_size", "rounds")
         if self.stream_tokens <= self.quiet_chunks:
             raise ConfigError(f"stream_tokens={self.stream_tokens} cannot be used: more than --quiet-chunks")
 

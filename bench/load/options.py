@@ -28,8 +28,8 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """One call of `baton bench serve`."""
+class Target:
+    """The server that a command asks."""
 
     url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
     """Base URL of the server."""
@@ -37,6 +37,18 @@ class ServeOptions:
     """API key of the server."""
     model: str = ""
     """Name of the model in requests; if empty, the first that the server lists."""
+
+    def require(self, least: int, *names: str) -> None:
+        """Raises ConfigError."""
+        for name in names:
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Target):
+    """One call of `baton bench serve`."""
+
     dataset: str = "synthetic"
     """synthetic (32 to 1024 tokens in, 16 to 256 out), lengths:IN,OUT, or sharegpt:FILE."""
     concurrency: str = ""
@@ -78,11 +90,7 @@ class ServeOptions:
         self.levels()
         self.targets()
         parse_arrivals(self.arrivals)
-        for name in ("num_requests", "warm_up", "shared_prefix"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 0 or more")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} cannot be used: 0 or more")
+        self.require(0, "num_requests", "warm_up", "shared_prefix", "seed")
 
     def levels(self) -> list[Level]:
         """The runs, in order."""

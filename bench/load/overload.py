@@ -5,17 +5,17 @@ its first token came within the deadline and 99 of 100 of its gaps within the go
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 
 from bench.load.answers import Answer
 from bench.load.arrivals import draw_moments, parse_arrivals
 from bench.load.client import Client
 from bench.load.loops import Done, Job, run_closed, run_open
 from bench.load.metrics import gaps_s, ttft_s
+from bench.load.options import Target
 from bench.load.prompts import Prompt, PromptWriter
 from bench.load.runs import build_requests
 from bench.load.server import discover, open_http
@@ -29,15 +29,9 @@ CAPACITY_SEED = 2**30  # for prompts that the overload does not have
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverloadOptions:
+class OverloadOptions(Target):
     """One call of `baton bench overload`."""
 
-    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
-    """Base URL of the server."""
-    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
-    """API key of the server."""
-    model: str = ""
-    """Name of the model in requests; if empty, the first that the server lists."""
     dataset: str = "lengths:128,64"
     """Requests, as in `baton bench serve`."""
     itl_goal_ms: float = 100.0

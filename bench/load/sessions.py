@@ -53,16 +53,22 @@ class Session:
     turns: Sequence[Turn]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What sessions to draw; see AgentOptions."""
+    """Sessions to draw."""
 
-    sessions: int
-    turns: int
-    scale: float
-    system_tokens: int
-    group_size: int
-    seed: int
+    sessions: int = 16
+    """Sessions to draw."""
+    turns: int = 8
+    """Requests of each."""
+    scale: float = 100.0
+    """Tokens and pauses of recorded sessions, or of the trace, are divided by this."""
+    system_tokens: int = 0
+    """Tokens of a system prompt that all drawn sessions begin with; not divided."""
+    group_size: int = 4
+    """Half of the drawn sessions are in groups of this size, on one prefix."""
+    seed: int = 0
+    """Seed of lengths and pauses. Contents differ in each call, so that caches have nothing of an earlier one."""
 
 
 def draw_sessions(shape: Shape) -> list[Session]:
