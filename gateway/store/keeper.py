@@ -274,10 +274,7 @@ class AnswerKeeper:
         if run is not None and not run.is_lost:
             answer = run.answer
         elif _ID[kind].fullmatch(answer_id):
-            try:
-                answer = await self._reads.call(Database.find, answer_id)
-            except StoreError as error:
-                raise unavailable(error) from error
+            answer = await self._reads.ask(Database.find, answer_id)
         if answer is None or (answer.kind, answer.owner) != (kind, key.owner):
             raise ApiError(404, f"no answer has the id {answer_id[:100]}", _PARAM[kind], "not_found")
         return answer
@@ -295,10 +292,7 @@ class AnswerKeeper:
         with suppress(StoreError):
             await self._save()  # those that ended here just now
         most = self._served.options.max_body_bytes
-        try:
-            found = await self._reads.call(Database.list_own, key.owner, "chat", after, limit, max_bytes=most, **wanted)
-        except StoreError as error:
-            raise unavailable(error) from error
+        found = await self._reads.ask(Database.list_own, key.owner, "chat", after, limit, max_bytes=most, **wanted)
         if found is None:
             raise bad_request("after names nothing in this list", "after")
         return found
@@ -323,10 +317,7 @@ class AnswerKeeper:
         if run is not None and not run.is_lost and (run.is_new or self._is_held()):
             await run.stop()
             return run.answer.result
-        try:
-            await self._reads.call(Database.ask_cancel, answer_id)
-        except StoreError as error:
-            raise unavailable(error) from error
+        await self._reads.ask(Database.ask_cancel, answer_id)
         until = time.monotonic() + self._lease_s + 3 * LOOK_S
         while answer.status in RUNNING and time.monotonic() < until:
             await asyncio.sleep(LOOK_S / 4)
@@ -340,10 +331,7 @@ class AnswerKeeper:
         if run is not None:
             await run.stop(is_lost=True)
         async with self._writing:  # after what is being written
-            try:
-                await self._writes.call(Database.delete, answer_id)
-            except StoreError as error:
-                raise unavailable(error) from error
+            await self._writes.ask(Database.delete, answer_id)
 
     async def _follow(self, run: Run, place: Place, at: int = 0, *, is_asked: bool = False) -> Events:
         """Events of an answer, here as long as it is computed here, and then in the store. `at`, `is_asked`: as in
@@ -351,10 +339,7 @@ class AnswerKeeper:
         async for events in run.follow(place, at, is_asked=is_asked):
             yield events
         if run.is_lost:
-            try:
-                answer = await self._reads.call(Database.find, run.answer.id)
-            except StoreError as error:
-                raise unavailable(error) from error
+            answer = await self._reads.ask(Database.find, run.answer.id)
             if answer is None:
                 raise ApiError(404, f"the answer {run.answer.id} was deleted", None, "not_found")
             async for events in self._replays.read(answer, place):

@@ -43,6 +43,13 @@ class Line:
         finally:
             self._num_waiting -= 1
 
+    async def ask(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
+        """As `call`, for a client whose request needs it: raises ApiError."""
+        try:
+            return await self.call(method, *args, **named)
+        except StoreError as error:
+            raise unavailable(error) from error
+
     def _call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
         if self._database is None:
             self._database = Database(self._place)

@@ -24,9 +24,9 @@ from gateway.request.prepare import ServedModels
 from gateway.request.types import PreparedRequest
 from gateway.router.engine_client import Tokens
 from gateway.shares import Shared
-from gateway.store.database import RUNNING, Answer, Database, StoreError
+from gateway.store.database import RUNNING, Answer, Database
 from gateway.store.kinds import Place, Prepared, read_request
-from gateway.store.line import Line, unavailable
+from gateway.store.line import Line
 from gateway.store.run import AT_ONCE, ChoiceTokens, find_end, singly
 from gateway.store.tail import EndedError, StoredTokens, Tail
 
@@ -69,10 +69,7 @@ class Replays:
         """The conversation that ends with an answer. `waits`: another gateway may be writing it. Raises ApiError."""
         name, until = "previous_response_id", time.monotonic() + (PATIENCE_S if waits else 0.0)
         while True:
-            try:
-                history = await self._reads.call(Database.find_history, answer_id, key.owner, MAX_TURNS)
-            except StoreError as error:
-                raise unavailable(error) from error
+            history = await self._reads.ask(Database.find_history, answer_id, key.owner, MAX_TURNS)
             if (history and history[-1].status not in RUNNING) or time.monotonic() >= until:
                 break
             await sleep(LOOK_S)

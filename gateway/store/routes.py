@@ -138,8 +138,7 @@ def _add_responses(router: APIRouter, enter: Callable[[], AnswerKeeper]) -> None
         answer = await enter().find("responses", response_id, request.state.key)
         given = as_items(msgspec.json.decode(answer.body).get("input"))
         items = [_shown(item, f"{response_id}_{at}") for at, item in enumerate(given)]
-        items = items if order == "asc" else items[::-1]
-        return json_response(ItemPage(**cut_page(items, [item["id"] for item in items], after, limit)))
+        return _cut(items, after, limit, order)
 
 
 def _add_chats(router: APIRouter, enter: Callable[[], AnswerKeeper]) -> None:
@@ -192,8 +191,7 @@ def _add_chats(router: APIRouter, enter: Callable[[], AnswerKeeper]) -> None:
         answer = await enter().find("chat", completion_id, request.state.key)
         given = msgspec.json.decode(answer.body)["messages"]
         messages = [_shown_message(message, f"{completion_id}-{at}") for at, message in enumerate(given)]
-        messages = messages if order == "asc" else messages[::-1]
-        return json_response(ItemPage(**cut_page(messages, [message["id"] for message in messages], after, limit)))
+        return _cut(messages, after, limit, order)
 
 
 async def _read(
@@ -206,6 +204,12 @@ async def _read(
     if after:
         raise bad_request("starting_after needs stream=true", "starting_after")
     return json_response(show(await keeper.find(kind, answer_id, request.state.key)))
+
+
+def _cut(items: list[dict[str, Any]], after: str | None, limit: int, order: Order) -> Response:
+    """A page of a list. Raises ApiError."""
+    items = items if order == "asc" else items[::-1]
+    return json_response(ItemPage(**cut_page(items, [item["id"] for item in items], after, limit)))
 
 
 def _shown(item: dict[str, Any], item_id: str) -> dict[str, Any]:
