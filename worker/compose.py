@@ -83,8 +83,7 @@ def build_features(worker: Worker, peers: KVPeers, thread: EngineThread, metrics
     """What this worker's service has. `peers`: closed by the caller, later."""
     engine, slots = worker.engine, worker.scheduler.kv.states.cache
     features = Features(KVTiers(worker, peers, thread, metrics))
-    if isinstance(worker.others, RankChildren):
-        thread.on_failure = worker.others.end_process
+    thread.on_failure = worker.others.end_process
     if engine.states is not None:
         add_gauges(slots, metrics)
     if engine.vision is not None:

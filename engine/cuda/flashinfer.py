@@ -116,7 +116,7 @@ class Workspace:
         keeps_starts: the plan would write once more, from unpinned memory, where each sequence's queries begin.
         """
         copied = self._staged[0][1] if self._staged else None
-        is_free = copied is None or copied.query()  # type: ignore[no-untyped-call]
+        is_free = _is_over(copied)
         if not self._staged or not (is_free or len(self._staged) == PLANS_AHEAD * len(self._planned)):
             pinned = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         else:
@@ -135,9 +135,14 @@ class Workspace:
     def hold(self, pinned: Tensor) -> None:
         """A plan's memory on the host that FlashInfer brings itself, until it has been copied: torch would give it to
         the next, as it does not see the copy."""
-        while self._held and ((copied := self._held[0][1]) is None or copied.query()):  # type: ignore[no-untyped-call]
+        while self._held and _is_over(self._held[0][1]):
             self._held.popleft()
         self._held.append((pinned, self._mark()))
+
+
+def _is_over(copied: torch.cuda.Event | None) -> bool:
+    """Whether a copy has been made; None: it was made at once."""
+    return copied is None or bool(copied.query())  # type: ignore[no-untyped-call]
 
 
 def _pin_ranges() -> None:

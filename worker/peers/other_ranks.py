@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from engine.out_of_memory import end_process
 from kvtransfer.reader import Reader
 from protos import kv_pb2
 from wire.page_keys import NamedPage
@@ -41,6 +42,10 @@ class OtherRanks:
     def load_adapter(self, key: str, folder: str, digest: str) -> list[Coroutine[Any, Any, None]]:
         """Each reads its part of an adapter. They raise ValueError."""
         return []
+
+    def end_process(self) -> None:
+        """End this one for a failed step: the worker begins anew with all its ranks."""
+        end_process()
 
     async def close(self) -> None:
         """End them."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import get_args
 from weakref import WeakValueDictionary
 
 import structlog
@@ -16,7 +17,7 @@ import structlog
 from protos import kv_pb2, worker_pb2
 from runtime.tasks import keep_running
 from wire.page_keys import NamedPage, PageKey
-from wire.timing import ReadTokens
+from wire.timing import KVOrigin, ReadTokens
 from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
@@ -44,11 +45,9 @@ class KVTiers(KVSource):
         kv = worker.scheduler.kv
         self._fresh = Fresh(kv.cache.generations)
         parts = worker.scheduler, thread, metrics, self._fresh
-        self._reading, self._from_prefill, self._from_decode = (
-            Reading("files", *parts), Reading("prefill", *parts), Reading("decode", *parts)
-        )  # fmt: skip
+        self._readings: dict[KVOrigin, Reading] = {origin: Reading(origin, *parts) for origin in get_args(KVOrigin)}
         self._lender = Lender(worker, thread)
-        self.borrower = Borrower(worker, peers, thread, self._from_prefill, self._from_decode)
+        self.borrower = Borrower(worker, peers, thread, self._readings)
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
         self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
         self._has_named = asyncio.Event()
@@ -73,9 +72,9 @@ class KVTiers(KVSource):
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store
             status.saved_bytes = sum(tier.num_bytes for tier in files)
-        read = [reading.num_tokens for reading in (self._reading, self._from_prefill, self._from_decode)]
-        status.restored_tokens = sum(read)
-        status.read_tokens.files, status.read_tokens.prefill, status.read_tokens.decode = read
+        for origin, reading in self._readings.items():
+            setattr(status.read_tokens, origin, reading.num_tokens)
+            status.restored_tokens += reading.num_tokens
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -140,8 +139,8 @@ class KVTiers(KVSource):
     async def _restore_files(self, keys: Seq[PageKey]) -> None:
         plan = await asyncio.to_thread(self._plan, keys)
         num_tokens = len(plan.keys) * self._scheduler.kv.page_tokens
-        if (plan.keys or plan.slot_keys) and self._reading.is_preferred(num_tokens):
-            await self._reading.fill(plan, self._load)
+        if (plan.keys or plan.slot_keys) and self._readings["files"].is_preferred(num_tokens):
+            await self._readings["files"].fill(plan, self._load)
 
     def _plan(self, keys: Seq[PageKey]) -> RestorePlan:
         """What to read. On a thread: it may ask the file system for each key."""

@@ -6,6 +6,7 @@ Runs on the asyncio thread.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -17,6 +18,7 @@ from kvtransfer.layout import find_bad_ranks
 from kvtransfer.reader import ReadError
 from protos import kv_pb2, worker_pb2, worker_pb2_grpc
 from wire.page_keys import PageKey
+from wire.timing import KVOrigin
 from worker.features import LoanRefusedError
 from worker.kv_cache import Restore
 from worker.peers.kv_peers import HandshakeRefusedError, KnownPeer, KVPeers
@@ -71,11 +73,11 @@ class Borrower:
     """Reads pages of other workers into the pool, where that is faster than to compute them."""
 
     def __init__(
-        self, worker: Worker, peers: KVPeers, thread: EngineThread, prefill: Reading, decode: Reading
-    ) -> None:  # fmt: skip
-        """`prefill`, `decode`: reads from workers of these roles."""
+        self, worker: Worker, peers: KVPeers, thread: EngineThread, readings: Mapping[KVOrigin, Reading]
+    ) -> None:
+        """`readings`: those from workers of each role."""
         self.peers = peers
-        self._readings = {"prefill": prefill, "decode": decode}
+        self._readings = readings
         self._me = worker.me
         self._kv = worker.scheduler.kv
         self._thread = thread
