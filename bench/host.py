@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from decode_worker.interfaces import Masks
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
+from decode_worker.step_extras import DraftsAndMasks
 from decode_worker.streams import GatewayStreams
 from engine.attention.base import AttentionBackend
 from engine.attention.shape import AttentionShape

@@ -6,9 +6,9 @@ import grpc
 
 from decode_worker.compose import build_drafts, build_grammars, build_masks
 from decode_worker.kv_receiver import KVReceiver
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
+from decode_worker.step_extras import DraftsAndMasks
 from decode_worker.streams import GatewayStreams
 from protos import decode_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig

@@ -26,7 +26,7 @@ from worker.plan import ChunkSizes
 from worker.receiving import OfferRefusedError
 from worker.role import Worker
 from worker.sequences import Phase
-from worker.status import Context, WorkerService
+from worker.service import Context, WorkerService
 from worker.thread import EngineThread
 
 MOST_WAIT_S, MOST_WAIT_SHARE = 4.0, 0.8  # longest wait for a grammar or for saved KV, also as a share of the timeout

@@ -20,7 +20,7 @@ from worker.features import Features
 from worker.params import SequenceParams
 from worker.peers.kv_peers import KVPeers
 from worker.role import Worker
-from worker.status import Context, WorkerService
+from worker.service import Context, WorkerService
 from worker.thread import EngineThread
 
 log = structlog.get_logger()

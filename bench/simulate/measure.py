@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.simulate.costs import Measured, work_of
 from decode_worker.interfaces import Drafts, Masks
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
+from decode_worker.step_extras import DraftsAndMasks
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams

@@ -7,11 +7,11 @@ import grpc
 
 from bench.simulate.virtual_time import refusal
 from decode_worker.interfaces import Masks
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import build_params
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
+from decode_worker.step_extras import DraftsAndMasks
 from protos import decode_pb2, kv_pb2, worker_pb2
 from runtime import rpc
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 from decode_worker.grammar.constraints import Constraints
 from decode_worker.interfaces import Drafts, Masks
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Draft, Drafter, NgramDrafter, Wanted, build_drafter
 from decode_worker.speculation.lengths import CostMeter
 from decode_worker.speculation.speculator import Speculator
+from decode_worker.step_extras import DraftsAndMasks
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
 from worker.chunks import build_budget

@@ -6,8 +6,8 @@ import time
 import numpy as np
 
 from decode_worker.interfaces import Drafts, Masks
-from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
+from decode_worker.step_extras import DraftsAndMasks
 from protos import decode_pb2, worker_pb2
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.handover import OTHER, PROMPT, answer, used, workers
