@@ -38,7 +38,7 @@ class Machine:
         free, found = dict.fromkeys(range(len(self.gpus)), total_bytes), {}
         for plan in plan_workers(config, self.gpus):
             tp = plan.settings.tp
-            weights = int(self.shape.num_weights * self.shape.weight_bytes / tp)
+            weights = self.shape.weight_bytes_of(tp)
             for gpu in plan.gpus:
                 if weights > free[gpu]:
                     raise ConfigError(describe_full_gpu(weights, free[gpu], total_bytes))

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from engine.cuda.largest_step import LargestStep, find_step_bytes, split
 from engine.cuda.sizes import EXPANDED_BYTES, most_logits
 from engine.fallback.config import FallbackConfig
 from engine.layer_config import MAX_LOGITS_AT_ONCE as LEAST
+from engine.models.table import build_table
 from engine.runner import Launched, Runner
+from engine.weights.table import Shard, Vector
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.gpus import CARDS, Card, CardName, find_card
 from tests.support.checkpoints import write_checkpoint
@@ -240,6 +243,22 @@ def test_latents_take_what_pages_keep_of_them_on_each_rank() -> None:
     assert shape.describe_kv() == "68.6 KiB of KV a token, 71 times less than its heads"
     assert SHAPES["8B"].describe_kv() == "128 KiB of KV a token"
     assert (shape.num_weights, shape.num_active) == (671_026_419_200, 36_625_618_432)
+
+
+DENSE = AutoConfig.for_model("qwen3", num_attention_heads=32, num_key_value_heads=8).to_dict()
+EXPERTS = AutoConfig.for_model("qwen3_moe", num_attention_heads=32, num_key_value_heads=8).to_dict()
+
+
+@pytest.mark.parametrize("keys", [DEEPSEEK_V3, DENSE, EXPERTS], ids=lambda keys: keys["model_type"])
+def test_a_rank_is_planned_with_the_weights_that_it_reads(keys: dict[str, Any]) -> None:
+    config = build_config(keys)
+    shape, rank = limits.shape_of(config), Shard(3, 8)
+    read = sum(
+        weight.axis.num_read(rank) if isinstance(weight, Vector) else sum(weight.num_rows(rank)) * weight.depth(rank)
+        for weight in build_table(config).weights()
+    )
+    assert shape.weight_bytes_of(8) == pytest.approx(2 * read, rel=1e-4)
+    assert shape.weight_bytes_of(1) == 2 * shape.num_weights
 
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}

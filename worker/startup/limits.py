@@ -17,6 +17,7 @@ from engine.formats.scheme import read_weight_bytes
 from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
+from engine.weights.table import Vector, Weight
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT
 from runtime.gpus import Card
@@ -67,6 +68,7 @@ class ModelShape:
     """A decoder in numbers."""
 
     num_weights: int  # all
+    num_whole: int  # of these each rank of a worker has: what takes a model's width to a latent's, or chooses experts
     num_active: int  # used in a step: all but tables of embeddings and idle experts
     num_layers: int
     hidden_size: int
@@ -95,6 +97,10 @@ class ModelShape:
     def kv_token_bytes_of(self, tp: int) -> int:
         """KV of a token on each of `tp` ranks. With more ranks than KV heads, several hold the same ones."""
         return self.kv_token_bytes // min(tp, self.num_kv_heads)
+
+    def weight_bytes_of(self, tp: int) -> int:
+        """The weights of each of `tp` ranks."""
+        return int((self.num_whole + (self.num_weights - self.num_whole) / tp) * self.weight_bytes)
 
     def slot_bytes_of(self, tp: int) -> int:
         """The states of a sequence on each of `tp` ranks."""
@@ -143,7 +149,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         width = max(shape.num_heads * shape.head_dim for shape in shapes)
         num_weights = file_bytes // ITEM_BYTES
         return ModelShape(
-            num_weights, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
+            num_weights, 0, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
             shapes[0].num_kv_heads, sum(shape.num_heads * shape.head_dim for shape in shapes),
             sum(shape.num_kv_heads * pad_head(shape.head_dim) for shape in shapes), config.context_tokens, (),
             slot_bytes=slot_bytes,
@@ -170,6 +176,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
     in_pages = [replace(shape, head_dim=pad_head(shape.head_dim)) for shape in config.attention_shapes]
     return ModelShape(
         num_weights=num_weights,
+        num_whole=sum(map(_count_whole, table.weights())),
         num_active=num_weights - num_idle - looked_up,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -185,6 +192,14 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         slot_bytes=slot_bytes,
         full_kv_width=sum(shape.num_heads * sum(shape.expanded) for shape in config.attention_shapes) // 2,
     )
+
+
+def _count_whole(weight: Weight) -> int:
+    """Of a product, or a norm, that is not divided among ranks."""
+    if isinstance(weight, Vector):
+        return 0 if weight.axis.is_divided else weight.axis.size
+    is_divided = weight.inputs.is_divided or any(part.rows.is_divided for part in weight.parts)
+    return 0 if is_divided else sum(part.rows.size for part in weight.parts) * weight.inputs.size
 
 
 def resolve_context(max_context_tokens: int, model_tokens: int) -> int:
@@ -364,7 +379,7 @@ def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -
 
 def estimate_room(shape: ModelShape, limits: Limits, memory_bytes: float, tp: int) -> GpuRoom:
     """A rank's GPU before anything is started there."""
-    taken_bytes = shape.num_weights * shape.weight_bytes / tp + estimate_row_bytes(shape, limits) + WORKSPACE_BYTES
+    taken_bytes = shape.weight_bytes_of(tp) + estimate_row_bytes(shape, limits) + WORKSPACE_BYTES
     taken_bytes += estimate_adapter_bytes(shape, limits, tp)
     step_bytes = estimate_step_bytes(shape, limits, tp)
     return GpuRoom(int(memory_bytes), int(taken_bytes), reserve_bytes(shape, limits, tp, step_bytes))
