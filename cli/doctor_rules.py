@@ -9,6 +9,7 @@ from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
+from engine.cuda.modules import find_other_version
 from engine.cuda.sizes import most_logits
 from kvtransfer.cuda_ipc import GpuMemory
 from kvtransfer.transports import choose_transport
@@ -107,6 +108,8 @@ def judge_flashinfer(machine: Machine) -> Row:
     found, lacks = machine.flashinfer, machine.no_cuda_compiler
     if not found:
         return Row("flashinfer", "warning", "not installed", "pip install 'baton[cuda]'; until then attention is slow")
+    if other := find_other_version(found):
+        return Row("flashinfer", "warning", *other.split(": ", 1))
     if not lacks:
         return Row("flashinfer", "ok", found)
     found = f"{found}, compiles nothing: {lacks}"

@@ -10,7 +10,7 @@ from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.cuda.gpu import Gpu
-from engine.cuda.modules import choose_kernels, find_built, pad_head
+from engine.cuda.modules import choose_kernels, find_built, find_other_version, pad_head
 from engine.cuda.pool import GpuPool
 from engine.cuda.toolkit import choose_toolkit, explain_no_compiler
 from engine.device import Device
@@ -45,6 +45,8 @@ class CudaDevice(Device):
         except ImportError as error:
             reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
             return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+        if other := find_other_version(flashinfer.VERSION):
+            return AttentionChoice(TorchSdpaAttention(shape), other, is_fallback=True)
         if shape.value_dim:
             obstacle = flashinfer_latents.find_latent_obstacle(shape, dtype)
         else:

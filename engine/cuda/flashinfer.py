@@ -23,6 +23,7 @@ import numpy as np
 import structlog
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import __version__ as flashinfer_version
 from flashinfer import utils as flashinfer_utils
 from flashinfer.jit import env as jit_environment
 from flashinfer.jit.attention.variants import attention_sink_decl
@@ -36,6 +37,7 @@ from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.cuda.gpu_layers import join_pages, rope_and_write
 from engine.cuda.modules import (
+    FLASHINFER,
     HEAD_DIMS,
     PADDED_HEAD_DIMS,
     Kernels,
@@ -52,6 +54,7 @@ from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 from wire.sampling import MAX_DRAFT_TOKENS
 
 log = structlog.get_logger()
+VERSION: str = flashinfer_version  # what is installed
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 MOST_DRAFTED = 1 + MAX_DRAFT_TOKENS  # new tokens of an answer; a prompt's few count as one, too
 LARGEST_RANGE = 1 << 13  # more than the sequences of any step
@@ -158,7 +161,7 @@ def _pin_ranges() -> None:
 def _replace(wrapper: object, name: str, buffer: Tensor) -> None:
     """A buffer for which FlashInfer has no call. Under another name it would change nothing, and plans would race."""
     if not hasattr(wrapper, name):
-        raise AttributeError(f"this FlashInfer has no {name}: install flashinfer-python 0.7.2")
+        raise AttributeError(f"this FlashInfer has no {name}: install flashinfer-python {FLASHINFER}")
     setattr(wrapper, name, buffer)
 
 

@@ -26,8 +26,21 @@ SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtype
 LEAST_CAPABILITY = (8, 0)  # engine/cuda/splits.py knows the tiles of no older one
 FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 
+FLASHINFER = "0.7.2"  # the version whose plans engine/cuda/splits.py knows, and whose jit_args have this order
+
 Capability = tuple[int, int]  # compute capability, such as (9, 0)
 Kernels = Literal["fa2", "fa3"]
+
+
+def find_other_version(version: str) -> str:
+    """Why this FlashInfer must not be used, and what to install; empty if it may be.
+
+    Others divide contexts of captured steps otherwise: with 0.7.4 one long context beside many answers is refused by
+    its planner, when a service is under load.
+    """
+    if version == FLASHINFER or version.startswith(f"{FLASHINFER}.post"):
+        return ""
+    return f"FlashInfer {version} has other plans than {FLASHINFER}: pip install 'flashinfer-python=={FLASHINFER}.*'"
 
 
 def pad_head(head_dim: int) -> int:

@@ -127,6 +127,13 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), NO_FILE, "shared memory", "warning", "allow memfd_create"),
         (ServeConfig(), UNMOUNTED, "no known limit of memory", "warning", "mount /sys/fs/cgroup"),
         (ServeConfig(), replace(NODE, flashinfer=""), "flashinfer", "warning", "baton[cuda]"),
+        (
+            ServeConfig(),
+            replace(NODE, flashinfer="0.7.4"),
+            "flashinfer",
+            "warning",
+            "pip install 'flashinfer-python==0.7.2",
+        ),
         (ServeConfig(), replace(NODE, no_cuda_compiler="there is no nvcc"), "flashinfer", "warning", "baton[cuda]"),
         (ServeConfig(), replace(NODE, no_cuda_compiler="there is no g++"), "flashinfer", "warning", "install g++"),
         (ServeConfig(), replace(NODE, no_cuda_compiler="FLASHINFER_DISABLE_JIT is set"), "flashinfer", "ok", ""),

@@ -7,8 +7,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from deploy.lock import TORCH, find_requirements
+from engine.cuda.modules import find_other_version
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU_PAGE = (ROOT / "docs/GPU.md").read_text()
 LOCKED = re.compile(
     r"(?P<name>[a-z0-9._-]+)==(?P<version>\S+)(?: ; platform_machine == '\w+')?(?: --hash=sha256:[0-9a-f]{64})+"
 )
@@ -25,6 +27,18 @@ def test_packages_have_versions_and_hashes_that_fit_what_the_image_asks_for(imag
         wanted = Requirement(text)
         assert wanted.specifier.contains(found[wanted.name]), f"{text}: run make lock"
     assert ("torch" in found) is (image != "gateway")
+
+
+def test_flashinfer_is_the_version_that_is_tested_wherever_it_is_installed() -> None:
+    """Its plans are known by version (engine/cuda/splits.py)."""
+    tested = re.search(r"^FLASHINFER := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tested is not None and not find_other_version(tested[1]) and find_other_version("0.7.4")
+    lock = (ROOT / "deploy/worker-cuda-requirements.lock").read_text()
+    assert f"\nflashinfer-python=={tested[1]} " in lock and f"flashinfer-python=={tested[1]}" in GPU_PAGE
+    (asked,) = (one for one in find_requirements()["worker-cuda"] if one.startswith("flashinfer-python"))
+    own = Requirement(asked).specifier
+    assert own.contains(tested[1]) and all(find_other_version(one) for one in ("0.7.1", "0.7.3", "0.8.0", "0.7.20"))
+    assert not any(own.contains(one) for one in ("0.7.1", "0.7.3", "0.8.0", "0.7.20"))
 
 
 def test_images_install_what_is_locked_and_nothing_else_but_where_another_index_is_named() -> None:

@@ -262,6 +262,13 @@ def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: 
     assert "cannot be imported" in choice.reason and "baton[cuda]" in choice.reason
 
 
+def test_another_flashinfer_is_not_used_and_the_right_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "VERSION", "0.7.4")
+    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], torch.device("cuda"), torch.bfloat16)
+    assert choice.backend.name == "torch_sdpa" and choice.is_fallback
+    assert "0.7.4" in choice.reason and "'flashinfer-python==0.7.2.*'" in choice.reason
+
+
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
