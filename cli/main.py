@@ -39,6 +39,7 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "certs": ("certs",),
     "keys": ("keys",),
     "drain": ("drain",),
+    "rollout": ("rollout",),
     "bench": ("plan", "bench"),
 }
 

@@ -20,7 +20,7 @@ from wire.kv_layout import describe_token
 
 COLUMNS = (
     "model", "role", "address", "pid", "incarnation", "ranks", "transport", "free_pages", "used_pages", "cached_pages",
-    "prefix_hits", "running", "adapters", "trouble",
+    "prefix_hits", "running", "adapters", "revision", "trouble",
 )  # fmt: skip
 WATCH_S = 1.0
 BAR_CELLS = 30
@@ -117,6 +117,8 @@ def build_table(workers: list[dict[str, Any]]) -> Table:
     table = Table()
     some = ("adapters", "model")  # shown where a worker has them
     columns = [column for column in COLUMNS if column not in some or any(worker.get(column) for worker in workers)]
+    if len({worker.get("revision") for worker in workers}) < 2:  # shown where there are several
+        columns.remove("revision")
     for column in columns:
         table.add_column(column.replace("_", " "), overflow="fold")
     for worker in workers:

@@ -18,6 +18,7 @@ from gateway.api.adapters import build_adapter_router
 from gateway.api.grpc.service import add_inference_services, bound_connections, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.service_routes import build_fleet_router
+from gateway.api.revisions import build_revisions_router
 from gateway.api.tls import ServerTls
 from gateway.app import add_model, build_app
 from gateway.batches.routes import add_batches
@@ -31,6 +32,7 @@ from gateway.router.admission import Admission
 from gateway.router.fleet import Fleet
 from gateway.router.model_gate import ModelGate
 from gateway.router.placer import Placer
+from gateway.router.rollout import Rollout
 from gateway.router.router import Router
 from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
@@ -98,13 +100,15 @@ async def _serve(
     registry.register(trust.refusals.metric)
     fleet, discovery = _build_fleet(config, trust, tokenizers, registry)
     shutdown = Shutdown(config.drain_s, lambda: sum(router.admission.num_inside for router in routers.values()))
-    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing)
+    rollout = Rollout(config.revision_shares())
+    served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing, rollout)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
     keeper = _build_keeper(config, served)
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
+    app.include_router(build_revisions_router(served, rollout, fleet.views))
     store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
     add_batches(app, served, store)
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
@@ -203,6 +207,7 @@ def _build_models(
     registry: CollectorRegistry,
     shutdown: Shutdown,
     tracing: Tracing | None,
+    rollout: Rollout,
 ) -> tuple[ServedModels, dict[str, Router], dict[str, AdapterLoader]]:
     """What the APIs serve, and of each model what sends its requests to workers and what loads its adapters."""
     keys = Keys(config.api_key, config.admin_key, has_file=bool(config.api_keys_file))
@@ -234,7 +239,7 @@ def _build_models(
             names = (name, *(() if served.models else config.served_name))  # "*" is the first's
         can_sleep = bool(config.max_awake or config.sleep_after_s)
         model = ModelGate(fleet.changes, name if can_sleep or labelled else "")
-        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model)
+        router = routers[name] = _build_router(config, own_fleet, own_registry, shutdown, model, rollout)
         loaders[name] = AdapterLoader(own_fleet, own_registry)
         adapters = own_fleet.adapters.named
         add_model(served, router, tokenizer, names, own_registry, tracing, adapters)
@@ -280,10 +285,14 @@ async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[Mod
 
 
 def _build_router(
-    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate
-) -> Router:
+    config: GatewayConfig, fleet: Fleet, registry: CollectorRegistry, shutdown: Shutdown, model: ModelGate,
+    rollout: Rollout,
+) -> Router:  # fmt: skip
     """What sends requests to workers of one model."""
-    placer = Placer(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
+    expects_prefill = bool(config.prefill)
+    placer = Placer(
+        config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, expects_prefill, rollout
+    )  # fmt: skip
     goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage, config.itl_goal_ms / 1e3)
     router = Router(
         fleet,

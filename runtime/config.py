@@ -12,6 +12,7 @@ from runtime.config_parts import (
     PublicConfig,
     WorkerConfig,
     at_least_a_page,
+    check_shares,
 )
 from runtime.settings import ConfigError, Seconds, count, flag
 
@@ -48,11 +49,15 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     """IP:port of the DNS server to ask for such names; empty is the system's."""
     max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
+    revision_weight: tuple[str, ...] = ()
+    """NAME=SHARE of new requests for the workers with --revision NAME, such as new=0.1; others share the rest; repeat.
+    `baton rollout` changes it while serving."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.revision_shares()
         for name in ("prefill", "decode"):
             for address in getattr(self, name):
                 _require_address(name, address)
@@ -61,6 +66,17 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
         self.require("dns_server", not self.dns_server or is_server, "an IP address and port, such as 10.0.0.10:53")
         has_prefill = bool(self.prefill) or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill worker to wait for")
+
+    def revision_shares(self) -> dict[str, float]:
+        """Of new requests, by revision. Raises ConfigError."""
+        pairs = [one.rpartition("=") for one in self.revision_weight]
+        try:
+            shares = {name: float(share) for name, _, share in pairs}
+            wrong = "a revision comes twice" if len(shares) < len(pairs) else check_shares(shares)
+        except ValueError:
+            wrong = "it needs NAME=SHARE, such as new=0.1"
+        self.require("revision_weight", wrong is None, wrong or "")
+        return shares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A name means the same in every process, so `baton serve` takes it once for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Literal
@@ -111,6 +111,10 @@ def _check_secret(name: str, secret: str) -> None:
 class EngineConfig(Settings):
     """How a worker computes, how much memory it takes, and how it reads pages of others."""
 
+    revision: Annotated[
+        str, needs(lambda name: len(name) <= MAX_NAME_CHARS and "=" not in name, "a name without =")
+    ] = ""
+    """Name of what these workers serve, for rollouts; empty: 12 characters of the weights' fingerprint."""
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
@@ -383,6 +387,17 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     def reachable_host(self) -> str:
         """The host by which peers reach this worker, as it stands before :port."""
         return bracketed(self.advertise_host or self.host)
+
+
+def check_shares(shares: Mapping[str, float]) -> str | None:
+    """What is wrong with them; None if they can be used."""
+    for name, share in shares.items():
+        if not name:
+            return "a revision has no name"
+        if not 0 <= share <= 1:
+            return f"the share of {name!r} is {share:g}: it must be from 0 to 1"
+    total = sum(shares.values())
+    return f"the shares add up to {total:g}: at most 1" if total > 1 + 1e-9 else None
 
 
 def _is_url(text: str) -> bool:

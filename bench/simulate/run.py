@@ -73,9 +73,11 @@ class TimedPlacer(Placer):
     num_choices = 0
     choosing_s = 0.0
 
-    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
+    def choose(
+        self, workers: Sequence[WorkerView], request: Request, decodes: frozenset[str] | None = None
+    ) -> Placement | Wait | Held | Unready:
         began = time.thread_time()
-        choice = super().choose(workers, request)
+        choice = super().choose(workers, request, decodes)
         self.choosing_s += time.thread_time() - began
         self.num_choices += 1
         return choice

@@ -158,7 +158,9 @@ def _place_at(
     even if it probably lacks nothing: it knows what it has evicted.
     """
     known = [
-        view for view in workers if view.role == "prefill" and view.layout == decode.layout and need.can_compute(view)
+        view
+        for view in workers
+        if view.role == "prefill" and view.partners == decode.partners and need.can_compute(view)
     ]
     partners = [view for view in known if view.is_alive]
     lender, num_lent = _find_lender(decode, lenders, need)
@@ -207,7 +209,7 @@ def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens:
     alive = [view for view in workers if view.is_alive]
     prefills = [view for view in alive if view.role == "prefill"]
     for decode in (view for view in alive if view.role == "decode"):
-        if not _all_share_cores(decode, [view for view in prefills if view.layout == decode.layout]):
+        if not _all_share_cores(decode, [view for view in prefills if view.partners == decode.partners]):
             return ""
     return NO_HAND_OFF if prefills and local_prefill_max_tokens is None else ""
 

@@ -21,6 +21,7 @@ from gateway.router.placement import (
 from gateway.router.prefix_index import PrefixIndex
 from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
+from gateway.router.rollout import Rollout
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
@@ -42,8 +43,10 @@ class Placer:
         uses_cache: bool = True,
         no_prefill: NoPrefill = "fallback",
         expects_prefill: bool = True,
+        rollout: Rollout | None = None,
     ) -> None:
         """`uses_cache`: False chooses by load only. `expects_prefill`: whether there are to be prefill workers."""
+        self.rollout = rollout or Rollout()
         self.no_prefill: NoPrefill = no_prefill
         self.expects_prefill = expects_prefill
         self._local_prefill_max_tokens = local_prefill_max_tokens
@@ -57,23 +60,41 @@ class Placer:
 
     def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
         """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""
-        keys, _ = self._find_keys(workers, request)
+        keys, _ = self._find_keys(self.find_usable(workers, request), request)
         return keys[-1] if keys else None
 
     def find_unusable(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
         """Why none of the workers that could serve others can serve the request; None when one can."""
+        if not request.computes and any(view.is_alive for view in workers if view.role == "decode"):
+            workers, before = self._choose_revision(workers, request), workers
+            if not workers:
+                return Unready(self.rollout.explain(before))
         if not (request.adapter or request.computes):
             return None
         name, no_prefill = request.wanted.adapter, self._no_prefill_of(request)
         return find_unusable(workers, name, request.adapter, request.computes, no_prefill)
 
+    def find_usable(self, workers: Sequence[WorkerView], request: Request) -> list[WorkerView]:
+        """Those that may serve it: which have its adapter, and its revision or the weights that it began with."""
+        return [view for view in self._choose_revision(workers, request) if request.can_use(view)]
+
+    def _choose_revision(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
+        if request.computes:
+            return workers
+        return self.rollout.choose(workers, request.wanted.session or request.wanted.request_id)
+
     def _no_prefill_of(self, request: Request) -> NoPrefill:
         return "fallback" if request.emitted else self.no_prefill  # an answer that has begun goes on
 
-    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
-        """Changes nothing: the caller that takes the placement calls `begin`."""
+    def choose(
+        self, workers: Sequence[WorkerView], request: Request, decodes: frozenset[str] | None = None
+    ) -> Placement | Wait | Held | Unready:
+        """Changes nothing: the caller that takes the placement calls `begin`. `decodes`: incarnations; None: any."""
         all_workers = workers
-        workers = [view for view in workers if request.can_use(view)]
+        workers = [
+            view for view in self.find_usable(workers, request)
+            if decodes is None or view.role == "prefill" or view.incarnation in decodes
+        ]  # fmt: skip
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
         keys, page_tokens = self._find_keys(workers, request)

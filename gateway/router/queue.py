@@ -237,10 +237,7 @@ class Queue:
             waiter.without_since = None
             if self.placer.find_key(views, request) in held:
                 continue
-            usable = views
-            if spared is not None:
-                usable = [view for view in views if view.role == "prefill" or view.incarnation in spared]
-            choice = self.placer.choose(usable, request)
+            choice = self.placer.choose(views, request, spared)
             if isinstance(choice, Placement):
                 self._place(waiter, choice)
                 views = self.views()
@@ -252,7 +249,8 @@ class Queue:
                 else:
                     self._stuck.add(waiter)
             elif not request.adapter or all(view.has_slots for view in views):
-                unusable = request.avoid.union(view.incarnation for view in views if not request.can_use(view))
+                usable = {view.incarnation for view in self.placer.find_usable(views, request)} - request.avoid
+                unusable = frozenset(view.incarnation for view in views) - usable
                 spared = frozenset(unusable) if spared is None else spared & unusable
                 if not spared:
                     break

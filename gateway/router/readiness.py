@@ -24,19 +24,21 @@ def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallbac
 
 def find_no_vision(workers: Sequence[WorkerView]) -> Unready | None:
     """Why no prompt with images can be computed; None when one can."""
-    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
-    if any(view.is_alive and view.takes_images and view.layout in layouts for view in workers):
+    partners = {view.partners for view in workers if view.role == "decode" and view.is_alive}
+    if any(view.is_alive and view.takes_images and view.partners in partners for view in workers):
         return None
     return Unready("no worker that is alive computes prompts with images; the weaknesses in GET /status say why")
 
 
 def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
     """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
-    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
+    partners = {view.partners for view in workers if view.role == "decode" and view.is_alive}
     prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
-    if any(view.layout in layouts for view in prefills):
+    if any(view.partners in partners for view in prefills):
         return None
-    mismatch = "no prefill worker matches a decode worker; the gateway's log names the difference"
+    mismatch = (
+        "no prefill worker matches a decode worker; the gateway's log, or GET /status by revision, names the difference"
+    )
     return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
 
 

@@ -235,6 +235,7 @@ class WorkerClient:
             num_pages=peer.num_pages,
             page_tokens=peer.layout.page_tokens,
             weights=peer.layout.weights,
+            revision=peer.revision,
             dtype=peer.layout.dtype,
             adapters=self.adapters.loaded,
             has_slots=self.adapters.has_slots,

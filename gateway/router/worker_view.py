@@ -25,6 +25,7 @@ class WorkerView:
     num_pages: int
     page_tokens: int  # tokens in a page
     weights: str  # fingerprint of its model
+    revision: str = ""  # requests are given to workers of one revision
     dtype: str = ""  # of its KV, which shows that of its model
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
@@ -49,6 +50,11 @@ class WorkerView:
     @property
     def can_lend(self) -> bool:
         return self.is_alive or self.is_draining
+
+    @property
+    def partners(self) -> tuple[bytes, str]:
+        """Equal for workers that serve a request together."""
+        return self.layout, self.revision
 
     @property
     def computes(self) -> str:

@@ -111,6 +111,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     trouble: str
     weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
     adapters: dict[str, str]  # name |-> "loaded", or why it is not
+    revision: str  # requests go to workers of one
     source: str  # the DNS name that it has; empty: named by its address
     model: str | UnsetType = UNSET  # that it serves, where the gateway has several
 
@@ -165,6 +166,7 @@ def _describe(worker: WorkerClient, with_model: bool) -> WorkerStatus:
         read_tokens=unpack_read(status.read_tokens)._asdict(),
         weaknesses=dict(status.weaknesses),
         adapters=worker.adapters.describe(),
+        revision=status.peer.revision,
         source=worker.source,
         model=status.peer.model if with_model else UNSET,
         **{name: getattr(status, name) for name in _COPIED},

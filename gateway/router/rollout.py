@@ -1,0 +1,66 @@
+"""Which revision of the workers a new request goes to. Pure, but for the shares, which operators change.
+
+Workers of one revision serve together: a request's prefill and decode are of one. A revision takes new requests once it
+is complete: it has a decode worker that is alive, and a prefill worker if any worker of the model is one. Shares are
+for a rollout, which is over once all is at one revision:
+
+    no share       new requests go to all complete revisions, as if they were one fleet
+    new=0.1        a tenth of the sessions go to `new`, the rest to all others
+    new=1          `new` takes all that is new, and what others have runs to its end: they can be stopped
+
+A session, or a request without one, stays where it was while shares grow: those that move, move to the growing one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from gateway.router.worker_view import WorkerView
+
+REST = ""  # all revisions without a share
+
+
+@dataclass(slots=True)
+class Rollout:
+    """The shares of new requests, by revision."""
+
+    shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
+
+    def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
+        """Those that a new request may go to. `key`: its session or id. Empty: no revision with a share is complete."""
+        revisions = {view.revision for view in workers}
+        if len(revisions) == 1 and not self.shares:
+            return workers
+        has_prefill = any(view.role == "prefill" for view in workers)
+        whole: dict[str, list[WorkerView]] = {}
+        spare: dict[str, list[WorkerView]] = {}  # of revisions that decode alone
+        for revision in revisions:
+            views = [view for view in workers if view.revision == revision]
+            roles = {view.role for view in views if view.is_alive}
+            if "decode" in roles:
+                into = whole if "prefill" in roles or not has_prefill else spare
+                into.setdefault(revision if revision in self.shares else REST, []).extend(views)
+        return self._draw(whole, key) or self._draw(spare, key)
+
+    def _draw(self, groups: Mapping[str, list[WorkerView]], key: str) -> Sequence[WorkerView]:
+        """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
+        groups whose shares did not change."""
+        shares = {REST: max(1 - sum(self.shares.values()), 0.0), **self.shares}
+        rings = {name: -math.log(_draw_number(key, name)) / shares[name] for name in groups if shares[name] > 0}
+        return groups[min(rings, key=rings.__getitem__)] if rings else ()
+
+    def explain(self, workers: Sequence[WorkerView]) -> str:
+        """Why a new request can go to none of these workers, of which some decode."""
+        alive = sorted({view.revision for view in workers if view.role == "decode" and view.is_alive})
+        wanted = ", ".join(f"{name}={share:g}" for name, share in self.shares.items())
+        return (
+            f"new requests go to {wanted}, of which no decode worker is alive, and alive are: {', '.join(alive)}; "
+            "change it by `baton rollout` or POST /v1/revisions"
+        )
+
+
+def _draw_number(key: str, revision: str) -> float:
+    """In (0, 1)."""
+    digest = blake2b(f"{revision} {key}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") + 0.5) / 2**64
