@@ -165,7 +165,9 @@ class Fleet:
         if here.incarnation in self._compared and there.incarnation in self._compared:
             mismatch = find_mismatch(here.layout, there.layout)
             if mismatch is not None:
-                self._log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+                of_two = here.revision != there.revision  # which a rollout has
+                write = self._log.info if of_two else self._log.error
+                write("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
 
     def _report_outage(self) -> None:
         """Log once that no worker of a role takes requests any more, and once that one does again."""

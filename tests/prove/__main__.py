@@ -16,13 +16,13 @@ from rich.console import Console
 from demo.paths import TARGET_DIR
 from tests.attack.__main__ import attack_service
 from tests.faults import chaos
-from tests.prove import attacks, features, orders, stored
+from tests.prove import attacks, features, orders, rollout, stored
 from tests.prove.report import Report, build_markdown, build_tables
 from tests.support.fault_answers import Truth
 from tests.support.oracle import Oracle
 from tests.support.postgres import find_binaries
 
-Part = Literal["references", "orders", "features", "kills", "stored", "attack"]
+Part = Literal["references", "orders", "features", "kills", "rollout", "stored", "attack"]
 Transport = Literal["shm", "grpc", "nixl", "cuda_ipc"]
 TITLE, COLUMN, ATTACK = "and also", "outcome", "one key's attack, and what it cost the others"
 NUM_STREAMS = 16
@@ -79,6 +79,8 @@ def prove_part(report: Report, truth: Truth, part: Part, transports: Sequence[Tr
             done = f"{number} requests for {len(found)} features, and cancels, with hand-off and without"
         elif part == "kills":
             done = prove_kills(report, minutes)
+        elif part == "rollout":
+            done = rollout.prove_rollout(report, minutes)
         elif part == "stored" and find_binaries() is None:
             report.put(TITLE, "stored answers of two gateways", COLUMN, "no PostgreSQL")
         elif part == "stored":

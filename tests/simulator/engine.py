@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.batch import ForwardRow
 from engine.runner import ModelOutput
-from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, extend, read
+from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, extend, read, with_weights
 from tests.simulator.world import World
 from wire.sampling import SamplingParams
 
@@ -25,7 +25,8 @@ class VirtualRows:
 
     vocab_size = 1 << 24
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, weights: str) -> None:
+        self._weights = weights
         self.tokens = [[-1] * WIDTH for _ in range(num_rows)]  # on the device
         self.seeds = [0] * num_rows
         self._pages = [[0] * (WIDTH // PAGE_TOKENS) for _ in range(num_rows)]  # on the host
@@ -35,7 +36,7 @@ class VirtualRows:
         self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int, slot: int = -1,
         images: Sequence[object] = (),
     ) -> None:  # fmt: skip
-        self.seeds[row] = sampling.seed
+        self.seeds[row] = with_weights(sampling.seed, self._weights)
         self.write_tokens([(row, 0, token_ids)])
 
     def close(self, row: int) -> None:

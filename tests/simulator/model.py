@@ -15,6 +15,7 @@ from zlib import crc32
 from protos import kv_pb2
 
 PAGE_TOKENS = 2
+WEIGHTS = "weights"  # fingerprint of most workers' model
 Cells = list[list[int]]  # page |-> content of each position
 
 
@@ -65,6 +66,11 @@ def read(cells: Cells, pages: Iterable[int], num_tokens: int) -> list[int]:
 def find_seed(cache_salt: str) -> int:
     """The value that the first position's content depends on."""
     return crc32(cache_salt.encode())
+
+
+def with_weights(seed: int, weights: str) -> int:
+    """The seed of a request at a model with these weights."""
+    return seed ^ (crc32(weights.encode()) if weights != WEIGHTS else 0)
 
 
 def extend(contents: list[int], seed: int, token_ids: Iterable[int]) -> None:

@@ -20,6 +20,7 @@ from gateway.router.placer import Placer
 from gateway.router.prefill_client import PrefillClient
 from gateway.router.request import Request
 from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_view import WorkerView
 from gateway.scaling import sleep_policy, sleepers
 from gateway.scaling.sleep_policy import Decision, ModelView
 from kvtransfer import page_files, reader
@@ -447,6 +448,8 @@ def _no_updates(*_: object) -> Iterable[Any]:
 
 
 MUTATIONS: dict[str, Mutation] = {
+    "an answer goes on with any weights": patched((WorkerView, "computes", "")),
+    "a request's roles are of two revisions": patched((WorkerView, "partners", "")),
     "generations are not compared after a read": patched((reader, "check_generations", _check_nothing)),
     "a page's generation stays when its owner changes": patched((PrefixCache, "allocate", _allocate_silently)),
     "a cached page keeps its generation when given out anew": patched((PrefixCache, "allocate", _evict_silently)),

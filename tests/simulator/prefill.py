@@ -92,6 +92,8 @@ class SimPrefill(SimWorker):
         self, call: int, caller: tuple[str, int], request: prefill_pb2.RunRequest, timeout_s: float, answer: Answer
     ) -> None:
         ticket, salt = request.ticket, request.cache_salt
+        if self._decodes[ticket.address].revision != self.revision:
+            raise ViolationError(f"{request.request_id} is prefilled by another revision than decodes it")
         params = SequenceParams(
             request.request_id, request.prompt, ticket.end, 0, salt, ticket.adapter, attempt=ticket.attempt,
             sampling=SamplingParams(0.0, seed=find_seed(salt)),

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
 from tests.simulator.files import Files
 from tests.simulator.gateway import SLACK_S, TIMEOUT_S, SimGateway
-from tests.simulator.model import PAGE_TOKENS, answer, find_seed
+from tests.simulator.model import PAGE_TOKENS, WEIGHTS, answer, find_seed, follow, with_weights
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
 from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
@@ -202,6 +203,10 @@ class Schedule(Troubles):
                     decode.max_offer_pages = peers_rng.choice([1, 2, 9])
             if not self.is_calm:
                 faults.slow_reads = peers_rng.choice([faults.slow_reads, 0.5])
+        rollout_rng = random.Random(f"rollout {seed}")  # like states_rng
+        self.has_revisions = len(decodes) > 1 and rollout_rng.random() < 0.3
+        if self.has_revisions:
+            self._plan_rollout(decodes, prefills, rollout_rng)
         self.clients: list[tuple[Client, float]] = []  # with its start time
         self._asked: list[_Asked] = []
         self._most_prompt, self._most_tokens = 2 * num_prefill_pages + 1, 2 * num_pages
@@ -226,6 +231,22 @@ class Schedule(Troubles):
                 if worker.num_ranks > 1 and ranks_rng.random() < 0.5:
                     self._plan_rank_death(worker, ranks_rng)
 
+    def _plan_rollout(
+        self, decodes: Sequence[SimDecode], prefills: Sequence[SimPrefill], rng: random.Random
+    ) -> None:  # fmt: skip
+        """A decode worker of another revision, mostly with other weights, which gets more and more of what is new."""
+        weights = rng.choice(["other weights", "other weights", WEIGHTS])
+        for worker in (decodes[1], *(one for one in prefills[1:] or prefills if rng.random() < 0.7)):
+            worker.revision, worker.weights = "new", weights
+            worker.boot()
+        for gateway in self.gateways:
+            for share in (0.0, 0.5, 1.0):
+                self.world.at(rng.random() * FAULTS_END_S, gateway, -1, partial(self._share_out, gateway, share))
+
+    def _share_out(self, gateway: SimGateway, share: float) -> None:
+        self.world.note("share", gateway.name, share)
+        gateway.placer.rollout.shares = {"new": share}
+
     def _plan_request(self, number: int, rng: random.Random) -> None:
         asked = self._plan_asked(rng)
         self._asked.append(asked)
@@ -235,7 +256,10 @@ class Schedule(Troubles):
             expected = expected[: rng.randint(1, len(expected))]
             stop = frozenset(expected[-1:])
         name = f"r{number}"
-        client = Client(name, expected)
+        other: list[int] = []
+        if self.has_revisions:
+            other = follow(asked.prompt, len(asked.answer), with_weights(find_seed(asked.salt), "other weights"))
+        client = Client(name, expected, other)
         wanted = TokenizedRequest(
             name, asked.prompt, len(asked.answer), SamplingParams(0.0, seed=find_seed(asked.salt)), stop,
             speculation=Speculation(rng.choice(["auto", "off"])), cache_salt=asked.salt,

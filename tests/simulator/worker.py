@@ -12,7 +12,7 @@ from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from tests.simulator.engine import VirtualRows
 from tests.simulator.files import Files
 from tests.simulator.loans import Loans
-from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Truth, find_seed, read
+from tests.simulator.model import PAGE_TOKENS, WEIGHTS, Memory, Offer, Truth, find_seed, read, with_weights
 from tests.simulator.world import Action, Process, ViolationError, World
 from worker.interfaces import States
 from worker.kv_cache import KVCacheManager
@@ -28,7 +28,6 @@ from worker.states.slots import HeldSlots, StateSlots
 from worker.table import num_rows_for
 from worker.thread import Progress
 
-WEIGHTS = "weights"  # fingerprint of the model
 LEASE_S = 4.0
 BUDGET = TokenBudget(4, "--chunk-tokens")
 SPACING = 2 * PAGE_TOKENS  # of checkpoints
@@ -138,6 +137,8 @@ class SimWorker(Process):
     """A pool, a scheduler and a loop."""
 
     loop: SteppedLoop
+    weights = WEIGHTS  # fingerprint
+    revision = ""
     model = ""  # its name, where the fleet has several
     is_changed = False  # changed since the last check
     max_offer_pages = ANY_NUMBER
@@ -161,9 +162,9 @@ class SimWorker(Process):
         cache = PrefixCache(self.num_pages, self.memory.generations)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
         states = StateSlots(slots, PAGE_TOKENS, SPACING) if self.num_slots else States()
-        kv = KVCacheManager(cache, PAGE_TOKENS, WEIGHTS, states=states, max_offer_pages=self.max_offer_pages)
+        kv = KVCacheManager(cache, PAGE_TOKENS, self.weights, states=states, max_offer_pages=self.max_offer_pages)
         self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
-        self.rows = VirtualRows(num_rows_for(self.max_running))
+        self.rows = VirtualRows(num_rows_for(self.max_running), self.weights)
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
         self.loop = self.build_loop()
         self.loop.begin_on(self)
@@ -179,8 +180,11 @@ class SimWorker(Process):
 
     def status(self) -> worker_pb2.WorkerStatus:
         """The answer to a poll."""
-        layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
-        peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages, model=self.model)
+        layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=self.weights)
+        peer = kv_pb2.Peer(
+            incarnation=self.incarnation, layout=layout, num_pages=self.num_pages, model=self.model,
+            revision=self.revision,
+        )  # fmt: skip
         return worker_pb2.WorkerStatus(
             peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
@@ -255,7 +259,7 @@ class SimWorker(Process):
 
     def find_seed(self, sequence: Tokens) -> int:
         """What the content of its first position follows from."""
-        return find_seed(sequence.params.cache_salt)
+        return with_weights(find_seed(sequence.params.cache_salt), self.weights)
 
     def check_kv(self, sequence: Tokens) -> None:
         """The sequence's KV is that of its tokens and its salt, for both models, and so are its states."""
