@@ -74,7 +74,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
             shares = {name: float(share) for name, _, share in pairs}
             wrong = "a revision comes twice" if len(shares) < len(pairs) else check_shares(shares)
         except ValueError:
-            wrong = "it needs NAME=SHARE, such as new=0.1"
+            wrong = "NAME=SHARE, such as new=0.1"
         self.require("revision_weight", wrong is None, wrong or "")
         return shares
 

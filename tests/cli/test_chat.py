@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from cli.chat import (
 )
 from cli.drain import drain, read_secret
 from cli.launch import AGENTS, AgentName
+from cli.rollout import rollout
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, keep_watching, status
 from tests.support.command_line import call, run
@@ -55,6 +57,14 @@ STATUS = {
     "trouble": "no prefill worker is alive; decode workers prefill",
     "no_hand_off": "the workers share cores",
     "models": {"small": "awake", "large": "waking 40 %"},
+}
+
+
+REVISIONS = {
+    "revisions": {
+        "new": {"share": 0.1, "prefill": 1, "decode": 2, "running": 7},
+        "[red]": {"share": None, "prefill": 0, "decode": 1, "running": 0},
+    }
 }
 
 
@@ -85,6 +95,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
             "/metrics": '# HELP x\nbaton:requests 3\nbaton:seconds_bucket{le="1"} 2\npython_info 1\n',
             "/status": json.dumps(STATUS),
+            "/v1/revisions": json.dumps(REVISIONS),
         }
         answers |= self.server.odd_answers
         self.server.key = self.headers.get("authorization", "")
@@ -93,6 +104,9 @@ class FakeHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
+        if self.path == "/v1/revisions":
+            self._answer(200, json.dumps(REVISIONS))
+            return
         content = body["messages"][-1]["content"]
         text = content if isinstance(content, str) else content[-1]["text"]
         if body.get("temperature", 0) > 2:
@@ -297,8 +311,28 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
         console.print(build_table(WORKERS))
     assert "[fd00::1]:9001" in shown.get() and "[red]" in shown.get(), "addresses are not markup"
     assert "not used yet" in shown.get() and "none" not in shown.get()
-    assert "one: loaded" in shown.get()
+    assert "one: loaded" in shown.get() and "revision" not in shown.get()
+    with console.capture() as shown:
+        console.print(build_table([one | {"revision": f"r{n}"} for n, one in enumerate(WORKERS)]))
+    assert "revision" in shown.get() and "r0" in shown.get()
     assert all(column.replace("_", " ") in shown.get() for column in COLUMNS)
+
+
+def test_a_rollout_is_shown_begun_and_ended(service: FakeService, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout(url=service.url) == 0 and not service.bodies
+    printed = capsys.readouterr().out
+    assert re.search(r"new\W+0.1\W+1\W+2\W+7", printed) and "[red]" in printed and "what is left" in printed
+    assert rollout("new=0.25", "a=b=0.5", url=service.url) == 0
+    assert rollout(end=True, url=service.url) == 0
+    assert service.bodies == [{"new": 0.25, "a=b": 0.5}, {}]
+    for wrong, said in ((("new",), "REVISION=SHARE"), (("new=x",), "REVISION=SHARE")):
+        with pytest.raises(CommandError, match=said):
+            rollout(*wrong, url=service.url)
+    with pytest.raises(CommandError, match="--end drops all shares"):
+        rollout("new=1", end=True, url=service.url)
+    service.odd_answers["/v1/revisions"] = "[]"
+    with pytest.raises(CommandError, match="without revisions"):
+        rollout(url=service.url)
 
 
 def test_status_watch_redraws_the_load_and_survives_a_service_that_is_away(service: FakeService) -> None:

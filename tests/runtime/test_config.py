@@ -127,6 +127,20 @@ def test_peers_are_told_an_ipv6_address_in_brackets(config_type: type[PrefillCon
     assert GatewayConfig(decode=("[::1]:9001",)).decode == ("[::1]:9001",)
 
 
+def test_shares_of_revisions_are_read_and_wrong_ones_named() -> None:
+    given = GatewayConfig(decode=("d:1",), revision_weight=("new=0.1", "a=b=0"))
+    assert given.revision_shares() == {"new": 0.1, "a=b": 0.0}
+    for wrong, said in (
+        (("new",), "needs NAME=SHARE"),
+        (("new=x",), "needs NAME=SHARE"),
+        (("new=1.5",), "from 0 to 1"),
+        (("new=0.5", "new=0.1"), "twice"),
+        (("=0.5",), "no name"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            GatewayConfig(decode=("d:1",), revision_weight=wrong)
+
+
 def test_traces_need_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServeConfig(otlp_endpoint="https://[::1]:4318/own").otlp_endpoint
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
