@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.chunks import CHUNK_S, STRETCH, ChunkSizer
-from worker.itl_goal import STARVED, GoalSizer
+from worker.chunks import CHUNK_S, MOST_SHRINKING, STRETCH, ChunkSizer
+from worker.itl_goal import MOST_MARGIN, STARVED, GoalSizer
 from worker.plan import FEWEST, TokenBudget
 
 
@@ -115,6 +116,9 @@ def test_prompts_get_more_where_many_of_them_wait() -> None:
     assert TokenBudget(256, "--flag").beside(1, 9) == 256
 
 
+NOISE, LATE = 1.05, 1.3  # times what a step takes: of any, and of one in 50
+
+
 class Device:
     """Steps of `base_s`, `answer_s` for each answer and `token_s` for each prompt token, of which some take longer."""
 
@@ -124,7 +128,7 @@ class Device:
 
     def seconds(self, num_answers: int, num_tokens: int) -> float:
         exact = self.base_s + self.answer_s * num_answers + self.token_s * num_tokens
-        return exact * self.rng.uniform(0.95, 1.05) * (1.3 if self.rng.random() < 0.02 else 1.0)
+        return exact * self.rng.uniform(2 - NOISE, NOISE) * (LATE if self.rng.random() < 0.02 else 1.0)
 
 
 @given(
@@ -135,7 +139,7 @@ def test_steps_keep_the_goal_with_as_many_answers_as_are_taken_and_prompts_go_on
     base_s: float, answer_share: float, token_share: float, goal_share: float, seed: int
 ) -> None:
     device, goal_s = Device(base_s, answer_share * base_s, token_share * base_s, seed), goal_share * base_s
-    sizer, num_answers, steps, num_tokens = GoalSizer(256, FEWEST, goal_s=goal_s), 0, [], 0
+    sizer, num_answers, steps, num_tokens, taken = GoalSizer(256, FEWEST, goal_s=goal_s), 0, [], 0, []
     for number in range(1500):
         if number % 4 == 0:
             num_answers = min(sizer.most_answers(64), num_answers + 1)
@@ -144,12 +148,15 @@ def test_steps_keep_the_goal_with_as_many_answers_as_are_taken_and_prompts_go_on
         seconds = device.seconds(num_answers, size)
         sizer.note_step(num_answers, size, seconds)
         steps.append(seconds)
+        taken.append(num_answers)
         num_tokens += size
     settled = sorted(steps[500:])
-    assert settled[int(0.97 * len(settled))] <= 1.02 * goal_s and settled[int(0.99 * len(settled))] <= 1.2 * goal_s
+    assert settled[int(0.97 * len(settled))] <= 1.02 * goal_s
+    assert settled[int(0.99 * len(settled))] <= LATE * NOISE * goal_s, "only late steps are beyond it"
     assert num_tokens >= FEWEST * len(steps) / STARVED
-    fitting = (goal_s / 1.5 - base_s * (1 + FEWEST * token_share)) / max(device.answer_s, 1e-9)
-    assert num_answers >= min(int(fitting * 0.9), 64), "no more are refused than the goal asks for"
+    chunk_s = MOST_SHRINKING * FEWEST * device.token_s  # as it may be believed after a late one
+    fitting = (goal_s / MOST_MARGIN - base_s - chunk_s) / max(device.answer_s, 1e-9)
+    assert median(taken[500:]) >= min(int(fitting * 0.9), 64), "no more are refused than the goal asks for"
 
 
 def test_where_the_goal_cannot_be_kept_one_answer_and_every_prompt_go_on() -> None:
