@@ -15,72 +15,10 @@ from subprocess import DEVNULL
 
 import pytest
 
+from tests.support.forks import ForkedPopen
+from tests.support.stand_ins import PROGRAM
+
 WAIT_S = 60.0
-
-# Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
-STAND_IN = """
-import os, signal, socket, subprocess, sys
-import msgspec
-from runtime.child import follow_parent
-from runtime.events import SetAwake, parse_event
-from runtime.lifecycle import ReadyReporter
-
-role, fd = sys.argv[1], int(sys.argv[-1].removeprefix("--ready-fd="))
-follow_parent(fd)
-mode = os.environ.get("STAND_IN_" + role.upper(), "ready")
-
-def note(*words):
-    with open(os.environ["STAND_IN_NOTES"], "a") as notes:
-        print(*words, file=notes)
-
-def end(*_):
-    note("ended", role)
-    sys.exit(0)
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else end)
-signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
-note("pid", os.getpid(), *sys.argv[1:], os.environ.get("BATON_API_KEY"), os.environ.get("BATON_PORT"))
-reporter = ReadyReporter(fd, role)
-num_starts = open(os.environ["STAND_IN_NOTES"]).read().count(f" {role} ")
-if num_starts > 1 and mode == "broken":
-    os._exit(7)
-if num_starts == 2 and mode == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-reporter.loading(500_000, 1_000_000)
-if mode == "crash":
-    note("pid", subprocess.Popen(["sleep", "600"]).pid)
-    for number in range(50):
-        print("crash line", number, flush=True)
-    os._exit(7)
-print('{"event": "log of [x]", "level": "info", "role": "%s", "n": 1}' % role, flush=True)
-if mode != "slow":
-    reporter.loading(1_000_000, 1_000_000)
-    os.write(fd, b"nonsense\\n")
-    print('{"event": "ready", "level": "info"}', flush=True)
-    detail = {"device": "cpu", "no_hand_off": "cores are shared"}
-    reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", detail)
-if mode == "asks":  # for its model to sleep, then to wake
-    asked = socket.socket(fileno=os.dup(fd))
-    for is_awake, ends in ((False, ("asleep",)), (True, ("awake", "failed"))):
-        asked.sendall(msgspec.json.encode(SetAwake("baton-demo", is_awake)) + b"\\n")
-        for line in asked.makefile("rb", buffering=0):
-            event = parse_event(line)
-            note("state", event.state, len(event.prefill), len(event.decode), event.percent, event.reason)
-            if event.state in ends:
-                break
-while True:
-    signal.pause()
-"""
-DRIVER = """
-import asyncio, sys
-from cli.serve import supervise
-from runtime.config import ServeConfig
-
-config = ServeConfig(
-    prefill_workers=2, decode_workers=1, api_key=("secret",), start_timeout_s=float(sys.argv[2]), log_format=sys.argv[4]
-)
-sys.exit(asyncio.run(supervise(config, (sys.executable, sys.argv[1]), stop_s=float(sys.argv[3]))))
-"""
 
 
 class Service:
@@ -90,14 +28,12 @@ class Service:
         self, folder: Path, start_timeout_s: float = WAIT_S, stop_s: float = WAIT_S, stdout: int = DEVNULL,
         log_format: str = "auto", **modes: str,
     ) -> None:  # fmt: skip
-        """modes: each role's behaviour."""
-        stand_in = folder / "stand_in.py"
-        stand_in.write_text(STAND_IN)
+        """modes: each role's behaviour, see stand_ins.py."""
         self.notes = folder / "notes"
         environment = {**os.environ, "STAND_IN_NOTES": str(self.notes), "BATON_PORT": "1234"}
         environment |= {f"STAND_IN_{role.upper()}": mode for role, mode in modes.items()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(stand_in), str(start_timeout_s), str(stop_s), log_format],
+        self.process = ForkedPopen(
+            [*PROGRAM, "supervise", str(start_timeout_s), str(stop_s), log_format],
             stdout=stdout, stderr=subprocess.PIPE, text=True, bufsize=1, env=environment,
         )  # fmt: skip
         self.shown = ""  # all of its stderr read so far

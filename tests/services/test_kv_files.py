@@ -137,11 +137,13 @@ def test_a_prefill_worker_answers_from_the_pages_of_another(tmp_path: Path) -> N
                 assert told.tokens == service.oracle.answer(prompt, COUNT, guess=told.tokens)
 
         def has_borrowed() -> bool:
-            ask_together(1)
+            """Each time of a beginning that one worker has: where requests come slowly, that one is not busy."""
+            seed = 1000 + next(numbers)
+            service.ask(random_prompt(600, VOCAB, seed=seed))
+            ask_together(seed)
             return sum(borrowed()) >= 512
 
-        service.ask(random_prompt(600, VOCAB, seed=1))
-        wait_until(has_borrowed)  # where requests come slowly, the worker is not busy
+        wait_until(has_borrowed)
         wait_until(lambda: [service.live.find(name)["restored_tokens"] for name in names] == borrowed())
         before = [service.live.metric(name, "prompt_tokens_total") for name in names]
         service.ask(random_prompt(600, VOCAB, seed=2))

@@ -37,6 +37,7 @@ IMPORTS = (
 MODULES = (  # that are forked; others are started
     "cli.main", "baton", "worker.ranks.main", "tests.attack.folders", "tests.faults.corrupting_worker",
     "tests.support.pool_process", "tests.support.rank_follower", "tests.support.rank_process",
+    "tests.support.stand_ins",
 )  # fmt: skip
 TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
 TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one
