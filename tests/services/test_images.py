@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -60,18 +60,37 @@ class Oracle:
         self._model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
         self._processor = load_processor(folder, find_family(config) or "")
 
-    def answer(self, parts: Sequence[str | bytes], count: int = COUNT) -> list[int]:
+    def answer(self, parts: Sequence[str | bytes], guess: Sequence[int]) -> list[int]:
+        """As many tokens as are guessed, which are checked by one step."""
         content = [{"type": "image"} if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts]
         text = self._processor.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         images = [Image.open(BytesIO(part)).convert("RGB") for part in parts if isinstance(part, bytes)]
         given = self._processor(images=[images], text=[text], return_tensors="pt", add_special_tokens=False)
+        if self._chooses(given, guess):
+            return list(guess)
         found = self._model.generate(
-            **given, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, suppress_tokens=[IMAGE]
-        )
+            **given, max_new_tokens=len(guess), do_sample=False, eos_token_id=None, pad_token_id=0,
+            suppress_tokens=[IMAGE],
+        )  # fmt: skip
         tokens: list[int] = found[0, given["input_ids"].shape[1] :].tolist()
         return tokens
+
+    @torch.no_grad()
+    def _chooses(self, given: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> bool:
+        """True if each token is the likeliest after those before it, which are all text."""
+        size = given["input_ids"].shape
+        rests = {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones(1, len(tokens), dtype=torch.long)}
+        text = torch.zeros(1, len(tokens), dtype=torch.long)  # the type of its tokens
+        whole = {
+            name: torch.cat([values, rests.get(name, text).to(values.dtype)], 1) if values.shape == size else values
+            for name, values in given.items()
+        }
+        logits = self._model(**whole, use_cache=False).logits[0, size[1] - 1 : -1]
+        logits[:, IMAGE] = -torch.inf
+        chosen: list[int] = logits.argmax(-1).tolist()
+        return chosen == list(tokens)
 
 
 class Service(NamedTuple):
@@ -105,7 +124,7 @@ class Service(NamedTuple):
                     begun.set()
                 if (usage := event.get("usage")) is not None:
                     cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert tokens == self.oracle.answer(parts, count)
+        assert len(tokens) == count and tokens == self.oracle.answer(parts, tokens)
         return Answer(tokens, cached)
 
     def ask_all(self, prompts: Sequence[Sequence[str | bytes]], count: int = COUNT) -> None:
