@@ -19,6 +19,7 @@ from engine.attention.choose import AttentionChoice
 from engine.attention.shape import AttentionShape
 from engine.cuda import flashinfer as backend_module
 from engine.sampling.sample import sample_slowly
+from tests.support.cross_compile import IS_NIGHTLY
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.flashinfer_doubles import Decode, Prefill
 from tests.support.pool_process import COMMAND, build_pool
@@ -26,7 +27,8 @@ from worker import loop as worker_loop
 
 CPU = torch.device("cpu")
 SERVICES = ("defaults", "service", "deaths", "two GPUs")  # parts that start whole services
-HERE = [part for part in PARTS if part.name not in SERVICES]
+LONG = {"machine", "engine", "kernels", "many streams", "churn", "coded weights", "nixl", "kernel times"}
+HERE = [part for part in PARTS if part.name not in SERVICES and (IS_NIGHTLY or part.name not in LONG)]
 FAKE_GPU = (*COMMAND, "fake-gpu")
 
 

@@ -157,6 +157,14 @@ def test_it_answers_the_official_client(live: Live) -> None:
     assert "12 plus 30" in HTTP.get(f"{live.url}/page/examples.json").text
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look into processes")
+def test_only_workers_hold_torch(live: Live) -> None:
+    supervisor = live.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    holders = [int(pid) for pid in children if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+    assert len(children) == 1 + len(live.status()) and sorted(holders) == sorted(one["pid"] for one in live.status())
+
+
 def test_kernels_are_built_in_the_users_cache(installed: Environment, live: Live) -> None:
     report = json.loads(installed.baton("doctor", "--json").stdout)
     if not report["machine"]["cpp_compiler"]:

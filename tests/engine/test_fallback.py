@@ -48,8 +48,8 @@ PROMPTS = [
 ANSWER_TOKENS = 8
 LONGROPE = rope("longrope", 10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
 
-# What can be served of transformers 5.24, less native families and kimi_linear (`make families`): all by `make nightly`,
-# else each kind of positions, windows, soft caps, sinks, heads, latents, experts, recurrent layers and layers without attention.
+# What can be served of transformers 5.24, less native families and kimi_linear (`make families`). All: `make nightly`.
+# Always: each kind of positions, windows, soft caps, sinks, heads, latents, experts and recurrent layers.
 TYPES = (  # noqa: SIM905
     "afmoe bamba cohere2 ctrl exaone4 falcon_h1 gemma2 gemma3n_text gpt2 gpt_bigcode gpt_neox gpt_oss "
     "granitemoehybrid lfm3 mimo_v2_flash minimax_m2 modernbert-decoder nemotron_h olmo_hybrid opt phi "

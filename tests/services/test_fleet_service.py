@@ -30,7 +30,7 @@ NUM, NUM_TOKENS = 4, 350  # long enough that work is left when a test looks, on 
 def live() -> Iterator[Live]:
     """The tests end its processes one after the other, so they run in order."""
     flags = ("--dtype=float32", "--prefill-workers=2", "--decode-workers=3", "--threads=1", "--drain-s=300")
-    with serve_calmly("demo", *flags, forks=False) as service:  # a fork's environment is not seen in /proc
+    with serve_calmly("demo", *flags) as service:
         yield service
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from PIL import Image
 from gateway.images.families import find_family
 from gateway.images.processor_process import load_processor
 from tests.support.checkpoints_vision import VISIONS, leave_out_torchvision, write_vlm_checkpoint
+from tests.support.command_line import run
 from tests.support.families import IMAGE
 from tests.support.live import WAIT_S, Live, serve_calmly, wait_until
 from tests.support.vision import data_uri, picture
@@ -206,8 +205,7 @@ def test_stutter_beside_images_is_measured(service: Service, tmp_path: Path) -> 
         "--images=2", "--image-size=56", "--streams=1", "--prompts=1", "--stream-tokens=300", "--quiet-chunks=4",
         "--rounds=2",
     )  # fmt: skip
-    command = [sys.executable, "-m", "cli.main", "bench", "interference", f"--url={service.live.url}", *flags]
-    done = subprocess.run([*command, f"--save={saved}"], capture_output=True, text=True, timeout=WAIT_S)
+    done = run("bench", "interference", f"--url={service.live.url}", *flags, f"--save={saved}")
     assert "medians of rounds: p99 " in done.stdout, done.stdout + done.stderr
     figures = json.loads(saved.read_text())
     assert len(figures["p99_by_text"]) == len(figures["max_by_text"]) == 2

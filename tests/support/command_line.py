@@ -13,22 +13,25 @@ import pytest
 
 from cli.main import app, main
 from cli.sources import use_sources
+from tests.support.forks import ForkedPopen
 
 WAIT_S = 120.0  # generous: the machine may be busy
 
 
 def run(*words: str, typed: str | bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program as a process, with no settings or proxies except those in `environment`."""
+    """The program as a process that is forked, with no settings or proxies except those in `environment`."""
     inherited = {
         name: value for name, value in os.environ.items()
         if not name.startswith("BATON_") and not name.lower().endswith("_proxy")
     }  # fmt: skip
-    command = [sys.executable, "-P", "-m", "cli.main", *words]
-    done = subprocess.run(
-        command, input=typed.encode() if isinstance(typed, str) else typed, capture_output=True,
-        env=inherited | environment, timeout=WAIT_S,
-    )  # fmt: skip
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    command, pipe = [sys.executable, "-P", "-m", "cli.main", *words], subprocess.PIPE
+    with ForkedPopen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=inherited | environment) as process:
+        try:
+            typed = typed.encode() if isinstance(typed, str) else typed
+            stdout, stderr = process.communicate(typed, WAIT_S)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, stdout.decode(), stderr.decode())
 
 
 def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -42,6 +42,7 @@ MODULES = (  # that are forked; others are started
 TEST_IMPORTS = ("anthropic", "openai", "peft", "transformers.generation.utils")  # of more than one file of tests
 TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"  # how xdist starts one
 MESSAGE_BYTES, MOST_FDS = 1 << 17, 64
+PLACE = "x" * 4096  # for longer words and variables, which a new process shows in the place of the template's
 PARKED = 1 << 9  # first number of descriptors on their way to their own
 
 
@@ -125,8 +126,8 @@ def _start_template(imports: Iterable[str]) -> Template:
     with theirs:
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()}, {imports})"]
         root = str(Path(__file__).resolve().parents[2])
-        environment = {**os.environ, "PYTHONPATH": root, "GOMP_SPINCOUNT": "2000"}
-        subprocess.Popen([*command, "x" * 4096], pass_fds=[theirs.fileno()], env=environment)
+        environment = {**os.environ, "PYTHONPATH": root, "GOMP_SPINCOUNT": "2000", "PLACE": PLACE}
+        subprocess.Popen([*command, PLACE], pass_fds=[theirs.fileno()], env=environment)
     return Template(ours)
 
 
@@ -177,15 +178,16 @@ def _become(start: Start, descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(start.environment)
     os.chdir(start.folder)
-    _show_words(start.words)
+    places = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
+    _show(start.words, *places[:2])
+    _show((f"{name}={value}" for name, value in start.environment.items()), *places[2:])
 
 
-def _show_words(words: Iterable[str]) -> None:
-    """As the command line that others see of this process."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    line = "\0".join(words).encode()[: end - begin - 1]
+def _show(texts: Iterable[str], begin: int, end: int) -> None:
+    """Where others read this process's command line, or its environment."""
+    shown = os.fsencode("\0".join(texts))[: end - begin - 1]
     ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, line, len(line))
+    ctypes.memmove(begin, shown, len(shown))
 
 
 def _fork_template(fds: Iterable[int]) -> Template:

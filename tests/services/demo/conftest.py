@@ -1,4 +1,4 @@
-"""One service of the demo model for all tests here, as users start it; none depends on what others have requested."""
+"""One service of the demo model for all tests here; none depends on what others have requested."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from tests.support.surface import DEMO_FLAGS, Surface
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Live]:
-    with serve_calmly("demo", *DEMO_FLAGS, forks=False) as service:
+    with serve_calmly("demo", *DEMO_FLAGS) as service:
         yield service
         service.wait_until_unused()
 
