@@ -67,7 +67,7 @@ class CheckedDrafter(HeadDrafter):
         return drafts
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "glm4_moe", "qwen3_5_text", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["eagle3", "qwen3_5_text", "deepseek_v3"])
 def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, kind: str) -> None:
     """After prompts in chunks, preemption, and cached pages of prompts that go on with other tokens."""
     if kind != "eagle3":
@@ -78,7 +78,7 @@ def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, ki
     engine = build(tmp_path / "model", head.draft_model, 40)
     requests = [
         ask(1, [*SHARED, 5, 6, 7]), ask(2, [*SHARED, 90]), ask(3, SHARED + [5, 6, 7, 8] * 2), ask(4, SHARED[:-1]),
-        ask(5, SHARED * 2, 30), ask(6, SHARED + [90, 91] * 4), *(ask(7 + i, SHARED[i:], 40) for i in range(5)),
+        ask(5, SHARED * 2, 30), ask(6, SHARED + [90, 91] * 4), *(ask(7 + i, SHARED[i:], 20) for i in range(3)),
     ]  # fmt: skip
     plain = decode(engine, [replace(one, drafter="off") for one in requests], at_once=1)
     for at_once, num_pages in ((1, 40), (6, 24)):
@@ -89,7 +89,7 @@ def test_each_draft_is_the_truth_whatever_became_of_the_pages(tmp_path: Path, ki
             is_checked=True,
         )  # fmt: skip
         assert answers.tokens == plain.tokens
-        assert drafter.num_checked > (150 if at_once == 1 else 40)
+        assert drafter.num_checked > (80 if at_once == 1 else 30)
         assert answers.scheduler.kv.num_hit > 0
         assert bool(answers.scheduler.num_preemptions) == (at_once > 1)
 

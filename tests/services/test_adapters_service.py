@@ -123,24 +123,26 @@ def check_deaths(service: Served, models: Models) -> None:
     """Workers are killed in mid-stream: the same tokens as undisturbed, of which the first are the merged model's."""
     live, names = service.live, ("one", "two", "")
     prompts = {name: random_prompt(40, VOCAB, seed=900 + len(name)) for name in names}
-    undisturbed = {name: service.answer(name, prompts[name], LONG) for name in names}
+    with ThreadPoolExecutor(len(names)) as threads:
+        answers = threads.map(lambda name: service.answer(name, prompts[name], LONG), names)
+        undisturbed = dict(zip(names, answers, strict=True))
     for name in names:
         assert undisturbed[name][:COUNT] == models.expected(name, prompts[name])
     for role in ("decode", "prefill"):
         calls = {name: service.surface.start(prompts[name], model=name, max_tokens=LONG) for name in names}
-        answers = {name: [Told()] for name in names}
+        told = {name: [Told()] for name in names}
         for name in names:
-            take(answers[name], next(calls[name]))
+            take(told[name], next(calls[name]))
         pid = live.pids[f"{role}-0"]
         live.send(f"{role}-0", signal.SIGKILL)
-        assert all(len(told[0].tokens) < LONG for told in answers.values()), "not in mid-stream"
+        assert all(len(one.tokens) < LONG for (one,) in told.values()), "not in mid-stream"
         fresh = random_prompt(45, VOCAB, seed=950 + len(role))
         for name in names:  # computed where there is a worker
             assert service.answer(name, fresh) == models.expected(name, fresh)
         for name in names:
             for response in calls[name]:
-                take(answers[name], response)
-            assert answers[name][0].tokens == undisturbed[name], (role, name)
+                take(told[name], response)
+            assert told[name][0].tokens == undisturbed[name], (role, name)
         wait_until(lambda: live.pids[f"{role}-0"] != pid)  # noqa: B023  waits within the turn
         live.wait_until_whole()
         wait_until(lambda: set(live.find(f"{role}-0")["adapters"].values()) == {"loaded"})  # noqa: B023

@@ -15,7 +15,7 @@ from demo.paths import TARGET_DIR
 from tests.support.checkpoints import write_checkpoint
 from tests.support.live import HTTP, WAIT_S, Live, serve_calmly
 
-NUM_PROMPT = int(os.environ.get("TEST_CONTEXT", "70000"))  # more than 16 bits count; `make nightly`: 128,000
+NUM_PROMPT = int(os.environ.get("TEST_CONTEXT", "67000"))  # more than 16 bits count; `make nightly`: 128,000
 CONTEXT, NUM_ANSWER = 1 << 18, 12
 FLAGS = ("--dtype=float32", "--kv-memory-mib=512", "--decode-max-running=2", "--prefill-max-running=2")
 
