@@ -91,6 +91,13 @@ def answers(engine: Engine, requests: Sequence[SequenceParams]) -> Answers:
     return decode(engine, requests)
 
 
+@pytest.fixture(scope="module")
+def few(answers: Answers, requests: Sequence[SequenceParams]) -> list[SequenceParams]:
+    """The shortest answer of each grammar."""
+    shortest = sorted(requests, key=lambda one: len(answers.tokens[one.handle]))
+    return list({(one.handle - 1) // len(SAMPLINGS): one for one in reversed(shortest)}.values())
+
+
 def test_answers_fit_their_grammars_and_end_with_them(answers: Answers, requests: Sequence[SequenceParams]) -> None:
     num_whole = 0
     for wanted in requests:
@@ -140,10 +147,11 @@ def test_neither_drafts_nor_waiting_change_a_token(
         drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)  # ignores the grammar: often refused
     else:
         request.getfixturevalue("no_time")
-    drafting = [replace(one, drafter="d", max_draft_tokens=1 + one.handle % 8) for one in requests]
+    asked = requests if has_time else requests[1::3]
+    drafting = [replace(one, drafter="d", max_draft_tokens=1 + one.handle % 8) for one in asked]
     drafted = decode(engine, drafting, build_eager_speculator({"d": drafter}))
-    assert drafted.tokens == answers.tokens
-    assert reasons(drafted) == reasons(answers)
+    assert drafted.tokens == {one.handle: answers.tokens[one.handle] for one in asked}
+    assert reasons(drafted) == {one.handle: reasons(answers)[one.handle] for one in asked}
 
 
 @pytest.mark.usefixtures("no_time")
@@ -224,7 +232,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("method", ["fill", "accept"])
 def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     engine: Engine,
-    requests: Sequence[SequenceParams],
+    few: Sequence[SequenceParams],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], LoadedGrammar],
     method: str,
@@ -232,8 +240,8 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 ) -> None:
     grammar = bad(method, hang)
     plain = replace(ask(99, None), max_tokens=5)
-    got = decode(engine, [*(ask(handle, grammar) for handle in (91, 92, 93)), *requests, plain])
-    assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
+    got = decode(engine, [*(ask(handle, grammar) for handle in (91, 92, 93)), *few, plain])
+    assert all(got.tokens[one.handle] == answers.tokens[one.handle] for one in few)
     assert got.ends[99].finish_reason in ("length", "stop")
     for handle in (91, 92, 93):
         assert got.ends[handle].finish_reason == "grammar_error"
@@ -247,7 +255,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 )
 def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
-    requests: Sequence[SequenceParams],
+    few: Sequence[SequenceParams],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], LoadedGrammar],
     error: Exception,
@@ -256,23 +264,23 @@ def test_whatever_goes_wrong_ends_one_answer(
     def fail() -> None:
         raise error
 
-    got = decode(engine, [ask(91, bad(method, fail)), *requests])
+    got = decode(engine, [ask(91, bad(method, fail)), *few])
     assert got.ends[91].finish_reason == "error"
     assert got.ends[91].error == f"the grammar could not be followed: {type(error).__name__}"
-    assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
+    assert all(got.tokens[one.handle] == answers.tokens[one.handle] for one in few)
 
 
 def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
-    engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, few: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_thread, "MAX_STUCK", 0)
-    got = decode(engine, [replace(ask(99, None), max_tokens=5), *requests])
+    got = decode(engine, [replace(ask(99, None), max_tokens=5), *few])
     assert got.ends[99].finish_reason in ("length", "stop")
-    assert {got.ends[one.handle].error for one in requests} == {"no grammar can be followed now: 0 calls take too long"}
+    assert {got.ends[one.handle].error for one in few} == {"no grammar can be followed now: 0 calls take too long"}
 
 
 def test_what_is_kept_of_an_answer_goes_with_it(
-    engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, few: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[Constraints]()
 
@@ -281,10 +289,10 @@ def test_what_is_kept_of_an_answer_goes_with_it(
         return made[-1]
 
     monkeypatch.setattr(decoding, "Constraints", make)
-    decode(engine, requests)
+    decode(engine, few)
     gc.collect()
     (constraints_of_all,) = made
-    assert len(constraints_of_all._states) < len(requests) / 2, "those of the last step at most"
+    assert len(constraints_of_all._states) < len(few), "those of the last step at most"
 
 
 # -- in a service ----------------------------------------------------------------------------------------------------
