@@ -19,6 +19,7 @@ os.environ.setdefault("BATON_CHECK_STEPS", "1")  # before anything imports the e
 from runtime.hardware import wait_without_spinning
 from tests.support.forks import fork_test_processes
 from tests.support.interpreter import interpret_kernels
+from tests.support.rewriting import compile_tests
 
 sys.dont_write_bytecode = False  # a run has hundreds of processes: each module is compiled once, not in each of them
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -55,8 +56,9 @@ class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped
         return DEMO if path.startswith(DEMO) else path
 
 
-def pytest_xdist_setupnodes() -> None:
-    fork_test_processes()
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    fork_test_processes()  # of a template, which imports meanwhile
+    compile_tests(config)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
