@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import msgspec
 
 from cli.serve import supervise
 from runtime.child import follow_parent
 from runtime.config import ServeConfig
+from runtime.config_parts import LogFormat
 from runtime.events import ModelState, SetAwake, parse_event
 from runtime.lifecycle import ReadyReporter
 
@@ -91,7 +92,7 @@ def main() -> None:
     start_timeout_s, stop_s, log_format = words
     config = ServeConfig(
         prefill_workers=2, decode_workers=1, api_key=("secret",), start_timeout_s=float(start_timeout_s),
-        log_format=log_format,
+        log_format=cast(LogFormat, log_format),
     )  # fmt: skip
     sys.exit(asyncio.run(supervise(config, PROGRAM, stop_s=float(stop_s))))
 
