@@ -41,6 +41,7 @@ from gateway.scaling.sleepers import Sleepers
 from gateway.store.database import StoreError
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.routes import add_answers
+from gateway.store.runs import Runs
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -103,7 +104,8 @@ async def _serve(
     rollout = Rollout(config.revision_shares())
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing, rollout)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
-    keeper = _build_keeper(config, served)
+    runs = _build_runs(config, served)
+    keeper = AnswerKeeper(served, runs) if runs else None
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
@@ -118,8 +120,8 @@ async def _serve(
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes, connections)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port, tls.credentials if tls else None)
     add_inference_services(grpc_server, served)
-    if keeper:
-        await keeper.start()
+    if runs:
+        await runs.start()
     await discovery.start()
     following = [asyncio.create_task(return_freed_memory())]
     following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
@@ -149,8 +151,8 @@ async def _serve(
         log.warning("not ready yet", reason=reason)
     if batches:
         batches.start()
-    if keeper:
-        keeper.serve()
+    if runs:
+        runs.serve()
     shutdown.listen()
     spare_what_is_here()
     watch = LoopWatch(registry)
@@ -160,11 +162,11 @@ async def _serve(
     await shutdown.begun.wait()
     if batches:
         await batches.close()  # its lines are for the next gateway: the drain does not wait for them
-    if keeper:
-        await keeper.drain()
+    if runs:
+        await runs.drain()
     await shutdown.wait()
-    if keeper:
-        await keeper.let_go()
+    if runs:
+        await runs.let_go()
     watch.close()
     for router in routers.values():
         router.admission.cut_off()
@@ -176,8 +178,8 @@ async def _serve(
     await discovery.close()
     await fleet.close()
     await served.close()
-    if keeper:
-        await keeper.close()
+    if runs:
+        await runs.close()
     if store:
         store.close()
 
@@ -192,12 +194,12 @@ def find_openness(config: GatewayConfig) -> str | None:
     return f"every client that reaches this port can use all models{read}: set BATON_API_KEY or --api-keys-file"
 
 
-def _build_keeper(config: GatewayConfig, served: ServedModels) -> AnswerKeeper | None:
-    """What keeps answers; None: nothing does."""
+def _build_runs(config: GatewayConfig, served: ServedModels) -> Runs | None:
+    """The answers that are kept; None: none are."""
     if not (place := config.state_url or (Path(config.state_dir) if config.state_dir else None)):
         return None
     lease_s, max_bytes = config.state_lease_s, config.state_max_mib << 20
-    return AnswerKeeper(served, place, ttl_s=config.state_ttl, max_bytes=max_bytes, lease_s=lease_s)
+    return Runs(served, place, ttl_s=config.state_ttl, max_bytes=max_bytes, lease_s=lease_s)
 
 
 def _build_models(

@@ -1,17 +1,12 @@
-"""Keeps answers: computes them though nobody may listen, writes them behind, takes over those of gateways that died,
-and reads them back."""
+"""Requests for answers that are kept: they are computed though nobody may listen, and read back."""
 
 import asyncio
 import re
 import time
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -33,35 +28,22 @@ from gateway.api.responses.types import ResponsesRequest
 from gateway.api.routes import answer_once
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ServedModels
-from gateway.store.database import RUNNING, Answer, Change, Database, NewerStoreError, Status, StoreError
+from gateway.store.database import RUNNING, Answer, Database, Status, StoreError
 from gateway.store.kinds import (
     Kind,
     Place,
     Prepared,
     StoredRequest,
-    failed_result,
     find_kind,
     find_place,
     new_id,
     show,
     trouble,
 )
-from gateway.store.line import Line, unavailable
-from gateway.store.replay import Asked, CannotGoOnError, Replays, SomeBody, digest_of, unknown_history
-from gateway.store.run import ChoiceTokens, Run, join_parts
-from runtime.tasks import keep_running
-
-_log = structlog.get_logger()
-
-WRITE_S = 0.2  # what was generated is in the store so soon
-PAUSE_S = 1.0  # after a failure of the store
-LOOK_S = 1.0  # between two looks at leases; --state-lease-s is longer
-CLEAN_S = 60.0
-MOST_TAKEN = 16  # answers at once, of gateways that died
-MOST_TRIES = 10  # of taking one over
-MOST_DEATHS = 3  # of gateways, while they work on one answer and it gets no further
-MOST_WRITTEN = 200  # answers in one transaction
-MOST_UNSAVED = 2000  # answers that are over and that a failing store lacks; older ones are lost
+from gateway.store.line import unavailable
+from gateway.store.replay import Asked, SomeBody, digest_of, unknown_history
+from gateway.store.run import ChoiceTokens, Run
+from gateway.store.runs import LOOK_S, Runs
 
 _ID: dict[Kind, re.Pattern[str]] = {
     "responses": re.compile(r"resp_[0-9a-f]{48}"),
@@ -71,77 +53,10 @@ _PARAM: dict[Kind, str] = {"responses": "response_id", "chat": "completion_id"}
 
 
 class AnswerKeeper:
-    """Owns the answers that this gateway computes and keeps. Lives on the asyncio thread."""
+    """Answers what clients ask of answers that are kept. Lives on the asyncio thread."""
 
-    def __init__(
-        self, served: ServedModels, place: str | Path, *, ttl_s: float, max_bytes: int, lease_s: float
-    ) -> None:
-        """`place`: as in Database. `lease_s`: how long others wait for a sign of this gateway."""
-        self._served, self._ttl_s, self._max_bytes, self._lease_s = served, ttl_s, max_bytes, lease_s
-        self._writes, self._reads, self._place = Line(place, "store-write"), Line(place, "store-read"), place
-        self._replays = Replays(served, self._reads)
-        self.id = new_id("responses").replace("resp_", "gateway_")
-        self._runs: dict[str, Run] = {}
-        self._num_others = 0  # gateways with the same store
-        self._held_until = 0.0  # leases that were renewed
-        self._is_draining = False
-        self._writing = asyncio.Lock()
-        self._due = asyncio.Event()
-        self._failed_since: float | None = None  # when the store last began to fail
-        self._tasks: list[asyncio.Task[None]] = []
-        self._taking: dict[str, asyncio.Task[None]] = {}  # answers that others left
-        self._tries = Counter[str]()  # of taking them over, that failed
-
-    async def start(self) -> None:
-        """Raises StoreError if the store cannot be used. A database that does not answer may do so later."""
-        try:
-            await self._reads.call(Database.find, "")
-        except StoreError as error:
-            if isinstance(self._place, Path):
-                raise StoreError(f"--state-dir {self._place} cannot be used: {error}") from error
-            if isinstance(error, NewerStoreError):
-                raise
-            self._note_failure(error)
-        self._tasks = [asyncio.create_task(keep_running(self._write, "writing answers"))]
-        self._tasks.append(asyncio.create_task(keep_running(self._clean, "deleting old answers")))
-
-    def serve(self) -> None:
-        """Now the service can answer: go on with what others have left, too."""
-        self._tasks.append(asyncio.create_task(keep_running(self._hold, "keeping leases")))
-
-    async def drain(self) -> None:
-        """Another gateway goes on with the answers that can be read there, if there is one."""
-        self._is_draining = True
-        if self._num_others:
-            await self._let_go([run for run in self._runs.values() if run.is_kept])
-
-    async def let_go(self) -> None:
-        """Whichever gateway comes goes on; clients may read here meanwhile what it writes. Idempotent."""
-        self._is_draining = True
-        await self._let_go(list(self._runs.values()))
-
-    async def close(self) -> None:
-        await self.let_go()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writes.close()
-        self._reads.close()
-
-    async def _let_go(self, runs: Sequence[Run]) -> None:
-        taking = dict(self._taking)
-        for work in taking.values():
-            work.cancel()
-        await asyncio.gather(*taking.values(), return_exceptions=True)
-        runs = [run for run in runs if not run.is_over]
-        await asyncio.gather(*(run.pause() for run in runs))
-        with suppress(StoreError):
-            await self._save()
-            await self._writes.call(Database.release, self.id, [*(run.answer.id for run in runs), *taking])
-        for run in runs:
-            await run.stop(is_lost=True)
-
-    # -- requests ---------------------------------------------------------------------------------------------------
+    def __init__(self, served: ServedModels, runs: Runs) -> None:
+        self._served, self.runs = served, runs
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """As Keeper."""
@@ -183,11 +98,11 @@ class AnswerKeeper:
         answer = run.answer
         if totals.trace is not None:
             totals.trace.note({"gen_ai.response.id": answer.id})
-        self._runs[answer.id] = run
+        self.runs.running[answer.id] = run
         if is_background:
-            await self._insert(run)
+            await self.runs.insert(run)
         run.start()
-        self._due.set()  # others are to know it before its client does
+        self.runs.wake()  # others are to know it before its client does
         if body.stream:
             hold_s = 0.0 if is_background else find_hold_s(prepared.raw, totals.job)
             ring, adapter = one.ring, totals.job.generations[0].adapter
@@ -228,7 +143,7 @@ class AnswerKeeper:
         )  # fmt: skip
         kept = [ChoiceTokens() for _ in job.generations]
         return Run(
-            answer, prepared, writer, kept, self._due.set, self._is_held,
+            answer, prepared, writer, kept, self.runs.wake, self.runs.is_held,
             is_new=True, is_waited_for=not is_background, is_kept=asked.is_kept,
         )  # fmt: skip
 
@@ -242,39 +157,27 @@ class AnswerKeeper:
         beginning = begin(one, raw, request_id, state.arrived_s, state.key, request.headers.items)
         return Prepared(body, raw, one, await while_connected(request, raw, beginning))
 
-    async def _insert(self, run: Run) -> None:
-        """Before it is promised. Raises ApiError; then it does not run, here or elsewhere."""
-        try:
-            await self._save()
-            if run.is_new:
-                raise StoreError("the request was not taken")
-        except StoreError as error:
-            del self._runs[run.answer.id]  # its lease ends if it was written all the same: `_take_over` gives it up
-            with suppress(StoreError):
-                await self._writes.call(Database.delete, run.answer.id)
-            raise unavailable(error) from error
-
     async def with_history(self, body: SomeBody, request: Request) -> SomeBody:
         """As Keeper."""
         if (previous := body.previous_response_id) is None:
             return body
         key: Key = request.state.key
-        if previous in self._runs:  # it ended here just now
+        if previous in self.runs.running:  # it ended here just now
             with suppress(StoreError):
-                await self._save()
+                await self.runs.save()
         if not _ID["responses"].fullmatch(previous):
             raise unknown_history(previous)
-        history = await self._replays.find_history(previous, key, waits=bool(self._num_others))
-        return await self._replays.join(body, history, key)
+        history = await self.runs.replays.find_history(previous, key, waits=bool(self.runs.num_others))
+        return await self.runs.replays.join(body, history, key)
 
     async def find(self, kind: Kind, answer_id: str, key: Key) -> Answer:
         """The answer, as far as it is known here or in the store. Raises ApiError 404 unless it is the key's own."""
-        run = self._runs.get(answer_id)
+        run = self.runs.running.get(answer_id)
         answer: Answer | None = None
         if run is not None and not run.is_lost:
             answer = run.answer
         elif _ID[kind].fullmatch(answer_id):
-            answer = await self._reads.ask(Database.find, answer_id)
+            answer = await self.runs.reads.ask(Database.find, answer_id)
         if answer is None or (answer.kind, answer.owner) != (kind, key.owner):
             raise ApiError(404, f"no answer has the id {answer_id[:100]}", _PARAM[kind], "not_found")
         return answer
@@ -283,16 +186,16 @@ class AnswerKeeper:
         """The answer's events, behind the SSE id `after` unless that is empty, and those to come. Raises ApiError."""
         answer = await self.find(kind, answer_id, key)
         place = find_place(kind, len(msgspec.msgpack.decode(answer.asked, type=Asked).seeds), after)
-        run = self._runs.get(answer_id)
-        events = self._replays.read(answer, place) if run is None else self._follow(run, place)
+        run = self.runs.running.get(answer_id)
+        events = self.runs.replays.read(answer, place) if run is None else self._follow(run, place)
         return EventStream(events, _Frame(kind, place), 0.0, lambda: True, tuple)
 
     async def list_chats(self, key: Key, after: str, limit: int, **wanted: Any) -> tuple[list[Answer], bool]:
         """As Database.list_own."""
         with suppress(StoreError):
-            await self._save()  # those that ended here just now
+            await self.runs.save()  # those that ended here just now
         most = self._served.options.max_body_bytes
-        found = await self._reads.ask(Database.list_own, key.owner, "chat", after, limit, max_bytes=most, **wanted)
+        found = await self.runs.reads.ask(Database.list_own, key.owner, "chat", after, limit, max_bytes=most, **wanted)
         if found is None:
             raise bad_request("after names nothing in this list", "after")
         return found
@@ -302,8 +205,8 @@ class AnswerKeeper:
         answer = await self.find(kind, answer_id, key)
         answer.labels = labels
         try:
-            await self._save()
-            await self._writes.call(Database.set_labels, answer_id, labels)
+            await self.runs.save()
+            await self.runs.writes.call(Database.set_labels, answer_id, labels)
         except StoreError as error:
             raise unavailable(error) from error
         return answer
@@ -313,12 +216,12 @@ class AnswerKeeper:
         answer = await self.find("responses", answer_id, key)
         if not msgspec.msgpack.decode(answer.asked, type=Asked).is_background:
             raise bad_request("only answers with background can be cancelled; close the others' connection", None)
-        run = self._runs.get(answer_id)
-        if run is not None and not run.is_lost and (run.is_new or self._is_held()):
+        run = self.runs.running.get(answer_id)
+        if run is not None and not run.is_lost and (run.is_new or self.runs.is_held()):
             await run.stop()
             return run.answer.result
-        await self._reads.ask(Database.ask_cancel, answer_id)
-        until = time.monotonic() + self._lease_s + 3 * LOOK_S
+        await self.runs.reads.ask(Database.ask_cancel, answer_id)
+        until = time.monotonic() + self.runs.lease_s + 3 * LOOK_S
         while answer.status in RUNNING and time.monotonic() < until:
             await asyncio.sleep(LOOK_S / 4)
             answer = await self.find("responses", answer_id, key)
@@ -327,11 +230,7 @@ class AnswerKeeper:
     async def delete(self, kind: Kind, answer_id: str, key: Key) -> None:
         """Raises ApiError."""
         await self.find(kind, answer_id, key)
-        run = self._runs.pop(answer_id, None)
-        if run is not None:
-            await run.stop(is_lost=True)
-        async with self._writing:  # after what is being written
-            await self._writes.ask(Database.delete, answer_id)
+        await self.runs.delete(answer_id)
 
     async def _follow(self, run: Run, place: Place, at: int = 0, *, is_asked: bool = False) -> Events:
         """Events of an answer, here as long as it is computed here, and then in the store. `at`, `is_asked`: as in
@@ -339,145 +238,11 @@ class AnswerKeeper:
         async for events in run.follow(place, at, is_asked=is_asked):
             yield events
         if run.is_lost:
-            answer = await self._reads.ask(Database.find, run.answer.id)
+            answer = await self.runs.reads.ask(Database.find, run.answer.id)
             if answer is None:
                 raise ApiError(404, f"the answer {run.answer.id} was deleted", None, "not_found")
-            async for events in self._replays.read(answer, place):
+            async for events in self.runs.replays.read(answer, place):
                 yield events
-
-    # -- the store ---------------------------------------------------------------------------------------------------
-
-    async def _write(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(WRITE_S):
-                    await self._due.wait()
-            self._due.clear()
-            try:
-                await self._save()
-            except StoreError:
-                await asyncio.sleep(PAUSE_S)
-
-    async def _save(self) -> None:
-        """What is known here is in the store. Raises StoreError; then it is tried again later."""
-        async with self._writing:
-            waiting = [run for run in self._runs.values() if run.has_news]
-            for first in range(0, len(waiting), MOST_WRITTEN):
-                taken = [(run, *run.take_change()) for run in waiting[first : first + MOST_WRITTEN]]
-                try:
-                    changes = [change for _, change, _ in taken]
-                    lost = await self._writes.call(Database.write, changes, self.id, self._lease_s)
-                except StoreError as error:
-                    self._note_failure(error)
-                    self._drop_oldest()
-                    raise
-                self._note_success()
-                for run, change, sizes in taken:
-                    if change.answer.id in lost:
-                        await run.stop(is_lost=True)
-                        run.is_lost = True
-                    else:
-                        run.mark_saved(change, sizes)
-            for answer_id, run in list(self._runs.items()):
-                if run.is_over and run.is_saved:
-                    del self._runs[answer_id]
-
-    def _drop_oldest(self) -> None:
-        """What a store that fails lacks is bounded."""
-        over = [answer_id for answer_id, run in self._runs.items() if run.is_over]
-        for answer_id in over[: max(len(over) - MOST_UNSAVED, 0)]:
-            _log.warning("an answer is lost: the store of answers has failed for too long", answer=answer_id)
-            del self._runs[answer_id]
-
-    def _is_held(self) -> bool:
-        """No other gateway can have taken what this one has."""
-        return time.monotonic() < self._held_until
-
-    async def _hold(self) -> None:
-        """Keep leases, look for answers to cancel and to take over."""
-        while True:
-            mine = {answer_id: run for answer_id, run in self._runs.items() if not (run.is_new or run.is_over)}
-            ids, began = [*mine, *self._taking], time.monotonic()
-            try:
-                own, unwanted, self._num_others = await self._writes.call(Database.renew, self.id, self._lease_s, ids)
-                self._held_until = began + self._lease_s
-                for answer_id, run in mine.items():
-                    if answer_id in unwanted:
-                        await run.stop()
-                    elif answer_id not in own and not run.is_over:
-                        await run.stop(is_lost=True)
-                if not self._is_draining:
-                    for answer in await self._writes.call(Database.claim, self.id, self._lease_s, MOST_TAKEN):
-                        self._begin_taking(answer)
-            except StoreError as error:
-                self._note_failure(error)
-            await asyncio.sleep(LOOK_S)
-
-    def _begin_taking(self, answer: Answer) -> None:
-        """Go on with an answer that is this gateway's now. One that it has already goes on as it is."""
-        run = self._runs.get(answer.id)
-        if self._is_draining or (run is not None and not run.is_lost) or answer.id in self._taking:
-            return
-        work = self._taking[answer.id] = asyncio.create_task(self._take_over(answer))
-        work.add_done_callback(lambda _: self._taking.pop(answer.id))
-
-    async def _take_over(self, answer: Answer) -> None:
-        """Go on with an answer whose gateway died; where that fails for now, its lease ends, and it is taken again."""
-        try:
-            asked = msgspec.msgpack.decode(answer.asked, type=Asked)
-            if answer.num_deaths > MOST_DEATHS:
-                why = f"{answer.num_deaths} gateways ended while they worked on it, and it got no further"
-                raise CannotGoOnError(503, why, None, "gateways_ended")
-            if not asked.is_kept:
-                raise CannotGoOnError(503, "its gateway ended, and with it its client's connection", None, "lost")
-            kept = join_parts(await self._reads.call(Database.find_tokens, answer.id), len(asked.seeds))
-            prepared = await self._replays.prepare(answer, asked, kept)
-        except CannotGoOnError as error:
-            await self._give_up(answer, error)
-            return
-        except Exception as error:
-            reason = error.message if isinstance(error, ApiError) else repr(error)
-            _log.warning("an answer is not taken over for now", answer=answer.id, reason=reason)
-            self._tries[answer.id] += not isinstance(error, StoreError)
-            if self._tries[answer.id] >= MOST_TRIES:
-                why = f"it could not be taken over: {reason}"
-                await self._give_up(answer, CannotGoOnError(503, why, None, "lost"))
-            return
-        writer = prepared.new_writer(Stored(answer.id, answer.created_s, asked.is_background))
-        self._tries.pop(answer.id, None)
-        run = self._runs[answer.id] = Run(
-            answer, prepared, writer, kept, self._due.set, self._is_held,
-            is_new=False, is_waited_for=False, is_kept=True,
-        )  # fmt: skip
-        _log.info("an answer goes on here", answer=answer.id, tokens=sum(len(each.ids) for each in kept))
-        run.start()
-
-    async def _give_up(self, answer: Answer, error: ApiError) -> None:
-        self._tries.pop(answer.id, None)
-        answer.status, answer.result = "failed", failed_result(answer.kind, answer.result, error)
-        _log.warning("an answer cannot go on", answer=answer.id, reason=error.message)
-        with suppress(StoreError):
-            await self._writes.call(Database.write, [Change(answer, is_new=False)], self.id, self._lease_s)
-
-    async def _clean(self) -> None:
-        while True:
-            with suppress(StoreError):
-                num_gone, num_left = 1, 0
-                while num_gone:  # a few at a time: leases are renewed between
-                    num_gone, num_left = await self._writes.call(Database.clean, self._ttl_s, self._max_bytes)
-                if num_left > self._max_bytes:
-                    _log.warning("answers that are not over need more than --state-max-mib", bytes=num_left)
-            await asyncio.sleep(CLEAN_S)
-
-    def _note_failure(self, error: StoreError) -> None:
-        if self._failed_since is None:
-            self._failed_since = time.monotonic()
-            _log.warning("answers are not stored for now; what is answered goes on", reason=str(error))
-
-    def _note_success(self) -> None:
-        if self._failed_since is not None:
-            _log.info("answers are stored again", after_s=round(time.monotonic() - self._failed_since, 1))
-            self._failed_since = None
 
 
 def _line_refusal() -> ApiError:

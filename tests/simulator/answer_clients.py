@@ -208,7 +208,7 @@ class AnswerClient:
         except RefusedError as error:
             if error.status not in (404, 429, 503):
                 raise
-            return error.status != 404 or any(self.id in one.keeper._runs for one in self._gateways)
+            return error.status != 404 or any(self.id in one.runs.running for one in self._gateways)
         return True
 
     def _open(self, asked: Asked) -> Exchange:

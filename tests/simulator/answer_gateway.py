@@ -14,6 +14,7 @@ from gateway.app import add_model
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.engine_client import EngineClient
 from gateway.store.keeper import AnswerKeeper
+from gateway.store.runs import Runs
 from gateway.text.template import Conversation
 from gateway.text.templates import Templates
 from gateway.text.tokenizer import Tokenizer
@@ -90,20 +91,21 @@ class AnswersGateway(SimGateway):
         super().start()
         self.served, _ = serve(self.router)
         place: Any = self.store
-        self.keeper = AnswerKeeper(self.served, place, ttl_s=1e6, max_bytes=1 << 30, lease_s=LEASE_S)
+        self.runs = Runs(self.served, place, ttl_s=1e6, max_bytes=1 << 30, lease_s=LEASE_S)
+        self.keeper = AnswerKeeper(self.served, self.runs)
         self.loop.create_task(self._keep())
 
     async def _keep(self) -> None:
-        await self.keeper.start()
+        await self.runs.start()
         await self.fleet.changes.until(lambda: self.router.readiness() is None, PATIENCE_S)
-        self.keeper.serve()
+        self.runs.serve()
 
     def drain(self, then: Callable[[], None]) -> None:
         """As SIGTERM does."""
 
         async def drain() -> None:
-            await self.keeper.drain()
-            await self.keeper.let_go()
+            await self.runs.drain()
+            await self.runs.let_go()
             self.later(0.1, then)
 
         if self.is_up:
@@ -121,4 +123,4 @@ class AnswersGateway(SimGateway):
 
     @property
     def is_idle(self) -> bool:
-        return not (self.keeper._runs or self.keeper._taking or self.keeper._replays._followers.total)
+        return not (self.runs.running or self.runs._taking or self.runs.replays._followers.total)

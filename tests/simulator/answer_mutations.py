@@ -9,7 +9,7 @@ import msgspec
 from gateway.answer.output_items import Item
 from gateway.api.responses.writer import ResponseWriter, new_response_id
 from gateway.router.engine_client import Tokens
-from gateway.store import keeper, run
+from gateway.store import run, runs
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
 from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
@@ -96,7 +96,7 @@ ANSWER_MUTATIONS: dict[str, Mutation] = {
         "first >= (SELECT max(first) FROM tokens WHERE answer = :id AND choice = :choice AND first <= :begin)",
         "first >= :begin",
     ),
-    "an answer begins again after a takeover": patched((keeper, "join_parts", _forget)),
+    "an answer begins again after a takeover": patched((runs, "join_parts", _forget)),
     "answers are not taken over": patched((Database, "claim", lambda *_: [])),
     "tokens outlive their answer": _with_sql("DELETE FROM tokens", "SELECT * FROM tokens"),
 }

@@ -193,7 +193,7 @@ class AnswersSchedule(Troubles):
                 raise ViolationError(f"{answer_id} is {row.status} for ever, of {owner}")
         for gateway in self.gateways:
             if not gateway.is_idle:
-                raise ViolationError(f"{gateway.name} still has answers: {list(gateway.keeper._runs)}")
+                raise ViolationError(f"{gateway.name} still has answers: {list(gateway.runs.running)}")
             gateway.check_end()
         for worker in self.workers:
             check_empty(worker)

@@ -17,18 +17,18 @@ from gateway.api.responses import writer
 from gateway.request import check, prepare
 from gateway.router import changes, decode_client, fleet, router, worker_client
 from gateway.scaling import sleepers
-from gateway.store import keeper, line, replay, run
+from gateway.store import keeper, line, replay, run, runs
 from runtime import tasks
 from tests.simulator.world import ViolationError, World
 from worker import loop
 
 EPOCH_S = 1e9  # Unix time of a world's beginning
-_TIMES: tuple[Any, ...] = (loop, drafters, choices, keeper, prepare, replay, writer)
+_TIMES: tuple[Any, ...] = (loop, drafters, choices, keeper, prepare, replay, runs, writer)
 _SECRETS: tuple[Any, ...] = (access, check, writer)
 _STREAMS: Any = decode_client
 _LOGS: tuple[Any, ...] = (
     out_of_memory, steps, speculator, changes, decode_client, fleet, router, sleepers, worker_client, tasks,
-    answer, choices, keeper, line, run,
+    answer, choices, line, run, runs,
 )  # fmt: skip
 
 

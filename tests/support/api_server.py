@@ -28,6 +28,7 @@ from gateway.request.prepare import ApiOptions, ServedModels
 from gateway.router.adapters import Adapter
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.routes import add_answers
+from gateway.store.runs import Runs
 from gateway.text.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 from runtime.rpc import build_server
@@ -58,7 +59,7 @@ class Served:
     metadata: tuple[tuple[str, str], ...]  # with the first key
     registry: CollectorRegistry
     held: Held  # by clients
-    keeper: AnswerKeeper | None
+    runs: Runs | None  # of stored answers
     run: Callable[[Coroutine[Any, Any, None]], None]  # on the event loop
 
     @property
@@ -117,9 +118,9 @@ def run_api(
         add_inference_services(grpc_server, served)
         ports.append(grpc_server.add_insecure_port("127.0.0.1:0"))
         await grpc_server.start()
-        if keeper:
-            await keeper.start()
-            keeper.serve()
+        if runs:
+            await runs.start()
+            runs.serve()
         loops.append(asyncio.get_running_loop())
         ready.set()
         await http.serve([listener])
@@ -130,7 +131,8 @@ def run_api(
     add_model(served, engine, tokenizer, names, tracing=tracing, adapters=adapters)
     if key_file:
         KeyFile(key_file, served.keys)
-    keeper = AnswerKeeper(served, state, ttl_s=3600, max_bytes=1 << 30, lease_s=LEASE_S) if state else None
+    runs = Runs(served, state, ttl_s=3600, max_bytes=1 << 30, lease_s=LEASE_S) if state else None
+    keeper = AnswerKeeper(served, runs) if runs else None
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     extend(app, served)
@@ -155,7 +157,7 @@ def run_api(
                 tuple(key.items()),
                 registry,
                 served.held,
-                keeper,
+                runs,
                 lambda work: asyncio.run_coroutine_threadsafe(work, loops[0]).result(WAIT_S),
             )
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.api.http import answer as http_answer
 from gateway.errors import ApiError
-from gateway.store import keeper as keeping
+from gateway.store import runs as running_answers
 from gateway.store.database import FILE, Database, StoreError
 from gateway.store.replay import Replays
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
@@ -27,8 +27,8 @@ TOOL = {"type": "function", "name": "look", "parameters": {"type": "object", "pr
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LOOK_S", 0.1)
-    monkeypatch.setattr(keeping, "WRITE_S", 0.02)
+    monkeypatch.setattr(running_answers, "LOOK_S", 0.1)
+    monkeypatch.setattr(running_answers, "WRITE_S", 0.02)
 
 
 @pytest.fixture
@@ -374,15 +374,15 @@ def test_drained(served: Served, other: Served) -> None:
     ids = served.ids(ANSWER)
     served.engine.reset(served.script(ANSWER, delay_s=0.1), Script(ids[:3], is_hanging=True))
     other.engine.reset(other.script(ANSWER))
-    keeper = served.keeper
-    assert keeper is not None
+    runs = served.runs
+    assert runs is not None
     told = ask(served, background=True).json()
     served.engine.hanging.get(timeout=60)
-    wait_until(lambda: keeper._num_others == 1)
+    wait_until(lambda: runs.num_others == 1)
     with ThreadPoolExecutor(1) as threads:
         whole = threads.submit(ask, served)
         wait_until(lambda: len(served.engine.generations) == 2)
-        served.run(keeper.drain())
+        served.run(runs.drain())
         wait_stored(other, told["id"])
         assert len(other.engine.generations) == 1
         assert whole.result(60).json()["output"][0]["content"][0]["text"] == ANSWER

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from gateway.errors import ApiError
-from gateway.store import keeper as keeping
+from gateway.store import runs as running_answers
 from gateway.store.database import FILE
 from tests.support.api_server import ANSWER, FULL, KEYS, PLAIN, SERVED, Served, run_api
 from tests.support.fake_engine_client import Script
@@ -31,8 +31,8 @@ Chunk = tuple[str, Any]  # SSE id and JSON; "[DONE]" as it is
 @pytest.fixture(scope="module", autouse=True)
 def soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeping, "LOOK_S", 0.1)
-        patch.setattr(keeping, "WRITE_S", 0.02)
+        patch.setattr(running_answers, "LOOK_S", 0.1)
+        patch.setattr(running_answers, "WRITE_S", 0.02)
         yield
 
 
