@@ -38,6 +38,7 @@ from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
 from gateway.scaling.sleepers import Sleepers
+from gateway.store.adapters import SharedAdapters
 from gateway.store.database import StoreError
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.routes import add_answers
@@ -142,6 +143,9 @@ async def _serve(
     reading = [*served.start_images(), asyncio.create_task(served.templates.start())]
     for name, loader in loaders.items():
         loader.expect(paths[name])
+    adapters = SharedAdapters(runs, loaders) if runs else None
+    if adapters:
+        await adapters.start()
     ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
     if (openness := find_openness(config)) is not None:
@@ -175,6 +179,8 @@ async def _serve(
     await grpc_server.stop(rpc.STOP_GRACE_S)
     for task in (*following, *reading):
         task.cancel()
+    if adapters:
+        await adapters.close()
     await discovery.close()
     await fleet.close()
     await served.close()

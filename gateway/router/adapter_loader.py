@@ -4,7 +4,7 @@ The registry says what is wanted, each worker follows it by itself; here it is s
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import grpc
 import structlog
@@ -21,6 +21,13 @@ log = structlog.get_logger()
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
+Share = Callable[[str, Adapter | None], Awaitable[None]]
+
+
+async def _keep_to_itself(name: str, adapter: Adapter | None) -> None:
+    pass
+
+
 class AdapterLoader:
     """Loads and unloads one at a time for the API, and those of --lora beside."""
 
@@ -28,6 +35,7 @@ class AdapterLoader:
         self._fleet = fleet
         self._adapters = fleet.adapters
         self._lock = asyncio.Lock()
+        self.share: Share = _keep_to_itself  # called when the API has loaded an adapter, or unloaded the name (None)
         fleet.changes.follow(self._settle)
         loaded = Gauge("baton:adapters_loaded", "Adapters (LoRA) that requests may name", registry=registry)
         loaded.set_function(lambda: len(self._adapters.named) - len(self._adapters.pending))
@@ -64,6 +72,16 @@ class AdapterLoader:
                 if isinstance(found, ApiError):
                     raise found
                 self._add(adapter, found)
+            await self.share(name, adapter)
+
+    def follow(self, name: str, path: str, digest: str) -> None:
+        """Another gateway has loaded the adapter, or unloaded the name if `path` is empty."""
+        known = self._adapters.named.get(name)
+        if not path:
+            if self._adapters.remove(name):
+                log.info("adapter unloaded at another gateway", adapter=name)
+        elif known is None or (known.path, known.digest) != (path, digest):
+            self._add(Adapter(name, path), digest)
 
     def _add(self, adapter: Adapter, digest: str) -> None:
         self._adapters.add(adapter, digest)
@@ -74,7 +92,8 @@ class AdapterLoader:
         async with self._lock:
             if not self._adapters.remove(name):
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "lora_name", "adapter_not_found")
-        log.info("adapter unloaded", adapter=name)
+            log.info("adapter unloaded", adapter=name)
+            await self.share(name, None)
 
     def _find(self, adapter: Adapter) -> str | ApiError | None:
         """The digest, which all workers found; or why one has not; None: some have not answered yet."""

@@ -2,6 +2,8 @@
 
 answers   a row for each: what was asked, how far it is, and the gateway that works on it until its lease ends
 tokens    what was generated, part by part; nobody but that gateway adds to them
+gateways  those that have been seen lately
+adapters  what the API has loaded and unloaded (adapters.py); changes: how many such changes there were
 """
 
 import json
@@ -45,6 +47,12 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "ALTER TABLE answers ADD COLUMN num_deaths INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE answers ADD COLUMN taken_bytes BIGINT NOT NULL DEFAULT -1",
+    ),
+    (
+        "CREATE TABLE adapters (model TEXT NOT NULL, name TEXT NOT NULL, path TEXT NOT NULL, digest TEXT NOT NULL,"
+        " number BIGINT NOT NULL, PRIMARY KEY (model, name))",
+        "CREATE TABLE changes (number BIGINT NOT NULL)",
+        "INSERT INTO changes (number) VALUES (0)",
     ),
 )
 
@@ -112,24 +120,24 @@ class Database:
         self._url = place if isinstance(place, str) else ""
         self._folder = None if isinstance(place, str) else place
         self._connection: Any = None
-        self._now = _NOW[bool(self._url)]
-        with self._transaction(is_written=True):
+        self.now = _NOW[bool(self._url)]
+        with self.transaction(is_written=True):
             self._migrate()
 
     # -- one answer -------------------------------------------------------------------------------------------------
 
     def find(self, answer_id: str) -> Answer | None:
-        with self._transaction():
-            row = self._do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=answer_id).fetchone()
+        with self.transaction():
+            row = self.do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=answer_id).fetchone()
         return _answer(row) if row else None
 
     def find_history(self, answer_id: str, owner: str, most: int) -> list[Answer]:
         """The answer and those before it in its conversation, oldest first. One that is not the owner's ends it."""
         found: list[Answer] = []
-        with self._transaction():
+        with self.transaction():
             while answer_id and len(found) < most:
                 sql = f"SELECT {_COLUMNS} FROM answers WHERE id = :id AND owner = :owner"
-                row = self._do(sql, id=answer_id, owner=owner).fetchone()
+                row = self.do(sql, id=answer_id, owner=owner).fetchone()
                 if row is None:
                     break
                 found.append(_answer(row))
@@ -141,8 +149,8 @@ class Database:
 
         A part that was there may have grown since, where its gateway has written it once more.
         """
-        with self._transaction():
-            rows = self._do(
+        with self.transaction():
+            rows = self.do(
                 "SELECT choice, first, ids, logprobs, finish FROM tokens WHERE answer = :id AND (:choice < 0 OR"
                 " (choice = :choice AND first >= (SELECT max(first) FROM tokens WHERE answer = :id"
                 " AND choice = :choice AND first <= :begin))) ORDER BY choice, first",
@@ -156,8 +164,8 @@ class Database:
         sql = f"SELECT status, CASE WHEN {_OPEN} THEN :none ELSE result END FROM answers WHERE id = :id"
         found: list[tuple[list[TokenPart], Status | None, bytes]] = []
         for answer_id, choice, begin in wanted:
-            with self._transaction():
-                row = self._do(sql, id=answer_id, none=b"").fetchone()
+            with self.transaction():
+                row = self.do(sql, id=answer_id, none=b"").fetchone()
             parts = self.find_tokens(answer_id, choice, begin)  # after the status: none are added once it is over
             found.append((parts, row[0], _plain(row[1])) if row else (parts, None, b""))
         return found
@@ -180,10 +188,10 @@ class Database:
         """
         where, behind = "owner = :owner AND kind = :kind AND status = 'completed'", "<" if is_newest_first else ">"
         place: dict[str, object] = {}
-        with self._transaction():
+        with self.transaction():
             if after:
                 sql = "SELECT created_s FROM answers WHERE id = :id AND owner = :owner AND kind = :kind"
-                if (row := self._do(sql, id=after, owner=owner, kind=kind).fetchone()) is None:
+                if (row := self.do(sql, id=after, owner=owner, kind=kind).fetchone()) is None:
                     return None
                 where += f" AND (created_s {behind} :at_s OR (created_s = :at_s AND id {behind} :after))"
                 place = {"at_s": row[0], "after": after}
@@ -193,28 +201,28 @@ class Database:
             order += "" if labels else f" LIMIT {most + 1}"
             sql = f"SELECT id, labels, length(result) FROM answers WHERE {where} ORDER BY {order}"
             found, num_bytes, has_more = list[str](), 0, False
-            for answer_id, given, size in self._do(sql, owner=owner, kind=kind, **place):
+            for answer_id, given, size in self.do(sql, owner=owner, kind=kind, **place):
                 if labels and not labels.items() <= json.loads(given).items():
                     continue
                 num_bytes += size
                 if has_more := len(found) == most or (bool(found) and num_bytes > max_bytes):
                     break
                 found.append(answer_id)
-            rows = [self._do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=one).fetchone() for one in found]
+            rows = [self.do(f"SELECT {_COLUMNS} FROM answers WHERE id = :id", id=one).fetchone() for one in found]
         return [_answer(row) for row in rows if row], has_more
 
     def set_labels(self, answer_id: str, labels: str) -> None:
-        with self._transaction(is_written=True):
-            self._do("UPDATE answers SET labels = :labels WHERE id = :id", id=answer_id, labels=labels)
+        with self.transaction(is_written=True):
+            self.do("UPDATE answers SET labels = :labels WHERE id = :id", id=answer_id, labels=labels)
 
     def ask_cancel(self, answer_id: str) -> None:
         """The gateway that works on it will see that."""
-        with self._transaction(is_written=True):
-            self._do(f"UPDATE answers SET wants_cancel = 1 WHERE id = :id AND {_OPEN}", id=answer_id)
+        with self.transaction(is_written=True):
+            self.do(f"UPDATE answers SET wants_cancel = 1 WHERE id = :id AND {_OPEN}", id=answer_id)
 
     def delete(self, answer_id: str) -> None:
         """Whoever works on it finds that it is gone."""
-        with self._transaction(is_written=True):
+        with self.transaction(is_written=True):
             self._delete([answer_id])
 
     # -- what a gateway works on ------------------------------------------------------------------------------------
@@ -222,33 +230,33 @@ class Database:
     def write(self, changes: Sequence[Change], gateway: str, lease_s: float) -> set[str]:
         """All of them or none; once more changes nothing. Returns ids of answers that are not this gateway's any more:
         nothing is written there."""
-        with self._transaction(is_written=True):
+        with self.transaction(is_written=True):
             for change in changes:
                 if change.is_new:
                     answer = change.answer
                     new = {name: getattr(answer, name) for name in Answer.__slots__} | {"status": RUNNING[0]}
                     size = len(answer.body) + len(answer.asked)
-                    self._do(
+                    self.do(
                         f"INSERT INTO answers ({_COLUMNS}, gateway, lease_until, wants_cancel, num_bytes) VALUES"
-                        f" ({', '.join(f':{name}' for name in new)}, :gateway, {self._now} + :lease_s, 0, :size)"
+                        f" ({', '.join(f':{name}' for name in new)}, :gateway, {self.now} + :lease_s, 0, :size)"
                         " ON CONFLICT DO NOTHING",
                         **new, gateway=gateway, lease_s=lease_s, size=size,
                     )  # fmt: skip
             sql = f"SELECT id FROM answers WHERE gateway = :gateway AND {_OPEN}{' FOR UPDATE' if self._url else ''}"
-            own = {row[0] for row in self._do(sql, gateway=gateway).fetchall()}  # until the end of the transaction
+            own = {row[0] for row in self.do(sql, gateway=gateway).fetchall()}  # until the end of the transaction
             for change in changes:
                 answer = change.answer
                 if answer.id not in own:
                     continue
                 if change.has_changed:
-                    self._do(
+                    self.do(
                         "UPDATE answers SET status = :status, result = :result, computes = :computes,"
                         " num_bytes = num_bytes + :size WHERE id = :id",
                         id=answer.id, status=answer.status, result=answer.result, computes=answer.computes,
                         size=change.num_bytes,
                     )  # fmt: skip
                 for part in change.parts:
-                    self._do(
+                    self.do(
                         "INSERT INTO tokens (answer, choice, first, ids, logprobs, finish)"
                         " VALUES (:answer, :choice, :first, :ids, :logprobs, :finish)"
                         " ON CONFLICT (answer, choice, first) DO UPDATE"
@@ -264,20 +272,20 @@ class Database:
         `lease_s`.
         """
         rows: list[Any] = []
-        with self._transaction(is_written=True):
+        with self.transaction(is_written=True):
             for answer_id in ids:
-                rows += self._do(
-                    f"UPDATE answers SET lease_until = {self._now} + :lease_s WHERE id = :id AND gateway = :gateway"
+                rows += self.do(
+                    f"UPDATE answers SET lease_until = {self.now} + :lease_s WHERE id = :id AND gateway = :gateway"
                     f" AND {_OPEN} RETURNING id, wants_cancel",
                     id=answer_id, gateway=gateway, lease_s=lease_s,
                 ).fetchall()  # fmt: skip
-            self._do(
-                f"INSERT INTO gateways (id, seen_s) VALUES (:gateway, {self._now})"
+            self.do(
+                f"INSERT INTO gateways (id, seen_s) VALUES (:gateway, {self.now})"
                 " ON CONFLICT (id) DO UPDATE SET seen_s = excluded.seen_s",
                 gateway=gateway,
             )
-            self._do(f"DELETE FROM gateways WHERE seen_s < {self._now} - :old_s", old_s=lease_s)
-            (others,) = self._do("SELECT count(*) FROM gateways WHERE id <> :gateway", gateway=gateway).fetchone()
+            self.do(f"DELETE FROM gateways WHERE seen_s < {self.now} - :old_s", old_s=lease_s)
+            (others,) = self.do("SELECT count(*) FROM gateways WHERE id <> :gateway", gateway=gateway).fetchone()
         return {row[0] for row in rows}, {row[0] for row in rows if row[1]}, others
 
     def claim(self, gateway: str, lease_s: float, most: int) -> list[Answer]:
@@ -285,19 +293,19 @@ class Database:
         taken: list[Answer] = []
         num_bytes = "(SELECT CAST(coalesce(sum(length(ids)), 0) AS BIGINT) FROM tokens WHERE answer = answers.id)"
         is_dead = "gateway <> '' AND gateway NOT IN (SELECT id FROM gateways WHERE seen_s >= {now} - :lease_s)"
-        with self._transaction(is_written=True):
-            rows = self._do(
-                f"SELECT {_COLUMNS}, gateway, {is_dead.format(now=self._now)}, taken_bytes, {num_bytes} FROM answers"
-                f" WHERE {_OPEN} AND lease_until < {self._now} ORDER BY created_s LIMIT :most",
+        with self.transaction(is_written=True):
+            rows = self.do(
+                f"SELECT {_COLUMNS}, gateway, {is_dead.format(now=self.now)}, taken_bytes, {num_bytes} FROM answers"
+                f" WHERE {_OPEN} AND lease_until < {self.now} ORDER BY created_s LIMIT :most",
                 most=most, lease_s=lease_s,
             ).fetchall()  # fmt: skip
             for *row, before, has_died, bytes_then, bytes_now in rows:
                 answer = _answer(row)
                 answer.num_deaths = (answer.num_deaths if bytes_then == bytes_now else 0) + bool(has_died)
-                changed = self._do(
-                    f"UPDATE answers SET gateway = :gateway, lease_until = {self._now} + :lease_s,"
+                changed = self.do(
+                    f"UPDATE answers SET gateway = :gateway, lease_until = {self.now} + :lease_s,"
                     " num_deaths = :num_deaths, taken_bytes = :num_bytes WHERE id = :id"
-                    f" AND gateway = :before AND lease_until < {self._now} AND {_OPEN}",
+                    f" AND gateway = :before AND lease_until < {self.now} AND {_OPEN}",
                     id=answer.id, gateway=gateway, before=before, lease_s=lease_s, num_deaths=answer.num_deaths,
                     num_bytes=bytes_now,
                 )  # fmt: skip
@@ -307,25 +315,25 @@ class Database:
 
     def release(self, gateway: str, ids: Sequence[str]) -> None:
         """Any other gateway may take these answers of this one at once."""
-        with self._transaction(is_written=True):
+        with self.transaction(is_written=True):
             for answer_id in ids:
                 where = f"WHERE id = :id AND gateway = :gateway AND {_OPEN}"
-                self._do(f"UPDATE answers SET lease_until = 0, gateway = '' {where}", id=answer_id, gateway=gateway)
+                self.do(f"UPDATE answers SET lease_until = 0, gateway = '' {where}", id=answer_id, gateway=gateway)
 
     def clean(self, ttl_s: float, max_bytes: int, most: int = 500) -> tuple[int, int]:
         """Delete up to `most` answers that are over: those older than `ttl_s`; then, if all have more than `max_bytes`,
         the oldest of the owner that has most. Returns how many, and the bytes that are left."""
-        with self._transaction(is_written=True):
-            sql = f"SELECT id FROM answers WHERE NOT ({_OPEN}) AND created_s < {self._now} - :ttl_s LIMIT :most"
-            gone = [row[0] for row in self._do(sql, ttl_s=ttl_s, most=most).fetchall()]
+        with self.transaction(is_written=True):
+            sql = f"SELECT id FROM answers WHERE NOT ({_OPEN}) AND created_s < {self.now} - :ttl_s LIMIT :most"
+            gone = [row[0] for row in self.do(sql, ttl_s=ttl_s, most=most).fetchall()]
             self._delete(gone)
             sums = "SELECT sum(num_bytes), owner FROM answers GROUP BY owner ORDER BY 1 DESC"
-            totals = [(int(row[0]), row[1]) for row in self._do(sums).fetchall()]
+            totals = [(int(row[0]), row[1]) for row in self.do(sums).fetchall()]
             left = sum(num_bytes for num_bytes, _ in totals)
             if left > max_bytes and not gone:
                 where = f"WHERE owner = :owner AND NOT ({_OPEN})"
                 sql = f"SELECT id, num_bytes FROM answers {where} ORDER BY created_s LIMIT :most"
-                for answer_id, num_bytes in self._do(sql, owner=totals[0][1], most=most).fetchall():
+                for answer_id, num_bytes in self.do(sql, owner=totals[0][1], most=most).fetchall():
                     if left > max_bytes:
                         gone.append(answer_id)
                         left -= int(num_bytes)
@@ -339,19 +347,19 @@ class Database:
 
     def _delete(self, ids: Sequence[str]) -> None:
         for answer_id in ids:
-            self._do("DELETE FROM answers WHERE id = :id", id=answer_id)  # first: its owner then adds no tokens
-            self._do("DELETE FROM tokens WHERE answer = :id", id=answer_id)
+            self.do("DELETE FROM answers WHERE id = :id", id=answer_id)  # first: its owner then adds no tokens
+            self.do("DELETE FROM tokens WHERE answer = :id", id=answer_id)
 
     # -- either database --------------------------------------------------------------------------------------------
 
-    def _do(self, sql: str, **values: object) -> Any:
+    def do(self, sql: str, **values: object) -> Any:
         """Returns the cursor."""
         if self._url:
             return self._connection.execute(_VALUE.sub(r"%(\1)s", sql), values)
         return self._connection.execute(sql, values)
 
     @contextmanager
-    def _transaction(self, *, is_written: bool = False) -> Iterator[None]:
+    def transaction(self, *, is_written: bool = False) -> Iterator[None]:
         """Around statements, all of which count or none. Raises StoreError."""
         try:
             if self._connection is None:
@@ -394,9 +402,9 @@ class Database:
 
     def _migrate(self) -> None:
         if self._url:  # gateways may start together
-            self._do("SELECT pg_advisory_xact_lock(7302531)")
-        self._do("CREATE TABLE IF NOT EXISTS state_version (version INTEGER NOT NULL)")
-        row = self._do("SELECT version FROM state_version").fetchone()
+            self.do("SELECT pg_advisory_xact_lock(7302531)")
+        self.do("CREATE TABLE IF NOT EXISTS state_version (version INTEGER NOT NULL)")
+        row = self.do("SELECT version FROM state_version").fetchone()
         version = row[0] if row else 0
         if version > len(_MIGRATIONS):
             raise NewerStoreError(
@@ -404,9 +412,9 @@ class Database:
             )
         for statements in _MIGRATIONS[version:]:
             for sql in statements:
-                self._do(sql.replace("BLOB", "BYTEA") if self._url else sql)
-        self._do("DELETE FROM state_version")
-        self._do("INSERT INTO state_version (version) VALUES (:version)", version=len(_MIGRATIONS))
+                self.do(sql.replace("BLOB", "BYTEA") if self._url else sql)
+        self.do("DELETE FROM state_version")
+        self.do("INSERT INTO state_version (version) VALUES (:version)", version=len(_MIGRATIONS))
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -55,6 +55,7 @@ class Runs:
         self._tasks: list[asyncio.Task[None]] = []
         self._taking: dict[str, asyncio.Task[None]] = {}  # answers that others left
         self._tries = Counter[str]()  # of taking them over, that failed
+        self._refused = set[str]()  # answers that must not run, and that the store may have
 
     async def start(self) -> None:
         """Raises StoreError if the store cannot be used. A database that does not answer may do so later."""
@@ -65,7 +66,7 @@ class Runs:
                 raise StoreError(f"--state-dir {self._place} cannot be used: {error}") from error
             if isinstance(error, NewerStoreError):
                 raise
-            self._note_failure(error)
+            self.note_failure(error)
         self._tasks = [asyncio.create_task(keep_running(self._write, "writing answers"))]
         self._tasks.append(asyncio.create_task(keep_running(self._clean, "deleting old answers")))
 
@@ -112,10 +113,17 @@ class Runs:
             if run.is_new:
                 raise StoreError("the request was not taken")
         except StoreError as error:
-            del self.running[run.answer.id]  # its lease ends if it was written all the same: `_take_over` gives it up
+            del self.running[run.answer.id]
+            if len(self._refused) < MOST_UNSAVED:
+                self._refused.add(run.answer.id)  # it may have been written all the same
             with suppress(StoreError):
-                await self.writes.call(Database.delete, run.answer.id)
+                await self._delete_refused()
             raise unavailable(error) from error
+
+    async def _delete_refused(self) -> None:
+        for answer_id in list(self._refused):
+            await self.writes.call(Database.delete, answer_id)
+            self._refused.discard(answer_id)
 
     async def delete(self, answer_id: str) -> None:
         """Raises ApiError."""
@@ -146,7 +154,7 @@ class Runs:
                     changes = [change for _, change, _ in taken]
                     lost = await self.writes.call(Database.write, changes, self.id, self.lease_s)
                 except StoreError as error:
-                    self._note_failure(error)
+                    self.note_failure(error)
                     self._drop_oldest()
                     raise
                 self._note_success()
@@ -188,11 +196,12 @@ class Runs:
                         await run.stop()
                     elif answer_id not in own and not run.is_over:
                         await run.stop(is_lost=True)
+                await self._delete_refused()
                 if not self._is_draining:
                     for answer in await self.writes.call(Database.claim, self.id, self.lease_s, MOST_TAKEN):
                         self._begin_taking(answer)
             except StoreError as error:
-                self._note_failure(error)
+                self.note_failure(error)
             await asyncio.sleep(LOOK_S)
 
     def _begin_taking(self, answer: Answer) -> None:
@@ -251,7 +260,8 @@ class Runs:
                     _log.warning("answers that are not over need more than --state-max-mib", bytes=num_left)
             await asyncio.sleep(CLEAN_S)
 
-    def _note_failure(self, error: StoreError) -> None:
+    def note_failure(self, error: StoreError) -> None:
+        """Says so once."""
         if self._failed_since is None:
             self._failed_since = time.monotonic()
             _log.warning("answers are not stored for now; what is answered goes on", reason=str(error))

@@ -15,7 +15,7 @@ from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
 from tests.simulator.mutations import Mutation, patched
 
-do = Database._do
+do = Database.do
 mark_saved = Run.mark_saved
 new_item = ResponseWriter._new_item
 prepare = Replays.prepare
@@ -29,7 +29,7 @@ def _with_sql(before: str, after: str) -> Mutation:
     def do_changed(self: Database, sql: str, **values: object) -> Any:
         return do(self, sql.replace(before, after), **values)
 
-    return patched((Database, "_do", do_changed))
+    return patched((Database, "do", do_changed))
 
 
 def _all_together(tokens: Tokens, stop_token_ids: frozenset[int]) -> Iterator[Tokens]:

@@ -220,6 +220,33 @@ def test_background(served: Served, other: Served) -> None:
     assert [event["type"] for event in live] == [event["type"] for event in read(served, told["id"])]
 
 
+def test_a_refused_one_does_not_run_although_it_was_written(
+    served: Served, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, delete, num_failures = Database.write, Database.delete, [1, 2]
+
+    def write_unheard(self: Database, *args: Any) -> set[str]:
+        lost = write(self, *args)
+        if num_failures[0]:
+            num_failures[0] -= 1
+            raise StoreError("the connection was lost after the commit")
+        return lost
+
+    def delete_later(self: Database, answer_id: str) -> None:
+        if num_failures[1]:
+            num_failures[1] -= 1
+            raise StoreError("away")
+        delete(self, answer_id)
+
+    monkeypatch.setattr(Database, "write", write_unheard)
+    monkeypatch.setattr(Database, "delete", delete_later)
+    assert ask(served, background=True).json()["error"]["code"] == "store_unavailable"
+    with sqlite3.connect(state / FILE) as database:
+        assert database.execute("SELECT count(*) FROM answers").fetchone() == (1,)
+        wait_until(lambda: database.execute("SELECT count(*) FROM answers").fetchone() == (0,))
+    assert not num_failures[1] and not served.engine.generations
+
+
 @pytest.mark.parametrize("by_other", [False, True])
 def test_cancelled(served: Served, other: Served, by_other: bool) -> None:
     served.engine.reset(Script(served.ids(ANSWER)[:3], is_hanging=True))

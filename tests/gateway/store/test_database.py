@@ -25,9 +25,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def database(place: str | Path) -> Iterator[Database]:
     """Empty."""
     found = Database(place)
-    with found._transaction(is_written=True):
+    with found.transaction(is_written=True):
         for table in ("answers", "tokens", "gateways"):
-            found._do(f"DELETE FROM {table}")
+            found.do(f"DELETE FROM {table}")
     yield found
     found.close()
 
@@ -80,8 +80,8 @@ def test_deaths_without_progress_are_counted(database: Database) -> None:
     """Neither new tokens between them, nor leases that ended otherwise, count."""
 
     def claim(gateway: str) -> int:
-        with database._transaction(is_written=True):
-            database._do("UPDATE answers SET lease_until = 0")
+        with database.transaction(is_written=True):
+            database.do("UPDATE answers SET lease_until = 0")
         (one,) = database.claim(gateway, LEASE_S, 9)
         return one.num_deaths
 
@@ -177,8 +177,8 @@ def test_files_of_others_and_of_newer_gateways(tmp_path: Path) -> None:
     database = Database(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "answers.sqlite").stat().st_mode & 0o777 == 0o600
-    with database._transaction(is_written=True):
-        database._do("UPDATE state_version SET version = 999")
+    with database.transaction(is_written=True):
+        database.do("UPDATE state_version SET version = 999")
     database.close()
     with pytest.raises(StoreError, match="newer gateway"):
         Database(folder)
