@@ -105,14 +105,17 @@ async def _serve(
     rollout = Rollout(config.revision_shares())
     served, routers, loaders = _build_models(config, fleet, tokenizers, registry, shutdown, tracing, rollout)
     key_file = KeyFile(Path(config.api_keys_file), served.keys) if config.api_keys_file else None
-    runs = _build_runs(config, served)
+    place = config.state_url or (Path(config.state_dir) if config.state_dir else None)  # of the store
+    runs = _build_runs(config, served, place)
     keeper = AnswerKeeper(served, runs) if runs else None
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
     app.include_router(build_revisions_router(served, rollout, fleet.views))
-    store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20) if config.batch_dir else None
+    store: BatchStore | None = None
+    if config.batch_dir:
+        store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20, place, config.state_lease_s)
     add_batches(app, served, store)
     batches = BatchRunner(store, app, served, served.keys, config.body_limit_bytes) if store else None
 
@@ -200,9 +203,9 @@ def find_openness(config: GatewayConfig) -> str | None:
     return f"every client that reaches this port can use all models{read}: set BATON_API_KEY or --api-keys-file"
 
 
-def _build_runs(config: GatewayConfig, served: ServedModels) -> Runs | None:
+def _build_runs(config: GatewayConfig, served: ServedModels, place: str | Path | None) -> Runs | None:
     """The answers that are kept; None: none are."""
-    if not (place := config.state_url or (Path(config.state_dir) if config.state_dir else None)):
+    if place is None:
         return None
     lease_s, max_bytes = config.state_lease_s, config.state_max_mib << 20
     return Runs(served, place, ttl_s=config.state_ttl, max_bytes=max_bytes, lease_s=lease_s)

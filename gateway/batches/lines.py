@@ -1,6 +1,7 @@
 """The lines of a batch: those of its input, and what is written of each, once."""
 
 import codecs
+import fcntl
 import os
 from array import array
 from collections.abc import Iterator
@@ -168,22 +169,30 @@ class Journal:
     """A file of output lines that only grows, whole line by whole line."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there, and cuts a torn end off. Raises OSError."""
+        """Reads what is there, and cuts a torn end off. Raises OSError: BlockingIOError while another has it."""
         self.numbers: set[int] = set()  # of the lines that are there
         self.is_dirty = False  # not yet safe from a power failure
         self.size = 0  # bytes
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT, 0o600), "rb") as file:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read(path)
+            os.ftruncate(self._fd, self.size)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def _read(self, path: Path) -> None:
+        with path.open("rb") as file:
             for line in file:
                 try:
                     number = int(msgspec.json.decode(line, type=OutputLine).id.rpartition("_")[2])
                 except ValueError:  # msgspec's errors are, too
-                    break
+                    return
                 if not line.endswith(b"\n"):
-                    break
+                    return
                 self.numbers.add(number)
                 self.size += len(line)
-        os.truncate(path, self.size)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, number: int, line: OutputLine) -> None:
         """Raises OSError, for example when the disk is full; then nothing is added."""

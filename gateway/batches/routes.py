@@ -19,7 +19,8 @@ from gateway.api.http.answer import json_response
 from gateway.api.http.body import Body, check_metadata, only_null
 from gateway.api.http.pages import cut_page
 from gateway.api.http.read_body import in_time, limited_chunks, limited_route
-from gateway.batches.store import MAX_FILE_BYTES, Batch, BatchStore, FileObject, Value
+from gateway.batches.objects import Batch, FileObject, Value
+from gateway.batches.store import MAX_FILE_BYTES, BatchStore
 from gateway.errors import ApiError, bad_request, check_count
 from gateway.request.prepare import ServedModels
 
@@ -86,6 +87,7 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
     async def upload_file(request: Request) -> Response:
         """Keeps a file of requests for a batch, one as JSON in each line."""
         kept, owner = enter(request)
+        await kept.count()
         with kept.upload(owner) as take:
             form = await _read_form(served, request, take)
             try:
@@ -104,26 +106,27 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
     ) -> Response:
         """The files that this key may see."""
         kept, owner = enter(request)
-        files = [file for file in kept.list_own(FileObject, owner) if purpose in (None, file.purpose)]
+        files = [file for file in await kept.list_own(FileObject, owner) if purpose in (None, file.purpose)]
         return _page(files[:: -1 if order == "asc" else 1], after, limit)
 
     @router.get("/v1/files/{file_id}")
     async def get_file(file_id: str, request: Request) -> Response:
         """What is known of a file."""
         kept, owner = enter(request)
-        return json_response(kept.find(FileObject, file_id, owner))
+        return json_response(await kept.find(FileObject, file_id, owner))
 
     @router.get("/v1/files/{file_id}/content")
     async def get_content(file_id: str, request: Request) -> Response:
         """The file itself."""
         kept, owner = enter(request)
-        return FileResponse(kept.path(kept.find(FileObject, file_id, owner).id), media_type="application/octet-stream")
+        file = await kept.find_content(file_id, owner)
+        return FileResponse(kept.path(file.id), media_type="application/octet-stream")
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str, request: Request) -> Response:
         """Deletes a file; of a batch that is not over, the input stays."""
         kept, owner = enter(request)
-        kept.delete_file(kept.find(FileObject, file_id, owner))
+        await kept.delete_file(await kept.find_content(file_id, owner))
         return json_response(Deleted(file_id))
 
     @router.post("/v1/batches")
@@ -135,7 +138,7 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
                 f"endpoint is {body.endpoint[:100]!r}; batches are for {', '.join(ENDPOINTS)}", "endpoint"
             )
         check_metadata(body.metadata or {})
-        file = kept.find(FileObject, body.input_file_id, owner)
+        file = await kept.find_content(body.input_file_id, owner)
         if file.purpose != "batch":
             raise bad_request("input_file_id names the output of a batch; upload a file", "input_file_id")
         return json_response(await kept.add_batch(owner, file.id, body.endpoint, body.metadata))
@@ -146,19 +149,19 @@ def add_batches(app: FastAPI, served: ServedModels, store: BatchStore | None) ->
     ) -> Response:
         """The batches that this key may see."""
         kept, owner = enter(request)
-        return _page(kept.list_own(Batch, owner), after, limit)
+        return _page(await kept.list_own(Batch, owner), after, limit)
 
     @router.get("/v1/batches/{batch_id}")
     async def get_batch(batch_id: str, request: Request) -> Response:
         """How far a batch is."""
         kept, owner = enter(request)
-        return json_response(kept.find(Batch, batch_id, owner))
+        return json_response(await kept.find(Batch, batch_id, owner))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, request: Request) -> Response:
         """Ends a batch; answers that are complete are in its output."""
         kept, owner = enter(request)
-        batch = kept.find(Batch, batch_id, owner)
+        batch = await kept.find(Batch, batch_id, owner)
         await kept.cancel(batch)
         return json_response(batch)
 

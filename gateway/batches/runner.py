@@ -18,11 +18,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.keys import ANYBODY, KEY_OF_REQUEST, Key, Keys
 from gateway.answer.choices import HOLD_CHOICES
 from gateway.batches.lines import Input, InputLine, Journal, LineError, LineResponse, OutputLine, read_line, scan
+from gateway.batches.objects import OVER, Batch, BatchFault, BatchFaults, Status
 from gateway.batches.pace import Pace, count_room
-from gateway.batches.store import OVER, Batch, BatchFault, BatchFaults, BatchStore, Record, Status, sharer
+from gateway.batches.records import Record
+from gateway.batches.store import BatchStore, sharer
 from gateway.batches.turns import LineTurns
+from gateway.errors import ApiError
 from gateway.metrics import Gaps
 from gateway.router.engine_client import Load
+from gateway.store.database import StoreError
 
 _log = structlog.get_logger()
 
@@ -53,17 +57,18 @@ class _Job:
         self.pending: deque[int] = deque()  # numbers of lines
         self.running: dict[int, tuple[asyncio.Task[None], LineTurns]] = {}
         self.num_lines = 0  # of the input, that can be asked or not
-        self.num_bytes = 0  # of the output, as counted in the store
+        self.ended: list[Record] = []  # files of one that is over; the store may lack its end
         self.drops: Counter[int] = Counter()
 
     def open(self, store: BatchStore, max_line_bytes: int) -> None:
-        """Reads everything; in a thread. Raises ValueError if the input cannot be used, OSError."""
+        """Reads everything; in a thread. Raises ValueError if the input cannot be used, OSError also while another
+        gateway writes the output."""
         if not self.path.exists():
             raise ValueError("the input file is not there any more")
-        self.input = scan(self.path, self.batch.endpoint, max_line_bytes)
         with ExitStack() as opened:
             self.output = opened.enter_context(closing(Journal(store.path(self.record.output_id))))
             self.errors = opened.enter_context(closing(Journal(store.path(self.record.error_id))))
+            self.input = scan(self.path, self.batch.endpoint, max_line_bytes)
             done = self.output.numbers | self.errors.numbers
             self.pending.extend(number for number in self.input.numbers if number not in done)
             for fault in self.input.faults:
@@ -92,16 +97,16 @@ class _Job:
         counts = self.batch.request_counts
         counts.total = self.num_lines
         counts.completed, counts.failed = len(self.output.numbers), len(self.errors.numbers)
-
-    def count_bytes(self, store: BatchStore) -> None:
-        """The store's count of the output follows it."""
-        size = self.output.size + self.errors.size
-        store.bytes.add(sharer(self.record.owner), size - self.num_bytes)
-        self.num_bytes = size
+        self.record.num_bytes = self.output.size + self.errors.size
 
     def sync(self) -> None:
         self.output.sync()
         self.errors.sync()
+
+    def close(self) -> None:
+        """Another gateway may write the output."""
+        self.output.close()
+        self.errors.close()
 
 
 class _Lines(httpx.AsyncBaseTransport):
@@ -157,7 +162,9 @@ class BatchRunner:
         self._changed = asyncio.Event()
         self._has_new = True  # batches in the store
         self._opening: dict[str, asyncio.Task[None]] = {}  # by owner
-        self._expired_s = -inf
+        self._cleaned_s = self._renewed_s = -inf
+        self._is_failing = False  # the store
+        self._stranded = set[str]()  # batches, as logged
         self._pauses_until = 0.0  # by the loop's clock: the disk is full, or the like
         self._synced_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -176,6 +183,8 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         for job in self._jobs:
             job.sync()
+            job.close()
+        await self._store.release()
         await self._client.aclose()
 
     def _wake(self) -> None:
@@ -193,21 +202,16 @@ class BatchRunner:
                 self._pause(error)
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S if self._jobs or self._has_new else IDLE_S):
+                idle_s = SYNC_S if self._store.is_shared else IDLE_S
+                async with asyncio.timeout(TICK_S if self._jobs or self._has_new else idle_s):
                     await self._changed.wait()
 
     async def _look(self) -> None:
-        """Raises OSError."""
+        """Raises OSError, StoreError."""
         now = asyncio.get_running_loop().time()
-        if now - self._expired_s > IDLE_S:
-            self._expired_s = now
-            self._store.expire()
-        if self._has_new:
-            self._has_new = False
-            known = {job.batch.id for job in self._jobs}
-            for record in self._store.open_batches():
-                if record.value.id not in known:
-                    self._open_beside(record)
+        if self._has_new or now - self._renewed_s > SYNC_S:
+            self._has_new, self._renewed_s = False, now
+            await self._renew()
         for job in list(self._jobs):
             if (key := self._keys.find_owner(job.record.owner)) is None:
                 await self._end(job, "failed")
@@ -216,7 +220,6 @@ class BatchRunner:
         self._fill(now)
         for job in list(self._jobs):
             job.count()
-            job.count_bytes(self._store)
             if job.batch.status == "cancelling":
                 await self._end(job, "cancelled")
             elif job.batch.status in OVER or not (job.pending or job.running):
@@ -227,6 +230,39 @@ class BatchRunner:
             self._synced_s = now
             for job in list(self._jobs):
                 await asyncio.to_thread(job.sync)
+
+    async def _renew(self) -> None:
+        """Lines that run go on without the store; what it lacks is written later. Raises OSError."""
+        store, now = self._store, self._renewed_s
+        try:
+            for record in await store.renew():
+                await self._leave(record)
+            await store.count()
+            if now - self._cleaned_s > IDLE_S:
+                self._cleaned_s = now
+                for batch_id in set(await store.clean()) - self._stranded:
+                    self._stranded.add(batch_id)
+                    why = "its files are in the --batch-dir of a gateway that is gone; have the gateways share one"
+                    _log.warning("a batch does not go on", batch=batch_id, reason=why)
+        except (StoreError, ApiError) as error:
+            self._has_new = True
+            if not self._is_failing:
+                _log.warning("batches are not stored for now; their lines go on", reason=str(error))
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        known = {job.batch.id for job in self._jobs}
+        for record in store.held.values():
+            if record.id not in known:
+                self._open_beside(record)
+
+    async def _leave(self, record: Record) -> None:
+        """Another gateway has it by now."""
+        _log.warning("a batch is another gateway's now", batch=record.id)
+        for job in [job for job in self._jobs if job.record is record]:
+            await _stop(job)
+            self._jobs.remove(job)
+            job.close()
 
     def _open_beside(self, record: Record) -> None:
         """Reads its input while the others go on, unless many are read or one of its owner is: later, then."""
@@ -250,6 +286,9 @@ class BatchRunner:
             if key is None:
                 raise ValueError(_KEY_GONE)
             await asyncio.to_thread(job.open, self._store, self._max_line_bytes)
+        except BlockingIOError:  # a gateway that still believes it has the batch
+            await asyncio.sleep(SYNC_S)
+            return
         except ValueError as error:
             _fail(batch, "invalid_api_key" if key is None else "invalid_input_file", str(error))
         else:
@@ -259,6 +298,8 @@ class BatchRunner:
                 batch.enter("in_progress")
             _log.info("batch begins", batch=batch.id, lines=batch.request_counts.total, left=len(job.pending))
         await self._store.save(record)
+        if not record.is_open:
+            self._store.held.pop(record.id, None)
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
@@ -341,7 +382,7 @@ class BatchRunner:
 
     def _pause(self, error: BaseException) -> None:
         """The disk is full, or the like; a bug, which must not be silent."""
-        now, bug = asyncio.get_running_loop().time(), None if isinstance(error, OSError) else error
+        now, bug = asyncio.get_running_loop().time(), None if isinstance(error, OSError | StoreError) else error
         if now >= self._pauses_until:
             _log.warning("batches pause", reason=str(error), pause_s=TROUBLE_S, exc_info=bug)
         self._pauses_until = now + TROUBLE_S
@@ -349,7 +390,7 @@ class BatchRunner:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def _end(self, job: _Job, status: Status) -> None:
-        """Raises OSError; then it is tried again. A batch that is over already was not saved: it stays as it is."""
+        """Raises OSError, StoreError; then it is tried again. A batch that is over already was not saved: that stays."""
         batch, record, store = job.batch, job.record, self._store
         if batch.status not in OVER:
             await self._finish_files(job, status)
@@ -357,20 +398,17 @@ class BatchRunner:
                 _fail(batch, "invalid_api_key", _KEY_GONE)
             else:
                 batch.enter(status)
-        await store.save(record)
+        record.num_bytes = 0  # those of its files
+        await store.save(record, job.ended)
+        store.held.pop(record.id, None)
         self._jobs.remove(job)
-        store.bytes.add(sharer(record.owner), -job.num_bytes)
-        job.output.close()
-        job.errors.close()
+        job.close()
         counts = batch.request_counts
         _log.info("batch ends", batch=batch.id, status=batch.status, answered=counts.completed, failed=counts.failed)
 
     async def _finish_files(self, job: _Job, status: Status) -> None:
         batch, record, store = job.batch, job.record, self._store
-        tasks = [task for task, _ in job.running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _stop(job)
         if status == "completed" and batch.status != "finalizing":
             batch.enter("finalizing")
             await store.save(record)
@@ -378,14 +416,25 @@ class BatchRunner:
             await asyncio.to_thread(self._fail_rest, job)
         await asyncio.to_thread(job.sync)
         job.count()
-        batch.output_file_id = await store.keep_output(record.owner, record.output_id, f"{batch.id}_output.jsonl")
-        batch.error_file_id = await store.keep_output(record.owner, record.error_id, f"{batch.id}_error.jsonl")
+        output = store.take_output(record.owner, record.output_id, f"{batch.id}_output.jsonl")
+        errors = store.take_output(record.owner, record.error_id, f"{batch.id}_error.jsonl")
+        batch.output_file_id = output.id if output else None
+        batch.error_file_id = errors.id if errors else None
+        job.ended = [file for file in (output, errors) if file]
 
     def _fail_rest(self, job: _Job) -> None:
         error = LineError("batch_expired", "the line was not answered before the completion window ended")
         for number in job.pending:
             if number not in job.errors.numbers:  # of a try before
                 job.write(number, job.read(number).custom_id, error)
+
+
+async def _stop(job: _Job) -> None:
+    """Lines that run are pending again."""
+    tasks = [task for task, _ in job.running.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _fail(batch: Batch, code: str, why: str) -> None:

@@ -1,7 +1,11 @@
-"""Files and batches on disk, in one folder that one gateway has at a time.
+"""Files and batches: their content in a folder, their records in a database.
 
-ID        a file's content: what a client uploaded, or what became of a batch's lines, appended one by one
-ID.json   a file's or a batch's record, replaced as a whole; files of a batch have none until it is over
+The database is the store of answers, where the gateway has one: then several gateways share the batches, and whichever
+has a batch's lease runs it if it has the folder, too. Otherwise it is a file in the folder, which one gateway has.
+
+ID    a file's content: what a client uploaded, or what became of a batch's lines, appended one by one
+name  of the folder, wherever gateways see it
+lock  held by the gateway, or by those that share the folder
 """
 
 import asyncio
@@ -11,122 +15,50 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import structlog
 
 from gateway.access.keys import ANYBODY
+from gateway.batches import records
+from gateway.batches.objects import Batch, FileObject, Value
+from gateway.batches.records import KEPT_S, Held, Record
 from gateway.errors import ApiError, overloaded
 from gateway.shares import Shared, is_fair
+from gateway.store.database import Database, StoreError
+from gateway.store.line import Line, unavailable
 from wire.private_folders import open_private
 
 _log = structlog.get_logger()
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _OWN_FILE = re.compile(r"file-[0-9a-f]{32}|(file-|batch_)[0-9a-f]{32}\.part")
 MAX_FILE_BYTES = 200 << 20
 MAX_RECORDS = 10_000
 MAX_OPEN_BATCHES = 100
-KEPT_S = 30 * 86_400  # files and batches, from when they were made
-
-Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired"]
-OVER: frozenset[Status] = frozenset({"failed", "completed", "cancelled", "expired"})
+LEASE_S = 5.0
+UPLOAD_S = 3600.0  # longer than another gateway's upload takes, which has no record before its end
 
 
-class FileObject(msgspec.Struct, tag_field="object", tag="file"):
-    """A file, as OpenAI's clients see it. Times are in Unix seconds."""
+class _OldRecord(msgspec.Struct):
+    """What ID.json has, which earlier gateways wrote."""
 
-    id: str
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"] = "processed"
-
-
-class BatchFault(msgspec.Struct):
-    """Why a whole batch failed."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-class BatchFaults(msgspec.Struct):
-    """The same, as a list."""
-
-    data: list[BatchFault]
-    object: Literal["list"] = "list"
-
-
-class RequestCounts(msgspec.Struct):
-    """Lines of a batch: all, answered, and named in its error file."""
-
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
-class Batch(msgspec.Struct, tag_field="object", tag="batch"):
-    """A batch, as OpenAI's clients see it. Times are in Unix seconds; null: not yet."""
-
-    id: str
-    endpoint: str
-    input_file_id: str
-    created_at: int
-    expires_at: int
-    completion_window: Literal["24h"] = "24h"
-    status: Status = "validating"
-    errors: BatchFaults | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    expired_at: int | None = None
-    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: dict[str, str] | None = None
-
-    def enter(self, status: Status) -> None:
-        """The batch is now in this state, which is not `validating`."""
-        self.status = status
-        setattr(self, f"{status}_at", int(time.time()))
-
-
-Value = TypeVar("Value", FileObject, Batch)
-
-
-class Record(msgspec.Struct):
-    """What ID.json has."""
-
-    owner: str  # Key.owner of the API key that made it
+    owner: str
     value: FileObject | Batch
-    output_id: str = ""  # of a batch: its files, which clients learn when it is over
+    output_id: str = ""
     error_id: str = ""
-    made_s: float = msgspec.field(default_factory=time.time)  # orders those of one second
+    made_s: float = 0.0
 
 
 def sharer(owner: str) -> str:
     """As in Shared: "" where there are no keys, and so no shares."""
     return "" if owner == ANYBODY.owner else owner
-
-
-def _has_room(owner: str, records: Collection[Record], most: int) -> bool:
-    """For one more of the owner's."""
-    mine, total = sum([record.owner == owner for record in records]) + 1, len(records) + 1
-    return total <= most and (not sharer(owner) or is_fair(mine, total, most))
-
-
-def _size(record: Record) -> int:
-    return record.value.bytes if isinstance(record.value, FileObject) else 0
 
 
 def new_id(prefix: str) -> str:
@@ -135,64 +67,109 @@ def new_id(prefix: str) -> str:
 
 
 class BatchStore:
-    """Owns the folder. Lives on the asyncio thread; `save` and `add_file` write in another."""
+    """Owns what this gateway has of the folder. Lives on the asyncio thread; files are written in another."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """`max_bytes`: of all files; above it no more are taken. Raises OSError, ValueError if it cannot be used."""
+    def __init__(
+        self, folder: Path, max_bytes: int, shared: str | Path | None = None, lease_s: float = LEASE_S
+    ) -> None:
+        """`max_bytes`: of all files; above it no more are taken. `shared`: the store of answers, as in Database, if
+        there is one. Raises OSError, ValueError if the folder cannot be used."""
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "lock").exists():
             raise ValueError(f"--batch-dir {folder} has files of others; name an empty folder")
         os.close(open_private(folder))
-        self.folder = folder
+        self.folder, self.is_shared = folder, shared is not None
         self.on_change: Callable[[], None] = lambda: None  # called when there is a batch to run, or to end
         self.bytes = Shared(max_bytes)  # of files, of uploads so far, and of batches' output so far
-        self._writing = asyncio.Lock()
+        self.held: dict[str, Record] = {}  # batches that this gateway runs
+        self._kept: dict[str, Held] = {}  # by owner, in the database
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # until this process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if self.is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise ValueError(f"--batch-dir {folder} is another gateway's; give each one its own") from error
-        self._records: dict[str, Record] = {}
-        for path in folder.glob("*.json"):
-            try:
-                self._records[path.stem] = msgspec.json.decode(path.read_bytes(), type=Record)
-            except msgspec.MsgspecError as error:
-                _log.warning("a record of files or batches cannot be read; it is left out", file=str(path), why=error)
-        for record in self._records.values():
-            self.bytes.add(sharer(record.owner), _size(record))
-        known = {name for record in self._records.values() for name in (record.output_id, record.error_id)}
-        for path in folder.iterdir():  # of uploads that a crash ended
-            if _OWN_FILE.fullmatch(path.name) and path.name not in known and path.name not in self._records:
-                path.unlink()
+            why = "is another gateway's; give each one its own, or all of them --state-url"
+            raise ValueError(f"--batch-dir {folder} {why}") from error
+        self._name, self._began_s = _name(folder), time.time()
+        self._line, self._lease_s = Line(shared or folder, "batches"), lease_s
+        self._gateway = new_id("gateway_")
+        self._opening = asyncio.Lock()
+        self._is_open = False
 
     def close(self) -> None:
         """Another gateway may have the folder."""
+        self._line.close()
         os.close(self._lock)
 
     def path(self, file_id: str) -> Path:
         """Where a file's content is. `file_id`: one of ours, never a client's."""
         return self.folder / file_id
 
+    async def _call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises StoreError."""
+        async with self._opening:
+            if not self._is_open:
+                if not self.is_shared:  # the one that had them is dead, as we have its folder
+                    await self._line.call(records.release_all)
+                await self._take_old_records()
+                self._is_open = True
+        return await self._line.call(method, *args, **named)
+
+    async def _ask(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises ApiError."""
+        try:
+            return await self._call(method, *args, **named)
+        except StoreError as error:
+            raise unavailable(error) from error
+
+    async def _take_old_records(self) -> None:
+        for path in self.folder.glob("*.json"):
+            try:
+                old = msgspec.json.decode(path.read_bytes(), type=_OldRecord)
+            except (msgspec.MsgspecError, FileNotFoundError) as error:
+                _log.warning("a record of files or batches cannot be read; it is left out", file=str(path), why=error)
+                continue
+            num_bytes = old.value.bytes if isinstance(old.value, FileObject) else 0
+            record = Record(old.owner, old.value, old.made_s, self._name, old.output_id, old.error_id, num_bytes)
+            await self._line.call(records.add, [record])
+            path.unlink(missing_ok=True)
+
     # -- what clients see -------------------------------------------------------------------------------------------
 
-    def find(self, kind: type[Value], record_id: str, owner: str) -> Value:
+    async def find(self, kind: type[Value], record_id: str, owner: str) -> Value:
         """Raises ApiError 404 unless there is one that this owner made."""
-        record = self._records.get(record_id)
-        if record is None or record.owner != owner or not isinstance(record.value, kind):
+        return (await self._find(kind, record_id, owner))[1]
+
+    async def _find(self, kind: type[Value], record_id: str, owner: str) -> tuple[Record, Value]:
+        record = await self._ask(records.find, kind.__name__, record_id, owner)
+        if record is None or not isinstance(record.value, kind):
             raise ApiError(404, f"no {kind.__name__.removesuffix('Object').lower()} has this id", "id", "not_found")
-        return record.value
+        record = self.held.get(record_id, record)
+        assert isinstance(record.value, kind)
+        return record, record.value
 
-    def list_own(self, kind: type[Value], owner: str) -> list[Value]:
-        """The owner's, newest first."""
-        own = [record for record in self._records.values() if record.owner == owner]
-        ordered = [record.value for record in sorted(own, key=lambda record: -record.made_s)]
-        return [value for value in ordered if isinstance(value, kind)]
+    async def find_content(self, file_id: str, owner: str) -> FileObject:
+        """A file whose content is here. Raises ApiError."""
+        record, file = await self._find(FileObject, file_id, owner)
+        if record.folder != self._name:
+            why = f"the content of {file.id} is in the --batch-dir of another gateway; have the gateways share one"
+            raise ApiError(409, why, None, "other_batch_dir")
+        return file
 
-    def open_batches(self) -> list[Record]:
-        """Those that are not over, oldest first."""
-        return sorted(filter(_is_open, self._records.values()), key=lambda record: record.made_s)
+    async def list_own(self, kind: type[Value], owner: str) -> list[Value]:
+        """The owner's, newest first. Raises ApiError."""
+        found = await self._ask(records.list_own, kind.__name__, owner)
+        values = [self.held.get(record.id, record).value for record in found]
+        return [value for value in values if isinstance(value, kind)]
 
     # -- changes ----------------------------------------------------------------------------------------------------
+
+    async def count(self) -> None:
+        """What all gateways keep counts. Raises ApiError."""
+        before, self._kept = self._kept, {held.owner: held for held in await self._ask(records.count)}
+        grown = Counter({owner: held.num_bytes for owner, held in self._kept.items()})
+        grown.subtract({owner: held.num_bytes for owner, held in before.items()})
+        for owner, num_bytes in grown.items():
+            self.bytes.add(sharer(owner), num_bytes)
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Callable[[int], None]]:
@@ -214,105 +191,122 @@ class BatchStore:
 
     async def add_file(self, owner: str, content: BinaryIO, filename: str) -> FileObject:
         """Keeps an upload, which is at its start. Raises ApiError."""
-        self._check_room(owner)
+        await self._check_room(owner)
         name, now = new_id("file-"), int(time.time())
         try:
-            size = await asyncio.to_thread(self._copy, content, self.path(name))
+            size = await asyncio.to_thread(_copy, content, self.path(name))
             added = FileObject(name, size, now, now + KEPT_S, filename, "batch")
-            await self.save(Record(owner, added))
-            self.bytes.add(sharer(owner), size)
+            await self._ask(records.add, [self._record(owner, added, size)])
         except BaseException:
             self.path(name).unlink(missing_ok=True)
             raise
+        await self.count()
         return added
 
     async def add_batch(self, owner: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> Batch:
         """Begins a batch. Raises ApiError 429 if too many are not over."""
-        self._check_room(owner)
-        if not _has_room(owner, self.open_batches(), MAX_OPEN_BATCHES):
+        await self._check_room(owner)
+        if not self._has_room(owner, {name: held.num_open for name, held in self._kept.items()}, MAX_OPEN_BATCHES):
             raise overloaded(f"of {MAX_OPEN_BATCHES} open batches your key has its share; send this one later")
         now = int(time.time())
         batch = Batch(new_id("batch_"), endpoint, file_id, now, now + 86_400, metadata=metadata)
-        await self.save(Record(owner, batch, new_id("file-"), new_id("file-")))
+        record = self._record(owner, batch)
+        record.output_id, record.error_id = new_id("file-"), new_id("file-")
+        await self._ask(records.add, [record])
         self.on_change()
         return batch
 
     async def cancel(self, batch: Batch) -> None:
-        """The runner ends it. No effect on one that is over."""
-        if batch.status not in OVER and batch.status != "cancelling":
-            batch.enter("cancelling")
-            await self.save(self._records[batch.id])
-            self.on_change()
-
-    async def save(self, record: Record) -> None:
-        """Writes a record, whole or not at all: it is there after a crash."""
-        async with self._writing:  # the last change is written last
-            name = record.value.id
-            await asyncio.to_thread(self._replace, self.folder / f"{name}.json", msgspec.json.encode(record))
-            self._records[name] = record
-
-    async def keep_output(self, owner: str, file_id: str, filename: str) -> str | None:
-        """The file of a batch that is over becomes a client's. None: it is empty, and deleted. Idempotent."""
-        path = self.path(file_id)
-        if file_id in self._records:
-            return file_id
-        if not path.exists() or not path.stat().st_size:
-            path.unlink(missing_ok=True)
-            return None
+        """Whichever gateway runs it ends it. No effect on one that is over. Raises ApiError."""
         now = int(time.time())
-        kept = FileObject(file_id, path.stat().st_size, now, now + KEPT_S, filename, "batch_output")
-        await self.save(Record(owner, kept))
-        self.bytes.add(sharer(owner), kept.bytes)
-        return file_id
+        await self._ask(records.ask_cancel, batch.id, now)
+        batch.cancel(now)
+        self.on_change()
 
-    def delete_file(self, file: FileObject) -> None:
+    async def delete_file(self, file: FileObject) -> None:
         """Raises ApiError 409 if a batch that is not over reads it."""
-        for record in self.open_batches():
-            if isinstance(record.value, Batch) and record.value.input_file_id == file.id:
-                why = f"the file is the input of {record.value.id}, which is not over; cancel that first"
-                raise ApiError(409, why, None, "file_in_use")
-        self._forget(file.id)
+        if (reader := await self._ask(records.delete_file, file.id)) is not None:
+            why = f"the file is the input of {reader}, which is not over; cancel that first"
+            raise ApiError(409, why, None, "file_in_use")
+        self.path(file.id).unlink(missing_ok=True)
+        await self.count()
 
-    def expire(self) -> None:
-        """Deletes what is old, and not of a batch that is not over."""
-        now = time.time()
-        inputs = {record.value.input_file_id for record in self.open_batches() if isinstance(record.value, Batch)}
-        for name, record in list(self._records.items()):
-            value = record.value
-            ends = value.expires_at if isinstance(value, FileObject) else value.created_at + KEPT_S
-            if ends < now and name not in inputs and not _is_open(record):
-                self._forget(name)
+    def _record(self, owner: str, value: FileObject | Batch, num_bytes: int = 0) -> Record:
+        return Record(owner, value, time.time(), self._name, num_bytes=num_bytes)
 
-    def _forget(self, name: str) -> None:
-        (self.folder / f"{name}.json").unlink(missing_ok=True)  # first: a file without a record is deleted at a start
-        self.path(name).unlink(missing_ok=True)
-        record = self._records.pop(name)
-        self.bytes.add(sharer(record.owner), -_size(record))
-
-    def _check_room(self, owner: str) -> None:
-        if not _has_room(owner, self._records.values(), MAX_RECORDS):
+    async def _check_room(self, owner: str) -> None:
+        await self.count()
+        if not self._has_room(owner, {name: held.num_records for name, held in self._kept.items()}, MAX_RECORDS):
             why = f"of {MAX_RECORDS} files and batches that are kept here your key has its share"
             raise overloaded(f"{why}; delete some files, or wait")
 
-    def _copy(self, content: BinaryIO, path: Path) -> int:
-        with open_new(path) as file:
-            shutil.copyfileobj(content, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-            return file.tell()
+    @staticmethod
+    def _has_room(owner: str, numbers: Mapping[str, int], most: int) -> bool:
+        """For one more of the owner's."""
+        mine, total = numbers.get(owner, 0) + 1, sum(numbers.values()) + 1
+        return total <= most and (not sharer(owner) or is_fair(mine, total, most))
 
-    def _replace(self, path: Path, data: bytes) -> None:
-        part = path.with_suffix(".part")
+    # -- what the runner does ---------------------------------------------------------------------------------------
+
+    async def renew(self) -> list[Record]:
+        """Keep the batches that this gateway runs, and take more. Returns those that are another's now.
+
+        Raises StoreError.
+        """
+        held = {name: record if record.is_open else None for name, record in self.held.items()}
+        own = await self._call(records.renew, self._gateway, self._lease_s, held)
+        lost = [self.held.pop(name) for name in held.keys() - own.keys() if name in self.held]
+        for name, asked_s in own.items():
+            if asked_s and name in self.held and isinstance(value := self.held[name].value, Batch):
+                value.cancel(asked_s)
+        for record in await self._call(records.claim, self._gateway, self._lease_s, self._name):
+            self.held.setdefault(record.id, record)
+        return lost
+
+    async def release(self) -> None:
+        """Other gateways may run what this one had."""
+        names, self.held = list(self.held), {}
+        with suppress(StoreError):
+            await self._call(records.release, self._gateway, names)
+
+    async def save(self, record: Record, files: Sequence[Record] = ()) -> bool:
+        """Writes a batch that this gateway runs, and adds its files. False: it is another's now. Raises StoreError."""
+        return await self._call(records.update, record, self._gateway, files)
+
+    def take_output(self, owner: str, file_id: str, filename: str) -> Record | None:
+        """The record with which a file of a batch becomes a client's. None: it is empty, and deleted."""
+        path = self.path(file_id)
+        if not path.exists() or not (size := path.stat().st_size):
+            path.unlink(missing_ok=True)
+            return None
+        now = int(time.time())
+        return self._record(owner, FileObject(file_id, size, now, now + KEPT_S, filename, "batch_output"), size)
+
+    async def clean(self) -> list[str]:
+        """Deletes what is old, and what uploads have left that a crash ended. Returns batches that no gateway runs, as
+        their folder is elsewhere. Raises StoreError, OSError."""
+        for name in await self._call(records.expire, self._name, int(time.time())):
+            self.path(name).unlink(missing_ok=True)
+        made_by = self._began_s - (UPLOAD_S if self.is_shared else 0.0)
+        left = [path for path in self.folder.iterdir() if _OWN_FILE.fullmatch(path.name)]
+        known = await self._call(records.find_names, self._name)
+        for path in left:
+            if path.name not in known and path.stat().st_mtime < made_by:
+                path.unlink(missing_ok=True)
+        return await self._call(records.find_stranded, self._name, 10 * self._lease_s)
+
+
+def _name(folder: Path) -> str:
+    """Of the folder: the same for all that see it. Raises OSError."""
+    path = folder / "name"
+    if not path.exists():
+        part = folder / new_id(".name-")
         with open_new(part) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            file.write(secrets.token_hex(16).encode())
+        with suppress(FileExistsError):
+            os.link(part, path)
+        part.unlink()
+    return path.read_text()
 
 
 def open_new(path: Path) -> BinaryIO:
@@ -320,5 +314,9 @@ def open_new(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
-def _is_open(record: Record) -> bool:
-    return isinstance(record.value, Batch) and record.value.status not in OVER
+def _copy(content: BinaryIO, path: Path) -> int:
+    with open_new(path) as file:
+        shutil.copyfileobj(content, file, 1 << 20)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()

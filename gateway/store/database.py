@@ -4,6 +4,7 @@ answers   a row for each: what was asked, how far it is, and the gateway that wo
 tokens    what was generated, part by part; nobody but that gateway adds to them
 gateways  those that have been seen lately
 adapters  what the API has loaded and unloaded (adapters.py); changes: how many such changes there were
+batch_records  files and batches (gateway/batches/records.py)
 """
 
 import json
@@ -53,6 +54,14 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         " number BIGINT NOT NULL, PRIMARY KEY (model, name))",
         "CREATE TABLE changes (number BIGINT NOT NULL)",
         "INSERT INTO changes (number) VALUES (0)",
+    ),
+    (
+        "CREATE TABLE batch_records (id TEXT PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, value TEXT NOT NULL,"
+        " made_s DOUBLE PRECISION NOT NULL, ends_s BIGINT NOT NULL, folder TEXT NOT NULL, input_id TEXT NOT NULL,"
+        " output_id TEXT NOT NULL, error_id TEXT NOT NULL, num_bytes BIGINT NOT NULL, is_open INTEGER NOT NULL,"
+        " cancelled_s BIGINT NOT NULL, gateway TEXT NOT NULL, lease_until DOUBLE PRECISION NOT NULL)",
+        "CREATE INDEX batch_records_by_owner ON batch_records (owner, kind, made_s)",
+        "CREATE INDEX batch_records_by_lease ON batch_records (is_open, lease_until)",
     ),
 )
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.fleet import ProcessFleet, run_fleet
 from tests.support.live import WAIT_S, wait_until
+from tests.support.postgres import run_postgres
 from tests.support.surface import MODEL
 
 NUM_LINES = 100
@@ -28,6 +29,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
 @pytest.fixture
 def client(fleet: ProcessFleet) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
+    """Two gateways with one database and one folder."""
+    folder = tmp_path_factory.mktemp("state") / "batches"
+    with run_postgres() as postgres:
+        flags = [f"--batch-dir={folder}", f"--state-url={postgres.url}", "--state-lease-s=2"]
+        with run_fleet(1, 1, {"gateway": flags}, lease_s=60, forks=True, starts=False) as running:
+            running.add_gateway("gateway-b")
+            running.start()
+            yield running
 
 
 def body(number: int) -> Any:
@@ -95,3 +108,21 @@ def test_a_drain_leaves_the_rest_to_the_next_gateway(fleet: ProcessFleet, client
     assert "batch ends" not in fleet.gateway.read_log().rpartition("draining")[2]
     fleet.gateway.restart()
     check_whole(client, batch_id)
+
+
+def test_another_gateway_goes_on_with_the_batches_of_one_that_was_killed(pair: ProcessFleet) -> None:
+    first, second = pair.gateway, pair["gateway-b"]
+    clients = [
+        openai.OpenAI(base_url=f"http://{one.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        for one in (first, second)
+    ]
+    ids = [begin(client) for client in clients]
+    wait_until(lambda: all(num_answered(clients[1], batch_id) >= 10 for batch_id in ids))
+    first.kill()
+    for batch_id in ids:
+        check_whole(clients[1], batch_id)
+    log = second.read_log()
+    assert log.count("batch ends") == len(ids) - first.read_log().count("batch ends")
+    first.restart()
+    assert all(clients[0].batches.retrieve(batch_id).status == "completed" for batch_id in ids)
+    pair.wait_until_unused()

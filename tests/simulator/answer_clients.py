@@ -22,6 +22,7 @@ from tests.simulator.world import KEEPALIVE_S, Process, ViolationError
 
 SILENCE_S = 6.0  # until a client gives a connection up; pings come seldom
 PATIENCE_S = 90.0  # the longest that an answer may take
+WHOLE = ("completed", "incomplete")
 ENDS = {"response.completed", "response.incomplete", "response.failed"}
 Event = dict[str, Any]
 Asked = Callable[[AnswerKeeper, Request], Awaitable[Response]]
@@ -134,10 +135,11 @@ class AnswerClient:
         self.is_background = bool(body.get("background"))
         self.events: list[Event] = []
         self.whole: Event | None = None  # the answer, where it is not streamed
-        self.end, self.ended_at = "", 0.0
+        self.end, self.ended_at, self.has_ended = "", 0.0, asyncio.Event()
         self.is_deleted = self.has_cancelled = False
         self.leaves, self.deletes = 0.0, False  # share of connections that it leaves early
         self.cancels_s: float | None = None
+        self.previous: AnswerClient | None = None  # the turn before this one
         self._clients, self._gateways, self._world = clients, gateways, clients.world
         self._rng = random.Random(f"{name} {clients.world.seed}")
 
@@ -151,6 +153,12 @@ class AnswerClient:
     def is_done(self) -> bool:
         return any(event["type"] in ENDS for event in self.events[-2:])
 
+    @property
+    def is_whole(self) -> bool:
+        """It has the answer to its end."""
+        last = self.events[-1].get("response", {}) if self.events else self.whole or {}
+        return self.end == "answer" and last.get("status") in WHOLE
+
     async def live(self) -> None:
         """Sets how it ended."""
         try:
@@ -162,9 +170,15 @@ class AnswerClient:
         except ViolationError as error:
             self._world.violation = error
         self.ended_at = self._world.now
+        self.has_ended.set()
         self._world.note("ends", self.name, self.end)
 
     async def _live(self) -> str:
+        if (before := self.previous) is not None:
+            await before.has_ended.wait()
+            if not before.is_whole:
+                return "not asked"
+            self.body["previous_response_id"] = before.id
         until = self._world.now + PATIENCE_S
         exchange = self._open(lambda keeper, request: keeper.create(ResponsesRequest(**self.body), request))
         if not self.body.get("stream"):

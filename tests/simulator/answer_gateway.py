@@ -12,7 +12,10 @@ from prometheus_client import CollectorRegistry
 from gateway.access.keys import Keys
 from gateway.app import add_model
 from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
+from gateway.router.adapter_loader import AdapterLoader
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
+from gateway.store.adapters import Shared, SharedAdapters
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.runs import Runs
 from gateway.text.template import Conversation
@@ -21,13 +24,13 @@ from gateway.text.tokenizer import Tokenizer
 from tests.simulator.decode import SimDecode
 from tests.simulator.gateway import PATIENCE_S, SimGateway
 from tests.simulator.store import SimStore, StoreLoop
-from tests.simulator.world import World
+from tests.simulator.world import ViolationError, World
 from tests.support.tiny_tokenizer import SPECIAL, write_byte_level
 from worker.sequences import Sequence as Tokens
 
 MODEL = "m"
 LEASE_S = 3.0
-CONTEXT_TOKENS = 60
+CONTEXT_TOKENS = 150
 OPTIONS = ApiOptions(tool_format="none", reasoning_format="none")
 
 
@@ -93,12 +96,40 @@ class AnswersGateway(SimGateway):
         place: Any = self.store
         self.runs = Runs(self.served, place, ttl_s=1e6, max_bytes=1 << 30, lease_s=LEASE_S)
         self.keeper = AnswerKeeper(self.served, self.runs)
+        self.loader = AdapterLoader(self.fleet, CollectorRegistry())
+        self.adapters = SharedAdapters(self.runs, {MODEL: self.loader})
+        self.changed: dict[str, Shared] = {}  # by name: the latest change of an adapter here
         self.loop.create_task(self._keep())
 
     async def _keep(self) -> None:
         await self.runs.start()
         await self.fleet.changes.until(lambda: self.router.readiness() is None, PATIENCE_S)
         self.runs.serve()
+        await self.adapters.start()
+
+    def change_adapter(self, name: str, digest: str) -> None:
+        """As the API does when all workers have answered. `digest`: empty: it is unloaded."""
+
+        async def change() -> None:
+            known = self.fleet.adapters
+            if digest:
+                known.add(Adapter(name, f"/{name}"), digest)
+            elif not known.remove(name):
+                return
+            self.changed[name] = Shared(MODEL, name, f"/{name}" if digest else "", digest)
+            await self.loader.share(name, known.named.get(name))
+
+        if self.is_up:
+            self.loop.create_task(change())
+
+    def named(self) -> set[Shared]:
+        return {Shared(MODEL, name, one.path, one.digest) for name, one in self.fleet.adapters.named.items()}
+
+    def check(self) -> None:
+        super().check()
+        for row in self.adapters._unsaved.values():
+            if row not in self.named() and (row.path or row.name in self.fleet.adapters.named):
+                raise ViolationError(f"{self.name} has forgotten {row}, which the store lacks")
 
     def drain(self, then: Callable[[], None]) -> None:
         """As SIGTERM does."""
@@ -123,4 +154,6 @@ class AnswersGateway(SimGateway):
 
     @property
     def is_idle(self) -> bool:
-        return not (self.runs.running or self.runs._taking or self.runs.replays._followers.total)
+        return not (
+            self.adapters._unsaved or self.runs.running or self.runs._taking or self.runs.replays._followers.total
+        )

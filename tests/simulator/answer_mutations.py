@@ -8,8 +8,10 @@ import msgspec
 
 from gateway.answer.output_items import Item
 from gateway.api.responses.writer import ResponseWriter, new_response_id
+from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Tokens
-from gateway.store import run, runs
+from gateway.store import adapters, run, runs
+from gateway.store.adapters import Shared, SharedAdapters, share
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
 from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
@@ -18,7 +20,9 @@ from tests.simulator.mutations import Mutation, patched
 do = Database.do
 mark_saved = Run.mark_saved
 new_item = ResponseWriter._new_item
+join = Replays.join
 prepare = Replays.prepare
+share_one = SharedAdapters._share
 take_part = ChoiceTokens.take_part
 write = Database.write
 
@@ -78,6 +82,32 @@ def _write_or_not(self: Database, *args: Any) -> set[str]:
         return set()
 
 
+async def _look_for_all(self: SharedAdapters) -> None:
+    async with self._looking:
+        new = list(self._unsaved.values())
+        self._seen, rows = await self._runs.writes.call(share, new, self._seen)
+        for row in new:
+            if self._unsaved[row[:2]] is row:
+                del self._unsaved[row[:2]]
+        for row in rows or ():
+            self._loaders[row.model].follow(row.name, row.path, row.digest)
+
+
+async def _share_once(self: SharedAdapters, model: str, name: str, adapter: Adapter | None) -> None:
+    try:
+        await share_one(self, model, name, adapter)
+    finally:
+        self._unsaved.pop((model, name), None)
+
+
+def _share_loads(database: Database, new: Sequence[Shared], seen: int) -> tuple[int, list[Shared] | None]:
+    return share(database, [row for row in new if row.path], seen)
+
+
+async def _join_last_turn(self: Replays, body: Any, history: Sequence[Answer], key: Any) -> Any:
+    return await join(self, body, history[-1:], key)
+
+
 def _forget(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
     return join_parts([], num_choices)
 
@@ -98,5 +128,10 @@ ANSWER_MUTATIONS: dict[str, Mutation] = {
     ),
     "an answer begins again after a takeover": patched((runs, "join_parts", _forget)),
     "answers are not taken over": patched((Database, "claim", lambda *_: [])),
+    "a turn has only the one before it": patched((Replays, "join", _join_last_turn)),
+    "changes of adapters are not counted": _with_sql("SET number = number + 1", "SET number = number"),
+    "an adapter that was unloaded has no row": patched((adapters, "share", _share_loads)),
+    "a change of an adapter is written once": patched((SharedAdapters, "_share", _share_once)),
+    "the store undoes a change that it lacks": patched((SharedAdapters, "_look", _look_for_all)),
     "tokens outlive their answer": _with_sql("DELETE FROM tokens", "SELECT * FROM tokens"),
 }

@@ -5,9 +5,10 @@ Keepers, runs and replays are the real ones, as are routers, HTTP's event stream
 
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,17 +26,16 @@ from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Token
 from gateway.store import line
 from gateway.store.database import RUNNING, Answer
 from gateway.store.replay import Asked, as_items
-from tests.simulator.answer_clients import AnswerClient, Clients, Event, is_cut_off, plain, read_event
+from tests.simulator.answer_clients import WHOLE, AnswerClient, Clients, Event, is_cut_off, plain, read_event
 from tests.simulator.answer_gateway import LEASE_S, MODEL, AnswersDecode, AnswersGateway, serve, tokenizer, vocabulary
 from tests.simulator.model import follow, speaking
 from tests.simulator.schedule import MAX_PAUSE_S, Outcome, Troubles, check_empty, run_world
 from tests.simulator.store import Kept, SimDatabase, SimStore
 from tests.simulator.world import Faults, ViolationError, World
 
-NUM_PAGES, MAX_RUNNING, MOST_ANSWER = 120, 8, 24
+NUM_PAGES, MAX_RUNNING, MOST_ANSWER = 240, 8, 24
 TROUBLE_S = 12.0  # how long it lasts
 REST_S = 40.0  # after the last client: answers that nobody reads end
-WHOLE = ("completed", "incomplete")
 
 
 class Exact:
@@ -65,6 +65,15 @@ class Exact:
 
     def can_serve(self, adapter: str = "") -> bool:
         return True
+
+
+def find_history(answers: Mapping[str, Kept], kept: Kept) -> list[Any]:
+    """The items of the turns before."""
+    if not kept.first.previous:
+        return []
+    before = answers[kept.first.previous]
+    given = as_items(msgspec.json.decode(before.first.body)["input"])
+    return [*find_history(answers, before), *given, *msgspec.json.decode(before.result)["output"]]
 
 
 async def build_events(one: ServedModel, kept: Kept, history: list[Any]) -> tuple[list[int], list[Event]]:
@@ -116,6 +125,7 @@ class AnswersSchedule(Troubles):
         self.processes = [self.store, *self.gateways, *self.workers]
         self._outside_clients = Clients(world, "clients")
         self.clients: list[tuple[AnswerClient, float]] = []
+        self._chained = rng.choice([0.0, 0.0, 0.9])  # share of clients that go on with another's answer
         self._num_left = self._num_idle = 0  # seconds since clients were served, and since nothing was left
         for _ in range(rng.randint(1, 4)):
             self._ask(0.5 + rng.random() * rng.choice([0.5, 6.0]))
@@ -124,6 +134,10 @@ class AnswersSchedule(Troubles):
         elif not self.is_calm:
             for _ in range(rng.randint(1, 4)):
                 self._plan_trouble(0.5 + rng.random() * TROUBLE_S)
+        for _ in range(rng.choice([0, 2, 4])):
+            name, digest, gateway = rng.choice("xy"), rng.choice(["", "A", "B"]), rng.choice(self.gateways)
+            change = partial(gateway.change_adapter, name, digest)
+            world.at(0.5 + rng.random() * TROUBLE_S, self.outside, -1, change)
         world.at(2 * TROUBLE_S, self.outside, -1, self._end_faults)
         self._wait_over()
 
@@ -141,6 +155,10 @@ class AnswersSchedule(Troubles):
         client = AnswerClient(self._outside_clients, name, self.gateways, body)
         client.leaves, client.deletes = rng.choice([0.0, 0.0, 0.8]), rng.random() < 0.2
         client.cancels_s = rng.random() * 3.0 if rng.random() < 0.2 else None
+        known = [one for one, _ in self.clients if not (one.deletes or one.cancels_s)]
+        if known and rng.random() < self._chained:
+            client.previous = known[-1]
+            body["max_output_tokens"] = rng.randint(1, 6)  # a conversation stays within a row
         self.clients.append((client, at))
         self.world.at(at, self._outside_clients, -1, lambda: self._begin(client))
 
@@ -179,6 +197,8 @@ class AnswersSchedule(Troubles):
         self._num_left = self._num_left + 1 if is_served else 0
         is_quiet = all(one.is_up and not one.is_paused for one in self.processes)
         is_idle = is_served and is_quiet and all(gateway.is_idle for gateway in self.gateways)
+        shared = {row for row in self.store.shared() if row.path}
+        is_idle = is_idle and all(gateway.named() == shared for gateway in self.gateways)
         has_ended = is_idle and all(row.status not in RUNNING for row, _ in self.store.rows().values())
         self._num_idle = self._num_idle + 1 if has_ended else 0
         self.world.is_over = self._num_idle > 3 or self._num_left > REST_S  # then check_end finds what is left
@@ -195,11 +215,16 @@ class AnswersSchedule(Troubles):
             if not gateway.is_idle:
                 raise ViolationError(f"{gateway.name} still has answers: {list(gateway.runs.running)}")
             gateway.check_end()
+            if gateway.named() != (shared := {row for row in self.store.shared() if row.path}):
+                raise ViolationError(f"{gateway.name} serves the adapters {gateway.named()}, the store has {shared}")
+            if lost := set(gateway.changed.values()) - self.store.shared_ever:
+                raise ViolationError(f"{gateway.name} changed adapters, and the store never had that: {lost}")
         for worker in self.workers:
             check_empty(worker)
         _, one = serve(Exact([]))
         for kept in self.store.answers.values():
-            tokens, events = run_now(self.world, build_events(one, kept, []))
+            history = find_history(self.store.answers, kept)
+            tokens, events = run_now(self.world, build_events(one, kept, history))
             self._check_answer(kept, rows[kept.first.id][0] if kept.first.id in rows else None, tokens, events)
         for client, _ in self.clients:
             self._check_client(client)

@@ -15,7 +15,7 @@ from gateway.api import access
 from gateway.api.http import answer
 from gateway.api.responses import writer
 from gateway.request import check, prepare
-from gateway.router import changes, decode_client, fleet, router, worker_client
+from gateway.router import adapter_loader, changes, decode_client, fleet, router, worker_client
 from gateway.scaling import sleepers
 from gateway.store import keeper, line, replay, run, runs
 from runtime import tasks
@@ -27,6 +27,7 @@ _TIMES: tuple[Any, ...] = (loop, drafters, choices, keeper, prepare, replay, run
 _SECRETS: tuple[Any, ...] = (access, check, writer)
 _STREAMS: Any = decode_client
 _LOGS: tuple[Any, ...] = (
+    adapter_loader,
     out_of_memory, steps, speculator, changes, decode_client, fleet, router, sleepers, worker_client, tasks,
     answer, choices, line, run, runs,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, exte
 from tests.simulator.world import World
 from wire.sampling import SamplingParams
 
-WIDTH = 64  # positions in a row; no sequence is longer
+WIDTH = 160  # positions in a row; no sequence is longer
 RIGHT_DRAFTS = 0.7  # share of right drafts
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulate.virtual_time import VirtualLoop
+from gateway.store.adapters import Shared
 from gateway.store.database import RUNNING, Answer, Database, StoreError, TokenPart
 from gateway.store.run import join_parts
 from tests.simulator.clock import EPOCH_S
@@ -34,6 +35,7 @@ class Kept:
     tokens: list[int] = field(default_factory=list)
     owners: set[str] = field(default_factory=set)  # gateways' ids
     is_deleted: bool = False
+    result: bytes = b""  # the whole answer, once it is over
 
 
 class SimStore(Process):
@@ -47,6 +49,7 @@ class SimStore(Process):
         now = EPOCH_S / 86400 + UNIX_EPOCH_DAYS
         self.database.create_function("julianday", 1, lambda _: now + world.now / 86400)
         self.answers: dict[str, Kept] = {}
+        self.shared_ever = set[Shared]()  # adapters as they have ever been in it
         self._served: Counter[Hashable] = Counter()  # line |-> its latest call
         self.fails_at = -1  # statements until the present transaction fails
         self.fails_late = False  # after its commit
@@ -77,6 +80,7 @@ class SimStore(Process):
     def look(self) -> None:
         """Every answer's tokens follow each other and only grow, and it ends once."""
         rows = self.rows()
+        self.shared_ever |= self.shared()
         for answer_id, kept in self.answers.items():
             if answer_id not in rows:
                 kept.is_deleted = True
@@ -90,6 +94,7 @@ class SimStore(Process):
                 raise ViolationError(f"{answer_id} was {kept.status}, and is {row.status}")
             kept.num_ends += row.status not in RUNNING and row.status != kept.status
             kept.status = row.status
+            kept.result = row.result
             tokens = self._read_tokens(answer_id)
             if tokens[: len(kept.tokens)] != kept.tokens:
                 raise ViolationError(f"the tokens of {answer_id} were {kept.tokens}, and are {tokens}")
@@ -100,6 +105,10 @@ class SimStore(Process):
         columns = ", ".join(Answer.__slots__)
         found = self._select(f"SELECT {columns}, gateway FROM answers")
         return {row[0]: (Answer(*row[:-1]), row[-1]) for row in found}
+
+    def shared(self) -> set[Shared]:
+        """Adapters, those that were unloaded too."""
+        return {Shared(*row) for row in self._select("SELECT model, name, path, digest FROM adapters")}
 
     def tokens_without_a_row(self) -> list[Any]:
         return self._select("SELECT * FROM tokens WHERE answer NOT IN (SELECT id FROM answers)")

@@ -1,12 +1,13 @@
 """OpenAI's files and batches by the official client, answered by scripted workers."""
 
 import json
-import re
 import socket
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from gateway.batches import runner as runner_module
 from gateway.batches import store as store_module
 from gateway.batches.routes import add_batches
 from gateway.batches.runner import BatchRunner
-from gateway.batches.store import BatchStore
+from gateway.batches.store import BatchStore, new_id
 from gateway.errors import ApiError, not_ready, overloaded
+from gateway.store.database import FILE, StoreError
 from tests.support.api_server import ANSWER, FULL, KEYS, MAX_BODY, SERVED, WAIT_S, Served, run_api
 from tests.support.fake_engine_client import PLACES, Script
 from tests.support.words import HELLO
 
 CHATS: Any = "/v1/chat/completions"
 MAX_BYTES = 8 << 20
+LEASE_S = 2.0
 OWN_KEYS = (*KEYS, "other-key")
 CHAT: Any = {"model": SERVED, "messages": HELLO}
 
@@ -37,12 +40,13 @@ def serve(
     keys: tuple[str, ...] = OWN_KEYS,
     answer: str = ANSWER,
     state: Path | None = None,
+    place: Path | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """The API with batches in `folder`, as main.py puts it together. `state`: as in run_api."""
+    """The API with batches in `folder`, as main.py puts it together. `state`: as in run_api. `place`: of records."""
 
     def extend(app: Any, served: Any) -> None:
-        store = BatchStore(folder, MAX_BYTES)
+        store = BatchStore(folder, MAX_BYTES, place, LEASE_S)
         [model] = served.models
         ids = model.tokenizer.encode(answer, add_special_tokens=False)
         model.ring.reset(Script([*ids, min(model.tokenizer.eos_token_ids)]))  # batches go on at once
@@ -82,6 +86,20 @@ def client_of(served: Served, key: str = KEYS[0]) -> openai.OpenAI:
 @pytest.fixture
 def client(served: Served) -> openai.OpenAI:
     return client_of(served)
+
+
+def read_record(folder: Path, record_id: str) -> Any:
+    """What the folder's own store has of a file or batch."""
+    with closing(sqlite3.connect(folder / FILE)) as database:
+        [(value,)] = database.execute("SELECT value FROM batch_records WHERE id = ?", (record_id,))
+    return json.loads(value)
+
+
+def change_record(folder: Path, record_id: str, ends_s: int | None = None, **fields: Any) -> None:
+    value = json.dumps(read_record(folder, record_id) | fields)
+    with closing(sqlite3.connect(folder / FILE)) as database, database:
+        sql = "UPDATE batch_records SET value = ?, ends_s = coalesce(?, ends_s) WHERE id = ?"
+        database.execute(sql, (value, ends_s, record_id))
 
 
 def line(custom_id: str, body: Any = CHAT, url: str = CHATS) -> str:
@@ -399,12 +417,14 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
         first.engine.reset(hanging, *[first.script("first")] * 4)
         begun = begin(client_of(first), *(line(f"line {number}") for number in range(10)))
         wait(client_of(first), begun, lambda one: one.request_counts.completed == 4)
-        with pytest.raises(ValueError, match="another gateway's"):
-            BatchStore(folder, MAX_BYTES)
+        for place in (None, tmp_path / "state"):
+            with pytest.raises(ValueError, match="another gateway's"):
+                BatchStore(folder, MAX_BYTES, place)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    record = json.loads((folder / f"{begun.id}.json").read_text())
-    with (folder / record["output_id"]).open("ab") as output:
+    with closing(sqlite3.connect(folder / FILE)) as database:
+        [(output_id,)] = database.execute("SELECT output_id FROM batch_records WHERE id = ?", (begun.id,))
+    with (folder / output_id).open("ab") as output:
         output.write(b'{"id": "batch_req_x_9", "custom')
     orphan, other = folder / f"file-{'0' * 32}", folder / "notes.txt"
     orphan.write_bytes(b"x")
@@ -420,22 +440,106 @@ def test_what_a_crash_leaves_is_taken_up(full: Served, tmp_path: Path) -> None:
     assert (folder / "batch_torn.json").exists()
 
 
+def test_records_of_earlier_gateways_are_taken(full: Served, tmp_path: Path) -> None:
+    model, folder, name, batch_id = tmp_path / "model", tmp_path / "batches", new_id("file-"), new_id("batch_")
+    for one in (model, folder):
+        one.mkdir(mode=0o700)
+    (folder / "lock").touch(0o600)
+    (folder / name).write_text(line("one"))
+    times = {"created_at": int(time.time()), "expires_at": int(time.time()) + 10_000}
+    file = {"object": "file", "id": name, "bytes": 9, "filename": "x", "purpose": "batch", **times}
+    batch = {"object": "batch", "id": batch_id, "endpoint": CHATS, "input_file_id": name, **times}
+    files = {"output_id": new_id("file-"), "error_id": new_id("file-")}
+    for value, more in ((file, {}), (batch, files)):
+        owner = sha256(KEYS[0].encode()).hexdigest()[:32]
+        (folder / f"{value['id']}.json").write_text(json.dumps({"owner": owner, "value": value, "made_s": 1.0, **more}))
+    with serve(model, folder) as served:
+        client = client_of(served)
+        assert wait(client, client.batches.retrieve(batch_id)).request_counts.completed == 1
+        assert client.files.retrieve(name).bytes == 9
+    assert not list(folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_gateways_with_one_store_run_a_batch_once_and_go_on_with_each_others(
+    full: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    folder, place, release = tmp_path / "batches", tmp_path / "state", BatchStore.release
+    models = [tmp_path / "a", tmp_path / "b"]
+
+    async def release_nothing(self: BatchStore) -> None:
+        """As if it had been killed."""
+
+    for model in models:
+        model.mkdir()
+    with ExitStack() as ends:
+        first = ends.enter_context(serve(models[0], folder, place=place))
+        first.engine.reset(Script(first.ids("so"), is_hanging=True), *[first.script("first")] * 4)
+        begun = begin(client_of(first), *(line(f"line {number}") for number in range(10)))
+        wait(client_of(first), begun, lambda one: one.request_counts.completed == 4)
+        with serve(models[1], folder, answer="second", place=place) as second:
+            client = client_of(second)
+            wait(client, begun, lambda one: one.request_counts.completed == 4)
+            time.sleep(2 * LEASE_S)
+            assert not second.engine.generations, "the first one has its lease"
+            monkeypatch.setattr(BatchStore, "release", release_nothing if is_killed else release)
+            ends.close()
+            batch = wait(client, begun)
+            rows = read(client, batch.output_file_id)
+            texts = [row["response"]["body"]["choices"][0]["message"]["content"] for row in rows.values()]
+            assert sorted(texts) == ["first"] * 4 + ["second"] * 6 and batch.error_file_id is None
+            assert client.files.content(begun.input_file_id).text.count("\n") == 9
+
+
+def test_another_gateway_cancels_a_batch(full: Served, tmp_path: Path) -> None:
+    folder, place = tmp_path / "batches", tmp_path / "state"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with serve(tmp_path / "a", folder, place=place) as first, serve(tmp_path / "b", folder, place=place) as second:
+        first.engine.reset(Script(first.ids("so"), is_hanging=True), first.script("first"))
+        begun = begin(client_of(first), line("one"), line("two"))
+        wait(client_of(first), begun, lambda one: one.request_counts.completed == 1)
+        assert client_of(second).batches.cancel(begun.id).status == "cancelling"
+        batch = wait(client_of(second), begun, lambda one: one.cancelled_at is not None)
+        assert batch.request_counts.completed == len(read(client_of(second), batch.output_file_id)) == 1
+        assert first.engine.num_inside == 0 and not second.engine.generations
+
+
+def test_gateways_with_other_folders_say_so(full: Served, tmp_path: Path) -> None:
+    place = tmp_path / "state"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with serve(tmp_path / "b", tmp_path / "theirs", place=place) as other:
+        with serve(tmp_path / "a", tmp_path / "ours", place=place) as first:
+            first.engine.reset(Script(first.ids("so"), is_hanging=True))
+            begun = begin(client_of(first), line("one"))
+            wait(client_of(first), begun, lambda one: one.status == "in_progress")
+        client = client_of(other)
+        assert client.batches.retrieve(begun.id).status == "in_progress"
+        for call in (client.files.content, client.files.delete):
+            with pytest.raises(openai.ConflictError, match="--batch-dir of another gateway"):
+                call(begun.input_file_id)
+        with pytest.raises(openai.ConflictError, match="share one"):
+            client.batches.create(input_file_id=begun.input_file_id, endpoint=CHATS, completion_window="24h")
+        assert not other.engine.generations
+
+
 @pytest.mark.parametrize("status", ["completed", "cancelled"])
 def test_an_end_that_the_disk_refused_is_saved_later_and_nothing_is_taken_back(
     full: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     stores, saved = list[BatchStore](), list[str]()
-    write = BatchStore._replace
+    save = BatchStore.save
 
-    def fail_once(self: BatchStore, path: Path, data: bytes) -> None:
-        given = json.loads(data)["value"]["status"]
+    async def fail_once(self: BatchStore, record: Any, files: Any = ()) -> bool:
+        given = record.value.status
         saved.append(given)
         if given == status and saved.count(given) == 1:
-            raise OSError("the disk is full")
+            raise StoreError("the disk is full")
         stores.append(self)
-        write(self, path, data)
+        return await save(self, record, files)
 
-    monkeypatch.setattr(BatchStore, "_replace", fail_once)
+    monkeypatch.setattr(BatchStore, "save", fail_once)
     monkeypatch.setattr(runner_module, "TROUBLE_S", 0.05)
     model, folder = tmp_path / "model", tmp_path / "batches"
     model.mkdir()
@@ -447,9 +551,8 @@ def test_an_end_that_the_disk_refused_is_saved_later_and_nothing_is_taken_back(
         if status == "cancelled":
             wait(client, batch, lambda one: one.request_counts.completed == 1)
             client.batches.cancel(batch.id)
-        path = folder / f"{batch.id}.json"
         deadline = time.monotonic() + WAIT_S
-        while json.loads(path.read_text())["value"]["status"] != status:
+        while read_record(folder, batch.id)["status"] != status:
             assert time.monotonic() < deadline, saved
             time.sleep(0.02)
         assert saved[saved.index(status) :] == [status, status], "each is saved once"
@@ -465,8 +568,7 @@ def test_a_batch_ends_after_its_day_and_names_what_is_left(full: Served, tmp_pat
         first.engine.reset(Script(first.ids("so"), is_hanging=True), first.script(ANSWER))
         begun = begin(client_of(first), *(line(f"line {number}") for number in range(3)))
         wait(client_of(first), begun, lambda one: one.request_counts.completed == 1)
-    path = folder / f"{begun.id}.json"
-    path.write_text(path.read_text().replace(f'"expires_at":{begun.expires_at}', '"expires_at":1'))
+    change_record(folder, begun.id, expires_at=1)
     with serve(model, folder) as second:
         client = client_of(second)
         batch = wait(client, begun, lambda one: one.expired_at is not None)
@@ -485,11 +587,8 @@ def test_old_files_and_batches_are_deleted_but_not_the_input_of_one_that_runs(fu
         first.engine.reset(Script(first.ids("so"), is_hanging=True))
         running = begin(client, line("one"))
         kept = client.files.create(file=b"x", purpose="batch")
-    for path in folder.glob("*.json"):
-        if path.stem != kept.id:
-            path.write_text(re.sub(r'"(created_at|expires_at)":\d+', r'"\1":1', path.read_text()))
-    old = folder / f"{running.id}.json"
-    old.write_text(re.sub(r'"expires_at":\d+', '"expires_at":9999999999', old.read_text()))
+    for old in (done.id, done.input_file_id, done.output_file_id, running.id, running.input_file_id):
+        change_record(folder, old, ends_s=1)
     with serve(model, folder) as second:
         client = client_of(second)
         wait(client, running)

@@ -261,7 +261,7 @@ def test_lines_of_batches_count_as_requests_of_their_key(
         wait(lambda batch: batch["status"] == "in_progress")
         known[0].replace([])
         deadline = time.monotonic() + WAIT_S
-        while stores[0].open_batches():
+        while stores[0].held:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         known[0].replace([Key("few", sha256(b"few").digest())])

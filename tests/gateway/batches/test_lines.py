@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from gateway.access.keys import ANYBODY
 from gateway.batches.lines import MAX_LINES, InputLine, Journal, LineError, OutputLine, read_line, scan
+from gateway.batches.objects import Batch
+from gateway.batches.records import Record
 from gateway.batches.runner import _Job
-from gateway.batches.store import Batch, BatchStore, Record
+from gateway.batches.store import BatchStore
 
 CHATS = "/v1/chat/completions"
 
@@ -137,7 +139,7 @@ def test_a_batch_that_cannot_be_opened_leaves_no_file_open(
     else:
         monkeypatch.setattr(Journal, "append", lambda *_: store.path("file-out").mkdir())
     batch = Batch("batch_1", CHATS, "file-in", 0, 0)
-    job = _Job(Record("", batch, "file-out", "file-err"), batch, ANYBODY, store.path("file-in"))
+    job = _Job(Record("", batch, 0.0, "", "file-out", "file-err"), batch, ANYBODY, store.path("file-in"))
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match=r"exists|directory"):
         job.open(store, 1000)
