@@ -283,8 +283,8 @@ class PublicConfig(GoalConfig):
     """Host from which the gateway fetches images that requests name by URL, *.SUFFIX for all below one; repeat. None:
     images come in requests only."""
     batch_dir: str = ""
-    """Folder of /v1/files and /v1/batches, of this gateway alone or of all with its store: prompts and answers stay there
-    for 30 days. Empty: they are refused."""
+    """Folder of /v1/files and /v1/batches, of this gateway or of all with its store: prompts and answers stay there for
+    30 days. Empty: they are refused."""
     batch_dir_mib: Annotated[int, count(1, MAX_MEMORY_MIB)] = 4096
     """Size of the files there above which no more are taken."""
     state_dir: str = ""

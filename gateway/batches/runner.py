@@ -390,7 +390,7 @@ class BatchRunner:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def _end(self, job: _Job, status: Status) -> None:
-        """Raises OSError, StoreError; then it is tried again. A batch that is over already was not saved: that stays."""
+        """Raises OSError, StoreError; then it is tried again. A batch that is over was not saved, and stays so."""
         batch, record, store = job.batch, job.record, self._store
         if batch.status not in OVER:
             await self._finish_files(job, status)
