@@ -52,7 +52,7 @@ class DecodeRole(Role):
         self._peers = KVPeers(worker.me, worker.pools, config, self.metrics)
         self._receiver = KVReceiver(worker, self._peers, self.loop.thread, self.metrics)
         self._grammars = build_grammars(engine, config, self.metrics)
-        features = build_features(worker, self._peers, self.loop.thread, self.metrics)
+        features = build_features(worker, config, self._peers, self.loop.thread, self.metrics)
         self._service = DecodeService(
             worker, self.loop.thread, features, self._receiver, streams, self.metrics, drafts, self._grammars,
             self.loop.chunks,

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 from weakref import finalize
 
 import numpy as np
@@ -43,6 +44,16 @@ PAUSE_S = 60.0  # between attempts to write, after one failed, and between warni
 log = structlog.get_logger()
 
 
+class KeyFollower(Protocol):
+    """Is told which keys have files. It returns at once."""
+
+    def gain(self, key: bytes, /) -> None:
+        """There is one now."""
+
+    def lose(self, key: bytes, /) -> None:
+        """There is none any more."""
+
+
 class PageFiles:
     """One folder of files. Calls may come from several threads; they take milliseconds to seconds."""
 
@@ -52,6 +63,7 @@ class PageFiles:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()  # guards what follows
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # key |-> bytes of its file; next to evict first
+        self._follower: KeyFollower | None = None
         self.num_bytes = 0
         self._paused_until = 0.0  # no writes before
         self._silent_until = 0.0  # no warnings about bad files before
@@ -86,6 +98,13 @@ class PageFiles:
             self._sizes[key] = size
             self.num_bytes += size
         self._evict()
+
+    def report_to(self, follower: KeyFollower) -> None:
+        """Tell it which keys have files here, and what changes."""
+        with self._lock:
+            self._follower = follower
+            for key in self._sizes:
+                follower.gain(key)
 
     def look_for_others(self) -> None:
         """Read from folders of owners that came after this one, too."""
@@ -174,6 +193,8 @@ class PageFiles:
         with self._lock:
             self.num_bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
+            if self._follower is not None:
+                self._follower.gain(key)
         self._evict()
 
     def _evict(self) -> None:
@@ -192,6 +213,8 @@ class PageFiles:
     def _drop(self, key: bytes) -> None:
         with self._lock:
             self.num_bytes -= self._sizes.pop(key, 0)
+            if self._follower is not None:
+                self._follower.lose(key)
         with suppress(OSError):
             os.unlink(f"{self._own}/{key.hex()}", dir_fd=self._home)
 
@@ -208,6 +231,10 @@ class PageTiers:
         self.tiers = tiers
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-files")
         self._per_load = max(1, LOAD_BYTES // pool.page_bytes)
+
+    def report_to(self, follower: KeyFollower) -> None:
+        """Tell it which keys have files in the slowest tier, which has most."""
+        self.tiers[-1].report_to(follower)
 
     def find(self, keys: Sequence[bytes]) -> int:
         """How many of the leading keys have files."""

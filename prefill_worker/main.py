@@ -52,7 +52,7 @@ class PrefillRole(Role):
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
         thread = self.loop.thread
-        features = build_features(worker, self._peers, thread, self.metrics)
+        features = build_features(worker, config, self._peers, thread, self.metrics)
         self._service = PrefillService(worker, config, thread, features, self._sender, self._peers, self.metrics)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"_\n\x0bLendRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\r\x12\x1e\n\x06reader\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Peer\"f\n\x0cLendResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12%\n\x05offer\x18\x02 \x01(\x0b\x32\x16.baton.v1.OfferRequest\x12\x11\n\thas_draft\x18\x03 \x03(\x08\"\x0f\n\rStatusRequest\"\x0e\n\x0c\x44rainRequest\"2\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"@\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"%\n\x13LoadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"}\n\nChunkCosts\x12\x15\n\rquiet_seconds\x18\x01 \x01(\x01\x12\x15\n\rfixed_seconds\x18\x02 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x1a\n\x12read_token_seconds\x18\x05 \x01(\x01\"\xb6\x08\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bmax_running\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x12\n\nstep_age_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12:\n\ntransports\x18\n \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0b \x01(\r\x12\x16\n\x0eprefix_queries\x18\x0c \x01(\x04\x12\x13\n\x0bprefix_hits\x18\r \x01(\x04\x12\x0f\n\x07threads\x18\x0e \x01(\r\x12\r\n\x05\x63ores\x18\x0f \x01(\r\x12\x1d\n\x15prompt_tokens_waiting\x18\x10 \x01(\x04\x12 \n\x18prompt_tokens_per_second\x18\x11 \x01(\x01\x12\x18\n\x10step_predicted_s\x18\x12 \x01(\x01\x12)\n\x0b\x63hunk_costs\x18\x13 \x01(\x0b\x32\x14.baton.v1.ChunkCosts\x12\x12\n\nfree_slots\x18\x14 \x01(\r\x12\x12\n\nused_slots\x18\x15 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_slots\x18\x16 \x01(\r\x12:\n\nweaknesses\x18\x17 \x03(\x0b\x32&.baton.v1.WorkerStatus.WeaknessesEntry\x12\x36\n\x08\x61\x64\x61pters\x18\x18 \x03(\x0b\x32$.baton.v1.WorkerStatus.AdaptersEntry\x12\x11\n\tmax_loras\x18\x19 \x01(\r\x12\x14\n\x0cgoal_answers\x18\x1a \x01(\r\x12\x10\n\x08kv_store\x18\x1b \x01(\t\x12\x13\n\x0bsaved_bytes\x18\x1c \x01(\x04\x12\x17\n\x0frestored_tokens\x18\x1d \x01(\x04\x12\x14\n\x0ctakes_images\x18\x1e \x01(\x08\x12\x0c\n\x04\x63pus\x18\x1f \x03(\r\x12\x11\n\tcpu_group\x18  \x01(\x04\x12)\n\x0bread_tokens\x18! \x01(\x0b\x32\x14.baton.v1.ReadTokens\x12\x16\n\x0ekv_token_bytes\x18\" \x01(\r\x12\x18\n\x10head_token_bytes\x18# \x01(\r\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x31\n\x0fWeaknessesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd2\x02\n\x06Worker\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12\x35\n\x04Lend\x12\x15.baton.v1.LendRequest\x1a\x16.baton.v1.LendResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"_\n\x0bLendRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\r\n\x05\x62\x65gin\x18\x03 \x01(\r\x12\x1e\n\x06reader\x18\x04 \x01(\x0b\x32\x0e.baton.v1.Peer\"f\n\x0cLendResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12%\n\x05offer\x18\x02 \x01(\x0b\x32\x16.baton.v1.OfferRequest\x12\x11\n\thas_draft\x18\x03 \x03(\x08\"f\n\rStatusRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x12\n\nkeys_since\x18\x02 \x01(\x04\x12\x18\n\x10saved_keys_since\x18\x03 \x01(\x04\x12\x12\n\nwants_keys\x18\x04 \x01(\x08\"H\n\tKeyReport\x12\r\n\x05since\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06gained\x18\x03 \x01(\x0c\x12\x0c\n\x04lost\x18\x04 \x01(\x0c\"\x0e\n\x0c\x44rainRequest\"2\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"@\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"%\n\x13LoadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"&\n\x14UnloadAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"}\n\nChunkCosts\x12\x15\n\rquiet_seconds\x18\x01 \x01(\x01\x12\x15\n\rfixed_seconds\x18\x02 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x1a\n\x12read_token_seconds\x18\x05 \x01(\x01\"\x9c\t\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bmax_running\x18\x06 \x01(\r\x12\r\n\x05steps\x18\x07 \x01(\x04\x12\x12\n\nstep_age_s\x18\x08 \x01(\x01\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12:\n\ntransports\x18\n \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0b \x01(\r\x12\x16\n\x0eprefix_queries\x18\x0c \x01(\x04\x12\x13\n\x0bprefix_hits\x18\r \x01(\x04\x12\x0f\n\x07threads\x18\x0e \x01(\r\x12\r\n\x05\x63ores\x18\x0f \x01(\r\x12\x1d\n\x15prompt_tokens_waiting\x18\x10 \x01(\x04\x12 \n\x18prompt_tokens_per_second\x18\x11 \x01(\x01\x12\x18\n\x10step_predicted_s\x18\x12 \x01(\x01\x12)\n\x0b\x63hunk_costs\x18\x13 \x01(\x0b\x32\x14.baton.v1.ChunkCosts\x12\x12\n\nfree_slots\x18\x14 \x01(\r\x12\x12\n\nused_slots\x18\x15 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_slots\x18\x16 \x01(\r\x12:\n\nweaknesses\x18\x17 \x03(\x0b\x32&.baton.v1.WorkerStatus.WeaknessesEntry\x12\x36\n\x08\x61\x64\x61pters\x18\x18 \x03(\x0b\x32$.baton.v1.WorkerStatus.AdaptersEntry\x12\x11\n\tmax_loras\x18\x19 \x01(\r\x12\x14\n\x0cgoal_answers\x18\x1a \x01(\r\x12\x10\n\x08kv_store\x18\x1b \x01(\t\x12\x13\n\x0bsaved_bytes\x18\x1c \x01(\x04\x12\x17\n\x0frestored_tokens\x18\x1d \x01(\x04\x12\x14\n\x0ctakes_images\x18\x1e \x01(\x08\x12\x0c\n\x04\x63pus\x18\x1f \x03(\r\x12\x11\n\tcpu_group\x18  \x01(\x04\x12)\n\x0bread_tokens\x18! \x01(\x0b\x32\x14.baton.v1.ReadTokens\x12\x16\n\x0ekv_token_bytes\x18\" \x01(\r\x12\x18\n\x10head_token_bytes\x18# \x01(\r\x12!\n\x04keys\x18$ \x01(\x0b\x32\x13.baton.v1.KeyReport\x12\'\n\nsaved_keys\x18% \x01(\x0b\x32\x13.baton.v1.KeyReport\x12\x18\n\x10key_tokens_after\x18& \x01(\r\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x31\n\x0fWeaknessesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xd2\x02\n\x06Worker\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponse\x12\x35\n\x04Lend\x12\x15.baton.v1.LendRequest\x1a\x16.baton.v1.LendResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,29 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LENDRESPONSE']._serialized_start=147
   _globals['_LENDRESPONSE']._serialized_end=249
   _globals['_STATUSREQUEST']._serialized_start=251
-  _globals['_STATUSREQUEST']._serialized_end=266
-  _globals['_DRAINREQUEST']._serialized_start=268
-  _globals['_DRAINREQUEST']._serialized_end=282
-  _globals['_DRAINRESPONSE']._serialized_start=284
-  _globals['_DRAINRESPONSE']._serialized_end=334
-  _globals['_LOADADAPTERREQUEST']._serialized_start=336
-  _globals['_LOADADAPTERREQUEST']._serialized_end=400
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=402
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=439
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=441
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=479
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=481
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=504
-  _globals['_CHUNKCOSTS']._serialized_start=506
-  _globals['_CHUNKCOSTS']._serialized_end=631
-  _globals['_WORKERSTATUS']._serialized_start=634
-  _globals['_WORKERSTATUS']._serialized_end=1712
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=1563
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=1612
-  _globals['_WORKERSTATUS_WEAKNESSESENTRY']._serialized_start=1614
-  _globals['_WORKERSTATUS_WEAKNESSESENTRY']._serialized_end=1663
-  _globals['_WORKERSTATUS_ADAPTERSENTRY']._serialized_start=1665
-  _globals['_WORKERSTATUS_ADAPTERSENTRY']._serialized_end=1712
-  _globals['_WORKER']._serialized_start=1715
-  _globals['_WORKER']._serialized_end=2053
+  _globals['_STATUSREQUEST']._serialized_end=353
+  _globals['_KEYREPORT']._serialized_start=355
+  _globals['_KEYREPORT']._serialized_end=427
+  _globals['_DRAINREQUEST']._serialized_start=429
+  _globals['_DRAINREQUEST']._serialized_end=443
+  _globals['_DRAINRESPONSE']._serialized_start=445
+  _globals['_DRAINRESPONSE']._serialized_end=495
+  _globals['_LOADADAPTERREQUEST']._serialized_start=497
+  _globals['_LOADADAPTERREQUEST']._serialized_end=561
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=563
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=600
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=602
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=640
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=642
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=665
+  _globals['_CHUNKCOSTS']._serialized_start=667
+  _globals['_CHUNKCOSTS']._serialized_end=792
+  _globals['_WORKERSTATUS']._serialized_start=795
+  _globals['_WORKERSTATUS']._serialized_end=1975
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=1826
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=1875
+  _globals['_WORKERSTATUS_WEAKNESSESENTRY']._serialized_start=1877
+  _globals['_WORKERSTATUS_WEAKNESSESENTRY']._serialized_end=1926
+  _globals['_WORKERSTATUS_ADAPTERSENTRY']._serialized_start=1928
+  _globals['_WORKERSTATUS_ADAPTERSENTRY']._serialized_end=1975
+  _globals['_WORKER']._serialized_start=1978
+  _globals['_WORKER']._serialized_end=2316
 # @@protoc_insertion_point(module_scope)

@@ -30,8 +30,28 @@ class LendResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., offer: _Optional[_Union[_kv_pb2.OfferRequest, _Mapping]] = ..., has_draft: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("incarnation", "keys_since", "saved_keys_since", "wants_keys")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_SINCE_FIELD_NUMBER: _ClassVar[int]
+    SAVED_KEYS_SINCE_FIELD_NUMBER: _ClassVar[int]
+    WANTS_KEYS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    keys_since: int
+    saved_keys_since: int
+    wants_keys: bool
+    def __init__(self, incarnation: _Optional[str] = ..., keys_since: _Optional[int] = ..., saved_keys_since: _Optional[int] = ..., wants_keys: _Optional[bool] = ...) -> None: ...
+
+class KeyReport(_message.Message):
+    __slots__ = ("since", "number", "gained", "lost")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GAINED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    number: int
+    gained: bytes
+    lost: bytes
+    def __init__(self, since: _Optional[int] = ..., number: _Optional[int] = ..., gained: _Optional[bytes] = ..., lost: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
@@ -86,7 +106,7 @@ class ChunkCosts(_message.Message):
     def __init__(self, quiet_seconds: _Optional[float] = ..., fixed_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., tokens: _Optional[int] = ..., read_token_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras", "goal_answers", "kv_store", "saved_bytes", "restored_tokens", "takes_images", "cpus", "cpu_group", "read_tokens", "kv_token_bytes", "head_token_bytes")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s", "chunk_costs", "free_slots", "used_slots", "cached_slots", "weaknesses", "adapters", "max_loras", "goal_answers", "kv_store", "saved_bytes", "restored_tokens", "takes_images", "cpus", "cpu_group", "read_tokens", "kv_token_bytes", "head_token_bytes", "keys", "saved_keys", "key_tokens_after")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +163,9 @@ class WorkerStatus(_message.Message):
     READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     HEAD_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEY_TOKENS_AFTER_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -178,4 +201,7 @@ class WorkerStatus(_message.Message):
     read_tokens: _kv_pb2.ReadTokens
     kv_token_bytes: int
     head_token_bytes: int
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ..., goal_answers: _Optional[int] = ..., kv_store: _Optional[str] = ..., saved_bytes: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., takes_images: _Optional[bool] = ..., cpus: _Optional[_Iterable[int]] = ..., cpu_group: _Optional[int] = ..., read_tokens: _Optional[_Union[_kv_pb2.ReadTokens, _Mapping]] = ..., kv_token_bytes: _Optional[int] = ..., head_token_bytes: _Optional[int] = ...) -> None: ...
+    keys: KeyReport
+    saved_keys: KeyReport
+    key_tokens_after: int
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ..., chunk_costs: _Optional[_Union[ChunkCosts, _Mapping]] = ..., free_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., cached_slots: _Optional[int] = ..., weaknesses: _Optional[_Mapping[str, str]] = ..., adapters: _Optional[_Mapping[str, str]] = ..., max_loras: _Optional[int] = ..., goal_answers: _Optional[int] = ..., kv_store: _Optional[str] = ..., saved_bytes: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., takes_images: _Optional[bool] = ..., cpus: _Optional[_Iterable[int]] = ..., cpu_group: _Optional[int] = ..., read_tokens: _Optional[_Union[_kv_pb2.ReadTokens, _Mapping]] = ..., kv_token_bytes: _Optional[int] = ..., head_token_bytes: _Optional[int] = ..., keys: _Optional[_Union[KeyReport, _Mapping]] = ..., saved_keys: _Optional[_Union[KeyReport, _Mapping]] = ..., key_tokens_after: _Optional[int] = ...) -> None: ...

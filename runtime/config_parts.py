@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from runtime.addresses import bracketed, is_any, is_host_pattern, is_loopback
+from runtime.addresses import bracketed, is_any, is_host_pattern, is_host_port, is_loopback
 from runtime.settings import (
     MAX_PORT,
     ConfigError,
@@ -373,6 +373,11 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     """Name by which other processes reach this worker; empty is --host, auto this host's own address."""
     kv_memory_share: Share = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
+    kv_events: str = ""
+    """ZeroMQ endpoint for vLLM's KV events, by which its routers place requests: tcp://*:PORT is bound, tcp://HOST:PORT
+    connected to. They have the tokens of all prompts and answers."""
+    kv_events_replay: str = ""
+    """Endpoint at which subscribers ask for events that they missed."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
@@ -380,6 +385,12 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         super().__post_init__()
         is_reachable = bool(self.advertise_host) or not is_any(self.host)
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
+        for name in ("kv_events", "kv_events_replay"):
+            endpoint = getattr(self, name)
+            self.require(name, not endpoint or _is_endpoint(endpoint), "tcp://HOST:PORT, such as tcp://*:5557")
+        self.require("kv_events_replay", bool(self.kv_events) or not self.kv_events_replay, "--kv-events, too")
+        has_zmq = not self.kv_events or find_spec("zmq") is not None
+        self.require("kv_events", has_zmq, "pyzmq: pip install 'baton[kv-events]'")
         is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)
         self.require("host", is_safe, "127.0.0.1, or else --tls-dir or BATON_FLEET_SECRET: anyone could send requests")
 
@@ -406,6 +417,11 @@ def _is_url(text: str) -> bool:
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError:  # of a host or port that cannot be one
         return False
+
+
+def _is_endpoint(text: str) -> bool:
+    address = text.removeprefix("tcp://")
+    return address != text and is_host_port(address.replace("*", "0.0.0.0", 1))
 
 
 def _has_otel() -> bool:

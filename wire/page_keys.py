@@ -4,8 +4,8 @@
 
 A key stands for all tokens up to its page's end, since KV depends on everything before it. A draft head's KV depends on
 the token after it, too: with one, a key stands for the first token of the next page as well. Different models, salts or
-adapters never share keys, nor do different images (wire/images.py). Workers key their pages with them, and the gateway
-remembers which keys it sent where.
+adapters never share keys, nor do different images (wire/images.py). Workers key their pages with them, and report to
+gateways which ones they have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from wire.images import ImageSpan, name_images
 
 PageKey = bytes
 KEY_BYTES = 16
+SENT_KEY_BYTES = 8  # of a key, where workers report which ones they have
 TOKEN_BYTES = 4
 
 

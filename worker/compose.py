@@ -29,6 +29,7 @@ from worker.startup.limits import ConfigT
 from worker.states.metrics import add_gauges
 from worker.states.slots import StateSlots, choose_spacing
 from worker.thread import EngineThread
+from worker.tiers.events import KVEvents
 from worker.tiers.files import KVTiers
 
 
@@ -79,10 +80,14 @@ def compose_budget(engine: FullEngine, prompt_tokens: int, setting: str, itl_goa
     return build_budget(prompt_tokens, setting, engine.device.type, build_sizer=choose_sizer(itl_goal_s), **others)
 
 
-def build_features(worker: Worker, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics) -> Features:
-    """What this worker's service has. `peers`: closed by the caller, later."""
+def build_features(
+    worker: Worker, config: PrefillConfig | DecodeConfig, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics
+) -> Features:
+    """What this worker's service has. `peers`: closed by the caller, later. Raises OSError."""
     engine, slots = worker.engine, worker.scheduler.kv.states.cache
-    features = Features(KVTiers(worker, peers, thread, metrics))
+    parts = config.kv_events, config.kv_events_replay
+    events = KVEvents(worker, thread, *parts) if config.kv_events else None
+    features = Features(KVTiers(worker, peers, thread, metrics, events))
     thread.on_failure = worker.others.end_process
     if engine.states is not None:
         add_gauges(slots, metrics)

@@ -38,8 +38,8 @@ class KVSource:
         """Name pages that are cached here, or in use. Raises LoanRefusedError."""
         raise LoanRefusedError("this worker lends no pages")
 
-    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
-        """Set what is kept and was read."""
+    def add_to_status(self, status: worker_pb2.WorkerStatus, request: worker_pb2.StatusRequest) -> None:
+        """Set what is kept and was read, and what changed since the answer before."""
 
     async def close(self) -> None:
         """The server has stopped."""

@@ -9,10 +9,10 @@ A page with a key is full of known tokens: `name` sets the key, and equal prompt
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from wire.page_keys import NamedPage, PageKey
+from wire.page_keys import PageKey
 
 
 class Generations(Protocol):
@@ -21,6 +21,16 @@ class Generations(Protocol):
     def __getitem__(self, page: int, /) -> Any: ...
 
     def __setitem__(self, page: int, generation: Any, /) -> None: ...
+
+
+class KeyWatcher(Protocol):
+    """Follows which keys a cache has, under the lock of its owner's caller: it returns at once."""
+
+    def gain(self, key: PageKey, page: int) -> None:
+        """The page is found by the key from now on."""
+
+    def lose(self, key: PageKey, page: int) -> None:
+        """The page gets a new owner."""
 
 
 class NoRoomError(Exception):
@@ -48,8 +58,7 @@ class PrefixCache:
         self._page: dict[PageKey, int] = {}  # key |-> the page that has it
         self._cached: OrderedDict[int, None] = OrderedDict()  # next to evict first
         self._has_draft = [False] * num_pages  # page |-> the draft model's KV is complete too
-        self._named: dict[int, None] = {}  # pages that got keys and were not taken since, oldest first
-        self.on_named: Callable[[], object] | None = None  # called when `take_named` has something again; None: never
+        self.watchers: list[KeyWatcher] = []
 
     @property
     def num_pages(self) -> int:
@@ -85,6 +94,8 @@ class PrefixCache:
         assert key is not None
         del self._page[key]
         self._key[page] = None
+        for watcher in self.watchers:
+            watcher.lose(key, page)
         return page
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
@@ -128,21 +139,8 @@ class PrefixCache:
         """A held page is complete. If another page already has this key, `find` keeps returning that one."""
         if self._key[page] is None and self._page.setdefault(key, page) == page:
             self._key[page] = key
-            if self.on_named is not None:
-                was_empty = not self._named
-                self._named[page] = None
-                if was_empty:
-                    self.on_named()
-
-    def take_named(self, limit: int) -> list[NamedPage]:
-        """At most so many pages that got keys since they were last taken, and still have them."""
-        taken: list[NamedPage] = []
-        while self._named and len(taken) < limit:
-            page = next(iter(self._named))
-            del self._named[page]
-            if (key := self._key[page]) is not None:
-                taken.append(NamedPage(page, int(self.generations[page]), key, self._has_draft[page]))
-        return taken
+            for watcher in self.watchers:
+                watcher.gain(key, page)
 
     def has_draft(self, page: int) -> bool:
         return self._has_draft[page]

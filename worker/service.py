@@ -186,7 +186,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
         slots = scheduler.kv.states.cache
         status.free_slots, status.used_slots, status.cached_slots = slots.num_spare, slots.num_held, slots.num_cached
-        self.tiers.add_to_status(status)
+        self.tiers.add_to_status(status, request)
         self.add_to_status(status)
         return status
 

@@ -50,8 +50,9 @@ class WorkerChannel(MemoryChannel):
         layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.kv.page_tokens)
         peer = kv_pb2.Peer(incarnation=self.address, layout=layout, num_pages=scheduler.kv.cache.num_pages)
         return worker_pb2.WorkerStatus(
-            peer=peer, max_running=scheduler.max_running, free_pages=scheduler.kv.cache.num_spare
-        )
+            peer=peer, max_running=scheduler.max_running, free_pages=scheduler.kv.cache.num_spare,
+            cached_pages=scheduler.kv.cache.num_cached, keys=self.worker.keys.pack(request.keys_since),
+        )  # fmt: skip
 
     def admit(self, params: SequenceParams, is_kept: bool) -> Tokens:
         """As a worker does. Raises its refusal."""

@@ -20,6 +20,7 @@ from worker.plan import TokenBudget, schedule
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Update
+from worker.tiers.key_log import KeyLog
 
 MODEL = "simulated"  # fingerprint of the weights
 LEASE_S = 30.0  # longer than any run: nothing fails here
@@ -44,6 +45,8 @@ class SimWorker:
 
     def __init__(self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True) -> None:
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
+        self.keys = KeyLog()
+        cache.watchers.append(self.keys)
         kv = KVCacheManager(cache, limits.page_tokens, MODEL, max_offer_pages=limits.max_offer_pages)
         self.scheduler = Scheduler(kv, limits.max_running, LEASE_S)
         self.busy_s = 0.0

@@ -50,8 +50,8 @@ class PromptMemo:
     """What the router has computed of a prompt, shared by the choices that answer it."""
 
     packed: bytes = b""
-    # (weights, adapter, page_tokens) |-> keys of its whole pages
-    keys: dict[tuple[str, str, int], list[PageKey]] = field(default_factory=dict)
+    # (adapter, weights, page_tokens, tokens after) |-> keys of its whole pages
+    keys: dict[tuple[str, str, int, int], list[PageKey]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
+from zlib import crc32
 
 from gateway.router.local_prefill import Rate, prefers_local
 from gateway.router.readiness import Unready, find_no_vision, find_unready
@@ -76,6 +77,7 @@ class Need:
     coming: frozenset[str] = frozenset()  # incarnations that are about to have what `cached` says
     homes: frozenset[str] = frozenset()  # incarnations
     num_lent: int = 0  # tokens whose KV another worker has, for one that has less
+    draw: int = 0  # of 32 bits: orders workers that are equal in all else; 0: the first is taken
 
     def find_cached(self, view: WorkerView) -> int:
         return self.cached.get(view.incarnation, 0)
@@ -91,13 +93,17 @@ class Need:
         return view.takes_images or not self.has_images
 
 
-def score(view: WorkerView, need: Need) -> tuple[float, int, int]:
-    """What the request costs at the worker; at equal cost fewer waiting tokens are better, then more free pages."""
+def score(view: WorkerView, need: Need) -> tuple[float, int, int, int, int]:
+    """What the request costs at the worker; at equal cost fewer waiting tokens are better, then more free pages.
+
+    Cached pages are free. Of idle workers the one is better that evicts less, so that histories spread over all pools.
+    """
     num_there = need.num_lent if need.can_borrow(view) else need.find_there(view)
     num_lacking = need.num_missing - num_there + READ_SHARE * (num_there - need.find_cached(view))
     load = BUSY_TOKENS * view.num_running / view.max_running
     cost = num_lacking + load - HOME_TOKENS * (view.incarnation in need.homes)
-    return cost, view.tokens_waiting, -view.free_pages
+    draw = crc32(view.incarnation.encode(), need.draw) if need.draw else 0
+    return cost, view.tokens_waiting, -view.free_pages, -view.empty_pages, draw
 
 
 def find_homes(session: str, workers: Sequence[WorkerView]) -> frozenset[str]:
@@ -138,11 +144,17 @@ def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | W
 
 
 def _find_lender(view: WorkerView, lenders: Sequence[WorkerView], need: Need) -> tuple[WorkerView | None, int]:
-    """The other worker that has most of the prompt in pages that fit the view's, and how much; of equal ones a prefill
-    worker. None: it has too little.
+    """The other worker that has most of the prompt in pages that fit the view's, and how much. None: it has too little.
+
+    A prefill worker is preferred to a decode worker that has a page more: it has its memory for that, and no answers.
     """
+
+    def judge(other: WorkerView) -> tuple[int, bool]:
+        is_prefill = other.role == "prefill"
+        return need.find_cached(other) + is_prefill * other.page_tokens, is_prefill
+
     fitting = [other for other in lenders if other.layout == view.layout and other.incarnation != view.incarnation]
-    lender = max(fitting, key=lambda other: (need.find_cached(other), other.role == "prefill"), default=None)
+    lender = max(fitting, key=judge, default=None)
     num_lent = need.find_cached(lender) if lender is not None else 0
     return (lender, num_lent) if num_lent >= LEAST_LENT else (None, 0)
 

@@ -1,4 +1,4 @@
-"""Where a request goes, by load and by what workers probably have of its prompt. Pure.
+"""Where a request goes, by load and by what workers have of its prompt, as they report. Pure.
 
 What requests at the same time share is computed once: one waits while another computes a long part of its prompt that
 no worker has, and while the decode worker to which it would go is about to have all its whole pages for another one.
@@ -18,10 +18,10 @@ from gateway.router.placement import (
     explain_no_hand_off,
     find_homes,
 )
-from gateway.router.prefix_index import PrefixIndex
 from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
 from gateway.router.rollout import Rollout
+from gateway.router.worker_keys import count_known
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
@@ -35,7 +35,7 @@ class Held:
 
 
 class Placer:
-    """Chooses workers, and remembers which prompts they have."""
+    """Chooses workers."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class Placer:
         self.expects_prefill = expects_prefill
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
-        self._index = PrefixIndex()
         self._coming = ComingIndex()
 
     def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
@@ -98,20 +97,23 @@ class Placer:
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
         keys, page_tokens = self._find_keys(workers, request)
-        found, overlap = self._index.find(keys), self._coming.find(keys, page_tokens)
+        overlap = self._coming.find(keys, page_tokens)
+        known = [view for view in workers if view.incarnation not in request.mistaken]
+        cached = {view.incarnation: view.keys.count(keys) * page_tokens for view in known}
+        stores = _find_stores(workers)
+        saved = {store: count_known(keys, files) * page_tokens for store, files in stores.items()}
+        stored = {view.incarnation: saved[view.store] for view in known if view.store}
         names = {view.incarnation for view in workers}
-        num_there = max(found.values(), default=0) * page_tokens
+        num_there = max([*cached.values(), *saved.values()], default=0)
         if any(one.incarnation in names for one in overlap.find_worth(num_there)):
             return Held(keys[-1])
         coming = {one.incarnation for one in overlap.find_equal(len(keys) * page_tokens)}
-        known = [view for view in workers if view.incarnation not in request.mistaken]
-        cached = {view.incarnation: found.get(view.incarnation, 0) * page_tokens for view in known}
-        stored = {view.incarnation: found[view.store] * page_tokens for view in known if view.store in found}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         need = Need(
             request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
             self._no_prefill_of(request), bool(request.wanted.images), frozenset(coming),
             find_homes(request.wanted.session, workers) if self._uses_cache else frozenset(),
+            draw=int.from_bytes(keys[-1][:4]) if keys else 0,
         )  # fmt: skip
         choice = choose_placement(workers, need)
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
@@ -123,17 +125,18 @@ class Placer:
         return choice
 
     def count_cached(self, workers: Sequence[WorkerView], request: Request) -> int:
-        """Tokens of the request whose KV the worker that has most of it probably has."""
+        """Tokens of the request whose KV the worker, or the store of files, that has most of it has."""
         keys, page_tokens = self._find_keys(workers, request)
-        return max(self._index.find(keys).values(), default=0) * page_tokens
+        saved = [count_known(keys, files) for files in _find_stores(workers).values()]
+        return max([*saved, *(view.keys.count(keys) for view in workers)], default=0) * page_tokens
 
-    def begin(self, request: Request, placement: Placement) -> Coming | None:
-        """The request's KV is about to be there. What to `end`; None when it is there already."""
+    def begin(self, request: Request, placement: Placement, workers: Sequence[WorkerView]) -> Coming | None:
+        """The request's KV is about to be there. What to `end`; None when it is there already. `workers`: all."""
         keys, page_tokens = self._find_keys([placement.decode], request)
         is_there = placement.num_cached == len(keys) * page_tokens and placement.lender is None
         if not keys or is_there:
             return None
-        num_there = max(self._index.find(keys).values(), default=0) * page_tokens
+        num_there = self.count_cached(workers, request)
         return self._coming.begin(keys, page_tokens, placement.decode.incarnation, num_there)
 
     def end(self, coming: Coming) -> None:
@@ -143,24 +146,24 @@ class Placer:
     def remember(self, worker: WorkerView, request: Request) -> None:
         """The worker has the KV of all the request's tokens but the last."""
         if self._uses_cache:
-            keys = request.page_keys(worker.weights, worker.page_tokens)
-            self._index.remember(worker.incarnation, keys, worker.num_pages)
-            if worker.store:
-                self._index.remember(worker.store, keys)
+            worker.keys.expect(request.page_keys(worker))
 
     def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
         """The worker has no more than the first `num_cached` tokens of the request."""
-        keys = request.page_keys(worker.weights, worker.page_tokens)
-        for name in (worker.incarnation, worker.store):
-            self._index.forget(name, keys[num_cached // max(worker.page_tokens, 1) :])
-
-    def keep(self, workers: Sequence[WorkerView]) -> None:
-        """Forget the incarnations that are not among these."""
-        self._index.keep({name for view in workers for name in (view.incarnation, view.store)})
+        worker.keys.correct(request.page_keys(worker)[num_cached // max(worker.page_tokens, 1) :])
 
     def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
         """Keys of the request's whole pages, and the tokens in a page: as the first living decode worker has them."""
         decode = next((view for view in workers if view.role == "decode" and view.is_alive), None)
         if decode is None or not self._uses_cache or request.num_prompt_logprobs is not None:
             return (), 0
-        return request.page_keys(decode.weights, decode.page_tokens), decode.page_tokens
+        return request.page_keys(decode), decode.page_tokens
+
+
+def _find_stores(workers: Sequence[WorkerView]) -> dict[str, list[set[bytes]]]:
+    """Where KV is saved |-> the keys that each worker has there: all read them."""
+    stores: dict[str, list[set[bytes]]] = {}
+    for view in workers:
+        if view.store:
+            stores.setdefault(view.store, []).append(view.keys.files.keys)
+    return stores

@@ -219,7 +219,6 @@ class Queue:
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
         back, or a worker has no slot for its adapter, or it needs a prefill worker and none is alive.
         """
-        self.placer.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
         alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
@@ -239,7 +238,7 @@ class Queue:
                 continue
             choice = self.placer.choose(views, request, spared)
             if isinstance(choice, Placement):
-                self._place(waiter, choice)
+                self._place(waiter, choice, views)
                 views = self.views()
             elif isinstance(choice, Held):
                 held.add(choice.key)
@@ -268,13 +267,14 @@ class Queue:
         if now - waiter.without_since >= self._patience(lacking.role):
             self._refuse(waiter, not_ready(lacking.detail))
 
-    def _place(self, waiter: Waiter, choice: Placement) -> None:
+    def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> None:
         """All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
         decode = self._workers["decode"][choice.decode.address]
         prefill = self._workers["prefill"][choice.prefill.address] if choice.prefill else None
-        places = Places(choice, decode, prefill, self.placer.begin(request, choice), num_tokens, len(request.emitted))
+        coming = self.placer.begin(request, choice, views)
+        places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
         self._waiting.place(waiter, num_tokens)
         self._placed.add(waiter)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill

@@ -73,7 +73,7 @@ class Request:
     _prompt: bytes = field(init=False)  # packed
     _began_with: str = field(init=False)  # digest of the adapter that has computed `wanted.emitted`
     # (weights, page_tokens) |-> keys so far, once there is more than the prompt
-    _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)
+    _keys: dict[tuple[str, int, int], list[PageKey]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.computes, _, self._began_with = self.wanted.computes.partition(ADAPTER)
@@ -103,16 +103,21 @@ class Request:
         """All tokens so far: what the present attempt starts from."""
         return self._prompt + _pack(self.emitted)
 
-    def page_keys(self, weights: str, page_tokens: int) -> Sequence[PageKey]:
-        """Keys of the whole pages filled by all tokens so far but the last, whose KV the next step computes."""
-        keys = self.wanted.memo.keys.setdefault((weights, self.adapter, page_tokens), [])
+    def page_keys(self, worker: WorkerView) -> Sequence[PageKey]:
+        """Keys of the whole pages filled by all tokens so far but the last, whose KV the next step computes.
+
+        As the worker computes them.
+        """
+        weights, size, num_after = of = worker.weights, worker.page_tokens, worker.key_tokens_after
+        keys = self.wanted.memo.keys.setdefault((self.adapter, *of), [])
         if self.emitted:
-            keys = self._keys.setdefault((weights, page_tokens), list(keys))
-        if page_tokens and len(keys) < self.num_missing // page_tokens:
+            keys = self._keys.setdefault(of, list(keys))
+        if size and len(keys) < self.num_missing // size:
             parent = keys[-1] if keys else root_key(weights, self.wanted.cache_salt, self.adapter)
-            rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]
-            first, images = len(keys) * page_tokens, [image.span for image in self.wanted.images]
-            keys.extend(page_keys(parent, rest, page_tokens, 0, images, first))
+            end = (self.num_missing + min(num_after, 1)) * TOKEN_BYTES
+            rest = self.packed_tokens[len(keys) * size * TOKEN_BYTES : end]
+            first, images = len(keys) * size, [image.span for image in self.wanted.images]
+            keys.extend(page_keys(parent, rest, size, num_after, images, first))
         return keys
 
     @property

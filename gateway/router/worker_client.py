@@ -15,6 +15,7 @@ import structlog
 from gateway.router.adapters import AdapterRegistry
 from gateway.router.local_prefill import ChunkCosts
 from gateway.router.worker_adapters import WorkerAdapters
+from gateway.router.worker_keys import WorkerKeys
 from gateway.router.worker_view import Role, WorkerView
 from protos import worker_pb2, worker_pb2_grpc
 from runtime import rpc
@@ -70,6 +71,7 @@ class WorkerClient:
         self._channel = channel
         self._worker = worker_pb2_grpc.WorkerStub(channel)
         self.adapters = WorkerAdapters(adapters or AdapterRegistry(), address, self._worker, clock, mark)
+        self.keys = WorkerKeys()
         self._tasks: list[asyncio.Task[None]] = []
         self._num_others = 0  # requests of other gateways at its last answer
         self._heard = -float("inf")  # when it last answered
@@ -109,7 +111,7 @@ class WorkerClient:
             version = self.adapters.version
             try:
                 timeout_s = self.find_patience() or self._heartbeat_s
-                status = await self._worker.Status(worker_pb2.StatusRequest(), timeout=timeout_s)
+                status = await self._worker.Status(self.keys.ask(), timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 self._miss(error)
             else:
@@ -143,6 +145,9 @@ class WorkerClient:
         self._silence = ""
         self.status = status
         self.adapters.learn(status, version)
+        self.keys.learn(status)
+        status.ClearField("keys")
+        status.ClearField("saved_keys")
         self._num_others = max(status.num_running - self.num_mine, 0)
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None
@@ -232,10 +237,13 @@ class WorkerClient:
             num_others=self._num_others,
             is_full=self.is_full,
             free_pages=status.free_pages,
+            empty_pages=max(status.free_pages - status.cached_pages, 0),
             num_pages=peer.num_pages,
             page_tokens=peer.layout.page_tokens,
             weights=peer.layout.weights,
             revision=peer.revision,
+            key_tokens_after=status.key_tokens_after,
+            keys=self.keys,
             dtype=peer.layout.dtype,
             adapters=self.adapters.loaded,
             has_slots=self.adapters.has_slots,

@@ -1,9 +1,10 @@
 """What the gateway knows of one worker at one moment: what policies see. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.router.local_prefill import UNMEASURED, ChunkCosts
+from gateway.router.worker_keys import WorkerKeys
 
 Role = Literal["prefill", "decode"]
 
@@ -26,6 +27,9 @@ class WorkerView:
     page_tokens: int  # tokens in a page
     weights: str  # fingerprint of its model
     revision: str = ""  # requests are given to workers of one revision
+    empty_pages: int = 0  # free ones without KV
+    key_tokens_after: int = 0  # tokens after a page that its key stands for, too
+    keys: WorkerKeys = field(default_factory=WorkerKeys, compare=False)  # the client's, which follows them
     dtype: str = ""  # of its KV, which shows that of its model
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do

@@ -16,8 +16,9 @@ from engine.kv.pool import Pool
 from kvtransfer import page_files
 from kvtransfer.page_files import HEADER, LOCK, PageFiles, PageTiers, identify, needing_files, remove_unowned
 from tests.support.pool_process import build_pool
-from wire.page_keys import NamedPage
+from wire.page_keys import SENT_KEY_BYTES, NamedPage
 from wire.private_folders import IS_PRIVATE, UnsafeFolderError
+from worker.tiers.key_log import KeyLog
 
 KIND = identify("a model")
 PAGES = 8
@@ -160,6 +161,23 @@ def test_the_least_recently_used_files_go_first_and_those_of_other_models_before
             pass  # another service, which ends
         assert file_of(smaller, 5).exists()
     assert not smaller.tiers[0].folder.exists() and file_of(serving, 0).exists()
+
+
+def test_which_keys_have_files_is_reported_also_after_a_restart(pool: Pool, tmp_path: Path) -> None:
+    size = HEADER.size + pool.page_bytes
+    tiers, log = open_tiers(pool, tmp_path, max_bytes=2 * size), KeyLog()
+    tiers.save(named(pool, [0]))
+    tiers.report_to(log)
+    tiers.save(named(pool, [1]))
+    before = log.report(0)
+    tiers.save(named(pool, [2]))  # in place of the oldest
+    assert before.gained == [key[:SENT_KEY_BYTES] for key in keys_of([0, 1])]
+    changed = log.report(before.number)
+    assert (changed.gained, changed.lost) == tuple([key[:SENT_KEY_BYTES]] for key in keys_of([2, 0]))
+    tiers.close()
+    again, log = open_tiers(pool, tmp_path, max_bytes=2 * size), KeyLog()
+    again.report_to(log)
+    assert log.report(0).gained == [key[:SENT_KEY_BYTES] for key in keys_of([1, 2])]
 
 
 def test_files_are_their_owners_only_and_remains_of_a_kill_go(pool: Pool, tmp_path: Path) -> None:

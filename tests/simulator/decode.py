@@ -87,8 +87,8 @@ class SimDecode(SimWorker):
         super().boot()
         self.scheduler.most_answers = lambda limit: self.most_new_answers or limit
 
-    def status(self) -> worker_pb2.WorkerStatus:
-        status = super().status()
+    def status(self, request: worker_pb2.StatusRequest) -> worker_pb2.WorkerStatus:
+        status = super().status(request)
         status.goal_answers = self.most_new_answers
         return status
 

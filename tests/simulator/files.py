@@ -6,7 +6,6 @@ The rules are the real ones (kv_cache.py, scheduler.py, page_files.py); saving a
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer import page_files
@@ -15,6 +14,7 @@ from wire.page_keys import NamedPage, PageKey
 from worker.kv_cache import Restore
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.tiers import plans
+from worker.tiers.named import NamedPages
 
 if TYPE_CHECKING:
     from tests.simulator.worker import SimWorker
@@ -45,7 +45,10 @@ class Files:
         """A new incarnation saves what gets a key."""
         kv = worker.scheduler.kv
         for cache, is_states in ((kv.cache, False), (kv.states.cache, True)):
-            cache.on_named = partial(self._later, worker, partial(self._take, worker, cache, is_states))
+            self._watch(worker, cache, is_states)
+
+    def _watch(self, worker: "SimWorker", cache: PrefixCache, is_states: bool) -> None:
+        named = NamedPages(cache, lambda: self._later(worker, lambda: self._take(worker, named, is_states)))
 
     def _later(self, worker: "SimWorker", action: Action) -> None:
         delay = self._rng.random() * 3.0 if self._rng.random() < self._slow else self._rng.random() * 0.02
@@ -53,11 +56,11 @@ class Files:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def _take(self, worker: "SimWorker", cache: PrefixCache, is_states: bool) -> None:
-        entries = cache.take_named(self._rng.randint(1, 4))
+    def _take(self, worker: "SimWorker", named: NamedPages, is_states: bool) -> None:
+        entries = named.take(self._rng.randint(1, 4))
         if entries:
             self._later(worker, lambda: self._save(worker, entries, is_states))
-            self._later(worker, lambda: self._take(worker, cache, is_states))
+            self._later(worker, lambda: self._take(worker, named, is_states))
 
     def _save(self, worker: "SimWorker", entries: Sequence[NamedPage], is_states: bool) -> None:
         memory = worker.memory

@@ -46,6 +46,8 @@ class SimGateway(Process):
         self._has_goal = has_goal
         self._routing = (local_prefill_max_tokens, uses_cache)
         self.loans_rng = random.Random(f"loans {world.seed}")
+        self.keys_rng = random.Random(f"keys {world.seed}")
+        self.wrong_keys = self.keys_rng.choice([0.0, 0.0, 0.0, 0.5])  # share of reports of keys that are wrong
         self.num_open = 0  # requests announced and not ended; while it is 0, no call goes out
         super().__init__(world, name)
 
@@ -186,7 +188,11 @@ class SimChannel(MemoryChannel):
         self.gateway, self.worker, self.epoch = gateway, worker, gateway.epoch
 
     async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
-        return await self.call(lambda answer: answer(self.worker.status()), timeout)
+        status = await self.call(lambda answer: answer(self.worker.status(request)), timeout)
+        if self.gateway.keys_rng.random() < self.gateway.wrong_keys:
+            others = [self.worker, *self.worker.loans.lenders]
+            status.keys.gained = self.gateway.keys_rng.choice(others).keys.pack(0).gained
+        return status
 
     def name_source(self, request: decode_pb2.ReserveRequest | prefill_pb2.RunRequest) -> None:
         """In half of the calls another worker than the gateway means, as if what it knows were late or wrong."""

@@ -27,9 +27,11 @@ from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
 from worker.table import num_rows_for
 from worker.thread import Progress
+from worker.tiers.key_log import KeyLog
 
 LEASE_S = 4.0
 BUDGET = TokenBudget(4, "--chunk-tokens")
+MAX_LOST = 8  # keys that a worker remembers to have lost: a gateway that is further behind gets all
 SPACING = 2 * PAGE_TOKENS  # of checkpoints
 NO_LOCK = nullcontext()
 UNCOUNTED = SimpleNamespace(inc=lambda *_: None, observe=lambda *_: None)
@@ -162,6 +164,8 @@ class SimWorker(Process):
         cache = PrefixCache(self.num_pages, self.memory.generations)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
         states = StateSlots(slots, PAGE_TOKENS, SPACING) if self.num_slots else States()
+        self.keys = KeyLog(max_lost=MAX_LOST)
+        cache.watchers.append(self.keys)
         kv = KVCacheManager(cache, PAGE_TOKENS, self.weights, states=states, max_offer_pages=self.max_offer_pages)
         self.scheduler = Scheduler(kv, self.max_running, LEASE_S)
         self.rows = VirtualRows(num_rows_for(self.max_running), self.weights)
@@ -178,7 +182,7 @@ class SimWorker(Process):
         """A step's duration."""
         return self.world.delay()
 
-    def status(self) -> worker_pb2.WorkerStatus:
+    def status(self, request: worker_pb2.StatusRequest) -> worker_pb2.WorkerStatus:
         """The answer to a poll."""
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=self.weights)
         peer = kv_pb2.Peer(
@@ -188,6 +192,7 @@ class SimWorker(Process):
         return worker_pb2.WorkerStatus(
             peer=peer, max_running=self.max_running, free_pages=self.scheduler.kv.cache.num_spare,
             num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
+            keys=self.keys.pack(request.keys_since if request.incarnation == self.incarnation else 0),
         )  # fmt: skip
 
     def publish(self, step: int, updates: Sequence[Update]) -> None:

@@ -66,6 +66,8 @@ class Files:
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
 
+    def report_to(self, _follower: Any) -> None: ...
+
     def find(self, keys: Sequence[bytes]) -> int:
         return next((at for at, key in enumerate(keys) if key not in self._keys), len(keys))
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import get_args
 from weakref import WeakValueDictionary
 
@@ -22,11 +23,14 @@ from worker.features import KVSource
 from worker.kv_cache import Restore
 from worker.metrics import WorkerMetrics
 from worker.peers.kv_peers import KVPeers
-from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.prefix_cache import NoRoomError
 from worker.role import Worker
 from worker.sequences import Sequence
 from worker.thread import EngineThread
+from worker.tiers.events import KVEvents
+from worker.tiers.key_log import KeyLog
 from worker.tiers.loans import Borrower, Lender
+from worker.tiers.named import NamedPages
 from worker.tiers.plans import RestorePlan, plan_restore
 from worker.tiers.reading import Fresh, Reading
 
@@ -38,8 +42,12 @@ log = structlog.get_logger()
 class KVTiers(KVSource):
     """Owns the tasks that save and read. A worker without files has no pools here."""
 
-    def __init__(self, worker: Worker, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics) -> None:
-        """`thread`: its lock guards the scheduler."""
+    def __init__(
+        self, worker: Worker, peers: KVPeers, thread: EngineThread, metrics: WorkerMetrics,
+        events: KVEvents | None = None,
+    ) -> None:  # fmt: skip
+        """`thread`: its lock guards the scheduler. `events`: closed here."""
+        self._events = events
         self._scheduler = worker.scheduler
         self._thread = thread
         kv = worker.scheduler.kv
@@ -49,7 +57,9 @@ class KVTiers(KVSource):
         self._lender = Lender(worker, thread)
         self.borrower = Borrower(worker, peers, thread, self._readings)
         self._pools = [pool for pool in worker.pools if pool.tiers.tiers]
-        self._caches: list[PrefixCache] = [kv.cache, kv.states.cache]
+        caches = [kv.cache, kv.states.cache][: len(self._pools)]
+        self._keys, self._saved_keys = KeyLog(Lock()), KeyLog(Lock())
+        kv.cache.watchers.append(self._keys)
         self._has_named = asyncio.Event()
         self._restoring: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()  # last key |-> task
         self._reading_at: WeakValueDictionary[PageKey, asyncio.Task[None]] = WeakValueDictionary()
@@ -58,16 +68,21 @@ class KVTiers(KVSource):
         if not self._pools:
             return
         loop = asyncio.get_running_loop()
-        for _, cache in zip(self._pools, self._caches, strict=False):
-            cache.on_named = lambda: loop.call_soon_threadsafe(self._has_named.set)
+        self._named = [NamedPages(cache, lambda: loop.call_soon_threadsafe(self._has_named.set)) for cache in caches]
         self._keep(asyncio.create_task(keep_running(self._save, "saving KV to files")))
         self._num_saved = metrics.counter("kv_pages_saved", "Pages and slots written to files")
+        self._pools[0].tiers.report_to(self._saved_keys)
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
         metrics.gauge("kv_files", "Files of pages and slots", lambda: sum(tier.num_files for tier in files))
         metrics.gauge("kv_files_bytes", "Bytes in them", lambda: sum(tier.num_bytes for tier in files))
         metrics.gauge("kv_files_bad", "Files that could not be used", lambda: sum(tier.num_bad for tier in files))
 
-    def add_to_status(self, status: worker_pb2.WorkerStatus) -> None:
+    def add_to_status(self, status: worker_pb2.WorkerStatus, request: worker_pb2.StatusRequest) -> None:
+        status.key_tokens_after = self._scheduler.kv.num_after
+        if request.wants_keys:
+            is_followed = request.incarnation == status.peer.incarnation
+            status.keys.CopyFrom(self._keys.pack(request.keys_since if is_followed else 0))
+            status.saved_keys.CopyFrom(self._saved_keys.pack(request.saved_keys_since if is_followed else 0))
         files = [tier for pool in self._pools for tier in pool.tiers.tiers]
         if files:
             status.kv_store = self._pools[0].tiers.tiers[-1].store
@@ -87,16 +102,16 @@ class KVTiers(KVSource):
         while True:
             await self._has_named.wait()
             self._has_named.clear()
-            for pool, cache in zip(self._pools, self._caches, strict=False):
-                while entries := self._take(cache):
+            for pool, named in zip(self._pools, self._named, strict=True):
+                while entries := self._take(named):
                     try:
                         self._num_saved.inc(await pool.save(entries, writer))
                     except Exception:
                         log.exception("KV was not saved")
 
-    def _take(self, cache: PrefixCache) -> list[NamedPage]:
+    def _take(self, named: NamedPages) -> list[NamedPage]:
         with self._thread.lock:
-            return cache.take_named(SAVED_AT_ONCE)
+            return named.take(SAVED_AT_ONCE)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -161,6 +176,8 @@ class KVTiers(KVSource):
         return drafts, len(await self._pools[1].restore(restore.slot_keys, restore.slots))
 
     def count_read(self, sequence: Sequence) -> ReadTokens:
+        if self._events is not None:
+            self._events.seen.note(sequence)
         size = self._scheduler.kv.page_tokens
         return self._fresh.take(sequence.pages[: sequence.num_cached // size], size)
 
@@ -172,5 +189,7 @@ class KVTiers(KVSource):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.borrower.close()
+        if self._events is not None:
+            await self._events.close()
         for pool in self._pools:
             pool.tiers.close()

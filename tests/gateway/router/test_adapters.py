@@ -19,6 +19,7 @@ from gateway.router.worker_client import POLL_S
 from runtime import rpc
 from tests.support.fake_workers import PAGE_TOKENS, FakeWorker
 from tests.support.virtual_fleet import Client, VirtualFleet, virtual_fleet, wanted
+from tests.support.worker_views import DECODE
 from wire.page_keys import page_keys, root_key
 
 NO_ADAPTER = (grpc.StatusCode.RESOURCE_EXHAUSTED, "not here", ((rpc.REFUSED_FOR, rpc.NO_ADAPTER),))
@@ -405,7 +406,7 @@ def test_adapters_share_no_pages() -> None:
     keys = set()
     for digest in ("", "A", "B"):
         one = Request(wanted(prompt=LONG), deadline=1.0, patience_s=0.0, silent_since=0.0, adapter=digest)
-        found = one.page_keys("w", PAGE_TOKENS)
+        found = one.page_keys(DECODE)
         assert found == list(page_keys(root_key("w", "", digest), one.packed_tokens, PAGE_TOKENS))
         keys |= set(found)
     assert len(keys) == 6

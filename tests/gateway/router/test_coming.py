@@ -6,11 +6,12 @@ from gateway.router.coming import MARK_TOKENS, ComingIndex
 from gateway.router.placement import LEAST_LENT, Placement
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
-from tests.gateway.router.test_placer import ALL, placed, request
+from tests.gateway.router.test_placer import nothing_is_known, placed, request
 from tests.support.virtual_fleet import wanted
-from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
+from tests.support.worker_views import ALL, DECODE, DECODE_2, PREFILL, PREFILL_2
 
 PAGE = DECODE.page_tokens
+__all__ = ["nothing_is_known"]  # a fixture
 
 
 def prompt(*parts: tuple[str, int]) -> Request:
@@ -21,10 +22,10 @@ def prompt(*parts: tuple[str, int]) -> Request:
 def test_the_shared_part_of_chains_is_found_to_a_mark() -> None:
     chains = [prompt(("s", 160), ("a", 900)), prompt(("s", 160), ("a", 300), ("b", 600)), prompt(("c", 40))]
     index = ComingIndex()
-    coming = [index.begin(one.page_keys("w", PAGE), PAGE, f"D{at}", 0) for at, one in enumerate(chains)]
+    coming = [index.begin(one.page_keys(DECODE), PAGE, f"D{at}", 0) for at, one in enumerate(chains)]
 
     def find(*parts: tuple[str, int]) -> tuple[int, set[str]]:
-        found = index.find(prompt(*parts).page_keys("w", PAGE), PAGE)
+        found = index.find(prompt(*parts).page_keys(DECODE), PAGE)
         return found.num_tokens, {one.incarnation for one in found.coming}
 
     assert find(("s", 160), ("a", 900)) == (1056, {"D0"}), "all whole pages"
@@ -42,7 +43,7 @@ def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_
     first = prompt(shared, ("a", 400))
     choice = placer.choose(ALL, first)
     assert isinstance(choice, Placement) and choice.decode == DECODE
-    coming = placer.begin(first, choice)
+    coming = placer.begin(first, choice, ALL)
     assert coming is not None
     second = prompt(shared, ("b", 3000))
     assert isinstance(placer.choose(ALL, second), Held)
@@ -58,12 +59,12 @@ def test_a_request_is_held_while_a_long_part_of_its_prompt_is_computed_wherever_
 def test_a_request_waits_for_at_most_twice_what_it_would_compute_and_for_nothing_that_is_cached() -> None:
     placer, shared = Placer(0), ("s", 1024)
     long = prompt(shared, ("a", 1100))
-    placer.begin(long, Placement(DECODE, PREFILL, 0))
+    placer.begin(long, Placement(DECODE, PREFILL, 0), ALL)
     assert isinstance(placer.choose(ALL, prompt(shared, ("b", 8))), Placement), "most of the other's work is its own"
     after = prompt(shared, ("a", 700), ("b", 8))
     assert isinstance(placer.choose(ALL, after), Held)
     placer.remember(PREFILL, prompt(shared, ("a", 300)))
     assert isinstance(placer.choose(ALL, after), Placement), "the rest that no worker has is short"
-    placer.begin(prompt(shared, ("a", 300), ("c", 1000)), Placement(DECODE_2, PREFILL, 0))
+    placer.begin(prompt(shared, ("a", 300), ("c", 1000)), Placement(DECODE_2, PREFILL, 0), ALL)
     fork = prompt(shared, ("a", 300), ("c", 600), ("d", 9))
     assert isinstance(placer.choose(ALL, fork), Held), "half of what was computed of it, not of all its tokens"

@@ -1,7 +1,9 @@
 """Routing decisions: a table of cases, and properties over random fleets."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -63,6 +65,7 @@ def names(choice: Placement | Wait | Unready) -> object:
         ("other gateways' requests count", [PREFILL, replace(DECODE, num_others=1), DECODE_2], ("D2", "P1")),
         ("at equal load fewer tokens waiting", [replace(PREFILL, tokens_waiting=9), PREFILL_2, DECODE], ("D1", "P2")),
         ("at equal load more free pages", [PREFILL, DECODE, replace(DECODE_2, free_pages=11)], ("D2", "P1")),
+        ("then more pages without KV", [PREFILL, DECODE, replace(DECODE_2, empty_pages=4)], ("D2", "P1")),
         (
             "the idler decode worker has no compatible prefill worker with room",
             [replace(PREFILL, **FULL), replace(PREFILL_2, **OTHER), DECODE, replace(DECODE_2, num_mine=1, **OTHER)],
@@ -72,6 +75,18 @@ def names(choice: Placement | Wait | Unready) -> object:
 )
 def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -> None:
     assert names(choose_placement(workers, Need(100, 0))) == expected, case
+
+
+def test_workers_that_are_equal_in_all_get_about_as_many_requests() -> None:
+    workers = [PREFILL, *(replace(DECODE, incarnation=f"d-{number}") for number in range(8))]
+    choices = [choose_placement(workers, Need(100, 0, draw=blake2b_int(number))) for number in range(800)]
+    counts = Counter(choice.decode.incarnation for choice in choices if isinstance(choice, Placement))
+    assert len(counts) == 8 and max(counts.values()) < 2.5 * min(counts.values()), counts
+
+
+def blake2b_int(number: int) -> int:
+    """As the beginning of a key."""
+    return int.from_bytes(blake2b(str(number).encode(), digest_size=4).digest())
 
 
 SEES: dict[str, Any] = {"takes_images": True}
@@ -152,6 +167,8 @@ def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
         ("from a full one", FULL | {"max_running": 4}, {"P1": 800}, {}, ("P2", "P1", 800)),
         ("and from a decode worker", {}, {"D1": 800}, {}, ("P2", "D1", 800)),
         ("whoever has more", {}, {"P1": 700, "D1": 800}, {}, ("P2", "D1", 800)),
+        ("a page more is not worth it", {}, {"P1": 784, "D1": 800}, {}, ("P2", "P1", 784)),
+        ("two are", {}, {"P1": 768, "D1": 800}, {}, ("P2", "D1", 800)),
         ("if both have as much, from a prefill worker", {}, {"P1": 800, "D1": 800}, {}, ("P2", "P1", 800)),
         ("and while it drains", DRAINING, {"P1": 800}, {}, ("P2", "P1", 800)),
     ],

@@ -1,19 +1,32 @@
 """Requests go where their prompt's prefix is probably cached. Pure."""
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import Placement
+from gateway.router.placement import NO_LIMIT, Placement
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
+from gateway.router.worker_keys import WorkerKeys
 from gateway.router.worker_view import WorkerView
+from protos import kv_pb2, worker_pb2
 from tests.support.fake_workers import PAGE_TOKENS
 from tests.support.virtual_fleet import wanted
-from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
+from tests.support.worker_views import ALL, DECODE, DECODE_2, FULL, PREFILL, PREFILL_2, forget_keys
+from wire.page_keys import SENT_KEY_BYTES, PageKey, page_keys, root_key
+from worker.prefix_cache import PrefixCache
+from worker.tiers.key_log import KeyLog
 
 PROMPT = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a part
-ALL = [PREFILL, PREFILL_2, DECODE, DECODE_2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> None:
+    forget_keys()
 
 
 def long(salt: str = "", rest: int = 0) -> TokenizedRequest:
@@ -23,6 +36,19 @@ def long(salt: str = "", rest: int = 0) -> TokenizedRequest:
 
 def request(tokenized: TokenizedRequest | None = None) -> Request:
     return Request(tokenized or long(), deadline=100.0, patience_s=0.0, silent_since=0.0)
+
+
+def report(
+    incarnation: str, keys: Sequence[PageKey] = (), since: int = 0, number: int = 1, lost: Sequence[PageKey] = (),
+    saved: Sequence[PageKey] = (),
+) -> worker_pb2.WorkerStatus:  # fmt: skip
+    """What a worker answers to a poll."""
+    gained, gone, files = (b"".join(key[:SENT_KEY_BYTES] for key in some) for some in (keys, lost, saved))
+    return worker_pb2.WorkerStatus(
+        peer=kv_pb2.Peer(incarnation=incarnation),
+        keys=worker_pb2.KeyReport(since=since, number=number, gained=gained, lost=gone),
+        saved_keys=worker_pb2.KeyReport(number=1, gained=files),
+    )
 
 
 def placed(placer: Placer, workers: Sequence[WorkerView], one: Request) -> tuple[str, str | None]:
@@ -40,8 +66,8 @@ def test_what_was_remembered_decides() -> None:
     assert placed(placer, ALL, request(long(rest=1))) == ("D2", None)
     assert placed(placer, ALL, request(long(salt="mine"))) == ("D1", "P1")
     assert placed(placer, ALL, request(replace(long(), num_prompt_logprobs=0))) == ("D1", "P1"), "uses no cached pages"
-    placer.keep([PREFILL, PREFILL_2, DECODE])
-    assert placed(placer, ALL, request()) == ("D1", "P2"), "D2 came back with an empty cache"
+    DECODE_2.keys.reset("D3")
+    assert placed(placer, ALL, request()) == ("D1", "P2"), "it came back with an empty cache"
 
 
 def test_what_is_in_files_is_found_after_a_restart_and_by_others_but_the_pool_is_better() -> None:
@@ -49,9 +75,9 @@ def test_what_is_in_files_is_found_after_a_restart_and_by_others_but_the_pool_is
     one, two = replace(DECODE, store="disk"), replace(DECODE_2, store="disk")
     placer.remember(two, request())
     assert placed(placer, [PREFILL, one, two], request()) == ("D2", None)
-    restarted = replace(two, incarnation="D3", free_pages=two.free_pages + 1)
+    restarted = replace(two, incarnation="D3", free_pages=two.free_pages + 1, keys=WorkerKeys())
+    restarted.keys.learn(report("D3", saved=request().page_keys(two)))
     workers = [PREFILL, one, restarted]
-    placer.keep(workers)
     choice = placer.choose(workers, request())
     assert isinstance(choice, Placement) and choice.decode == restarted and choice.num_cached == 2 * PAGE_TOKENS
     placer.correct(restarted, request(), 0)
@@ -71,19 +97,19 @@ def test_keys_are_of_whole_pages_without_the_last_token() -> None:
     """The last token's KV belongs to the first step."""
     for num_tokens, num_keys in ((1, 0), (PAGE_TOKENS, 0), (PAGE_TOKENS + 1, 1), (2 * PAGE_TOKENS, 1)):
         short = request(wanted(prompt=range(num_tokens)))
-        assert len(short.page_keys("w", PAGE_TOKENS)) == num_keys
+        assert len(short.page_keys(DECODE)) == num_keys
         short.emitted = list(range(num_tokens, 3 * PAGE_TOKENS + 1))
         grown = request(wanted(prompt=range(3 * PAGE_TOKENS + 1)))
-        assert len(grown.page_keys("w", PAGE_TOKENS)) == 3
-        assert short.page_keys("w", PAGE_TOKENS) == grown.page_keys("w", PAGE_TOKENS)
-        assert not short.page_keys("w", 0), "a worker whose page layout is unknown"
+        assert len(grown.page_keys(DECODE)) == 3
+        assert short.page_keys(DECODE) == grown.page_keys(DECODE)
+        assert not short.page_keys(replace(DECODE, page_tokens=0)), "a worker whose page layout is unknown"
 
 
 def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
     placer = Placer(0)
     first = placer.choose(ALL, request())
     assert isinstance(first, Placement) and first.decode == DECODE
-    coming = placer.begin(request(), first)
+    coming = placer.begin(request(), first, ALL)
     key = placer.find_key(ALL, request(long(rest=1)))
     assert coming is not None and key is not None
     assert placer.choose(ALL, request(long(rest=1))) == Held(key)
@@ -93,7 +119,7 @@ def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
     placer.remember(replace(DECODE_2, free_pages=11), request())
     there = placer.choose([PREFILL, DECODE, replace(DECODE_2, free_pages=11)], request())
     assert isinstance(there, Placement) and there.decode.incarnation == "D2", "it has them already"
-    assert placer.begin(request(), there) is None
+    assert placer.begin(request(), there, ALL) is None
     placer.end(coming)
     assert isinstance(placer.choose(ALL, request()), Placement)
 
@@ -101,11 +127,11 @@ def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
 def test_choices_of_one_prompt_share_what_is_computed_of_it_and_nothing_of_their_answers() -> None:
     asked = long()
     one, two = request(asked), request(asked)
-    keys = one.page_keys("w", PAGE_TOKENS)
-    assert one.packed_tokens == two.packed_tokens and two.page_keys("w", PAGE_TOKENS) is keys and len(keys) == 2
+    keys = one.page_keys(DECODE)
+    assert one.packed_tokens == two.packed_tokens and two.page_keys(DECODE) is keys and len(keys) == 2
     one.emit(range(PAGE_TOKENS), DECODE, now=1.0)
-    assert one.page_keys("w", PAGE_TOKENS)[:2] == keys and len(one.page_keys("w", PAGE_TOKENS)) == 3
-    assert two.page_keys("w", PAGE_TOKENS) == keys and len(keys) == 2
+    assert one.page_keys(DECODE)[:2] == keys and len(one.page_keys(DECODE)) == 3
+    assert two.page_keys(DECODE) == keys and len(keys) == 2
 
 
 def test_gateways_that_know_nothing_of_each_other_place_a_session_alike() -> None:
@@ -117,3 +143,70 @@ def test_gateways_that_know_nothing_of_each_other_place_a_session_alike() -> Non
         (first,) = places
         elsewhere += first[0] == "D2"
     assert 0 < elsewhere < 40
+
+
+def test_all_gateways_place_by_what_workers_report_and_by_nothing_that_is_gone() -> None:
+    keys = request().page_keys(DECODE)
+    DECODE_2.keys.learn(report("D2", keys))
+    PREFILL_2.keys.learn(report("P2", keys[:1]))
+    assert placed(Placer(0), ALL, request()) == ("D2", None)
+    DECODE_2.keys.learn(report("D2", since=1, number=3, lost=keys[1:]))
+    choice = Placer(0).choose(ALL, request())
+    assert isinstance(choice, Placement) and choice.decode == DECODE_2 and choice.num_cached == PAGE_TOKENS
+    assert choice.prefill == PREFILL_2
+    assert placed(Placer(0, uses_cache=False), ALL, request()) == ("D1", "P1")
+
+
+def test_keys_of_a_model_with_a_draft_head_stand_for_the_token_after_the_page() -> None:
+    headed = replace(DECODE, key_tokens_after=1)
+    for num_tokens, num_keys in ((PAGE_TOKENS, 0), (PAGE_TOKENS + 1, 1), (3 * PAGE_TOKENS + 1, 3)):
+        one = request(wanted(prompt=range(num_tokens)))
+        own = page_keys(root_key("w", ""), one.packed_tokens, PAGE_TOKENS, 1)
+        assert list(one.page_keys(headed)) == list(own) and len(one.page_keys(headed)) == num_keys
+        assert len(one.page_keys(DECODE)) == num_keys
+
+
+@pytest.mark.parametrize("uses_sessions", [False, True])
+def test_three_gateways_place_a_conversation_alike(uses_sessions: bool) -> None:
+    """Each turn comes to any of them, and each worker's reports come late to each. Pools hold a third more than all."""
+    rng, names = random.Random(0), [f"d-{number}" for number in range(4)]
+    caches = {name: PrefixCache(800, [0] * 800) for name in names}
+    logs = {name: KeyLog() for name in names}
+    for name, cache in caches.items():
+        cache.watchers.append(logs[name])
+    gateways = [
+        (
+            Placer(NO_LIMIT),
+            {name: replace(DECODE, incarnation=name, keys=WorkerKeys(), max_running=64) for name in names},
+        )
+        for _ in range(3)
+    ]
+    prompts = [[rng.randrange(1000) for _ in range(600)] for _ in range(24)]
+    where, num_same, num_later = dict[int, str](), 0, 0
+    for _ in range(8):
+        for number in rng.sample(range(24), 24):
+            for _, views in gateways:
+                for name in rng.sample(names, 2):  # the other answers are on their way
+                    asked = views[name].keys.ask()
+                    answered = kv_pb2.Peer(incarnation=name)
+                    news = logs[name].pack(asked.keys_since)
+                    views[name].keys.learn(worker_pb2.WorkerStatus(peer=answered, keys=news))
+            placer, views = rng.choice(gateways)
+            name = f"session {number}" if uses_sessions else ""
+            turn = request(wanted(prompt=prompts[number], session=name))
+            choice = placer.choose(list(views.values()), turn)
+            assert isinstance(choice, Placement)
+            chosen = choice.decode.incarnation
+            num_later, num_same = num_later + (number in where), num_same + (where.get(number) == chosen)
+            where[number] = chosen
+            keys, cache = turn.page_keys(choice.decode), caches[chosen]
+            found = cache.find(keys)
+            cache.hold(found)
+            pages = found + cache.allocate(len(keys) - len(found))
+            for page, key in zip(pages, keys, strict=True):
+                cache.name(page, key)
+            cache.release(pages)
+            placer.remember(choice.decode, turn)
+            prompts[number] += [rng.randrange(1000) for _ in range(60)]
+    assert num_same >= 0.95 * num_later, (num_same, num_later)
+    assert {Counter(where.values())[name] for name in names} <= set(range(3, 10)), "and conversations spread"

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 from structlog.testing import capture_logs
 
+from gateway.router.request import Request
 from gateway.router.worker_client import POLL_S
 from gateway.router.worker_view import Role
 from runtime.config_parts import NoPrefill
@@ -445,18 +446,19 @@ def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: boo
 
 def test_started_answers_go_first_when_their_only_worker_comes_back_with_an_empty_cache() -> None:
     with virtual_fleet(patience_s=30.0) as fleet:
-        before = fleet.decodes[0]
+        before, (client,) = fleet.decodes[0], fleet.fleet.decode.values()
+        prompt = Request(wanted(prompt=LONG), deadline=1.0, patience_s=0.0, silent_since=0.0)
         started = fleet.ask(wanted("started", prompt=LONG))
         before.sessions[0].emit(1)
         fleet.run()
-        assert len(fleet.placer._index) == 2
+        assert client.keys.count(prompt.page_keys(client.view())) == 2
         fleet.kill(before)
         for name in ("r1", "r2"):
             fleet.ask(name)
         after = fleet.replace(before, "D2")
         fleet.run(1.0)
         assert names(after) == ["started", "r1", "r2"]
-        assert not fleet.placer._index.find(list(fleet.placer._index._keys.get("D1", [])))
+        assert client.keys.count(prompt.page_keys(client.view())) == 0
         after.sessions[0].emit(3, "length")
         fleet.run()
         assert len(started.tokens) == 4
