@@ -88,6 +88,10 @@ class SimGateway(Process):
             return DecodeChannel(self, self._decodes[address])
         return PrefillChannel(self, self._prefills[address])
 
+    def choose_worker(self) -> SimPrefill | SimDecode:
+        """Any."""
+        return self.keys_rng.choice([*self._prefills.values(), *self._decodes.values()])
+
     def new_name(self) -> int:
         self._num_names += 1
         return self._num_names
@@ -190,8 +194,7 @@ class SimChannel(MemoryChannel):
     async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> Any:
         status = await self.call(lambda answer: answer(self.worker.status(request)), timeout)
         if self.gateway.keys_rng.random() < self.gateway.wrong_keys:
-            others = [self.worker, *self.worker.loans.lenders]
-            status.keys.gained = self.gateway.keys_rng.choice(others).keys.pack(0).gained
+            status.keys.gained = self.gateway.choose_worker().keys.pack(0).gained  # as if it were another one's
         return status
 
     def name_source(self, request: decode_pb2.ReserveRequest | prefill_pb2.RunRequest) -> None:

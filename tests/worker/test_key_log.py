@@ -30,13 +30,13 @@ def test_a_report_has_what_changed_since_the_one_before() -> None:
         log.gain(key(number))
     log.lose(key(2))
     first = log.report(0)
-    assert first == (0, 4, sent(1, 3), [])
+    assert tuple(first) == (0, 4, sent(1, 3), [])
     log.gain(key(4))
     log.gain(key(2))
     log.lose(key(1))
     log.lose(key(9))
     changed = log.report(first.number)
-    assert changed == (4, 7, sent(4, 2), sent(1))
+    assert tuple(changed) == (4, 7, sent(4, 2), sent(1))
     assert log.report(changed.number) == (7, 7, [], []) and log.report(8).since == 0, "of another incarnation"
     for number in (2, 3, 4):
         log.lose(key(number))
