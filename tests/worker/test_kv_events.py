@@ -27,13 +27,13 @@ WAIT_S = 20.0
 
 
 # as in vllm/distributed/kv_events.py
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[Any]
     data_parallel_rank: int | None = None
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):  # type: ignore[call-arg]
+class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
     pass
 
 
@@ -110,10 +110,11 @@ class Published:
     def __init__(self, num_pages: int, subscriber: Subscriber, replay: str = "") -> None:
         self.scheduler = build_scheduler(num_pages, PAGE)
         me = SimpleNamespace(address="127.0.0.1:9001", model="tiny")
-        self.thread: Any = SimpleNamespace(lock=Lock())
+        thread: Any = SimpleNamespace(lock=Lock())
+        self.thread = thread
         worker: Any = SimpleNamespace(scheduler=self.scheduler, me=me)
         self.tokens: dict[PageKey, tuple[int, ...]] = {}
-        self.events = KVEvents(worker, self.thread, f"tcp://127.0.0.1:{subscriber.port}", replay)
+        self.events = KVEvents(worker, thread, f"tcp://127.0.0.1:{subscriber.port}", replay)
 
     async def join(self, subscriber: Subscriber) -> None:
         """Until what is sent arrives: ZeroMQ drops it before."""
@@ -198,7 +199,8 @@ async def test_what_was_missed_is_sent_again() -> None:
 
 
 async def test_an_endpoint_that_cannot_be_used_is_named() -> None:
-    taken = zmq.Context.instance().socket(zmq.PUB)
+    context = zmq.Context[Any]()
+    taken = context.socket(zmq.PUB)
     port = taken.bind_to_random_port("tcp://*")
     subscriber = Subscriber()
     try:
@@ -218,7 +220,7 @@ async def test_an_endpoint_that_cannot_be_used_is_named() -> None:
         ({"kv_events_replay": "tcp://*:5558"}, "--kv-events-replay"),
     ],
 )
-def test_what_cannot_be_an_endpoint_is_refused(settings: dict[str, str], message: str) -> None:
+def test_what_cannot_be_an_endpoint_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DecodeConfig(**settings)
     DecodeConfig(kv_events="tcp://*:5557", kv_events_replay="tcp://*:5558")

@@ -214,7 +214,7 @@ class Sender:
         self._topic = topic.encode()
         self._num_sent = self._kept_bytes = 0
         self._kept: deque[tuple[int, bytes]] = deque()
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PUB)
         self._replay = context.socket(zmq.ROUTER) if replay else None
         self._socket.set_hwm(MAX_UNSENT)
