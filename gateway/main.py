@@ -43,6 +43,7 @@ from gateway.store.database import StoreError
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.routes import add_answers
 from gateway.store.runs import Runs
+from gateway.store.shares import SharedRollout
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -108,11 +109,12 @@ async def _serve(
     place = config.state_url or (Path(config.state_dir) if config.state_dir else None)  # of the store
     runs = _build_runs(config, served, place)
     keeper = AnswerKeeper(served, runs) if runs else None
+    shared_rollout = SharedRollout(rollout, runs)
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
-    app.include_router(build_revisions_router(served, rollout, fleet.views))
+    app.include_router(build_revisions_router(served, rollout, fleet.views, shared_rollout.change))
     store: BatchStore | None = None
     if config.batch_dir:
         store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20, place, config.state_lease_s)
@@ -149,6 +151,7 @@ async def _serve(
     adapters = SharedAdapters(runs, loaders) if runs else None
     if adapters:
         await adapters.start()
+    await shared_rollout.start()
     ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
     if (openness := find_openness(config)) is not None:
@@ -184,6 +187,7 @@ async def _serve(
         task.cancel()
     if adapters:
         await adapters.close()
+    await shared_rollout.close()
     await discovery.close()
     await fleet.close()
     await served.close()

@@ -54,6 +54,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
         " number BIGINT NOT NULL, PRIMARY KEY (model, name))",
         "CREATE TABLE changes (number BIGINT NOT NULL)",
         "INSERT INTO changes (number) VALUES (0)",
+        "CREATE TABLE shares (revision TEXT PRIMARY KEY, share DOUBLE PRECISION NOT NULL)",
     ),
     (
         "CREATE TABLE batch_records (id TEXT PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, value TEXT NOT NULL,"
