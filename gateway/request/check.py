@@ -128,6 +128,7 @@ def build(
             priority=checked.priority,
             age_s=age_s,
             deadline_s=None if request.deadline_ms is None else request.deadline_ms / 1000,
+            call=request_id,
             session=checked.session,
             owner=checked.owner,
             images=prompts[at].images,

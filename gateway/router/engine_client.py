@@ -72,6 +72,7 @@ class TokenizedRequest:
     priority: int = DEFAULT_PRIORITY
     age_s: float = 0.0  # since its arrival, when `generate` is called
     deadline_s: float | None = None  # its first token must come within so many seconds of its arrival
+    call: str = ""  # id of the client's request, to which this is one of the answers; empty: `request_id`
     session: str = ""  # name of the conversation that it is a turn of; empty: unknown
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position

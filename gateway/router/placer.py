@@ -80,7 +80,8 @@ class Placer:
     def _choose_revision(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
         if request.computes:
             return workers
-        return self.rollout.choose(workers, request.wanted.session or request.wanted.request_id)
+        wanted = request.wanted
+        return self.rollout.choose(workers, wanted.session or wanted.call or wanted.request_id)
 
     def _no_prefill_of(self, request: Request) -> NoPrefill:
         return "fallback" if request.emitted else self.no_prefill  # an answer that has begun goes on

@@ -8,7 +8,8 @@ for a rollout, which is over once all is at one revision:
     new=0.1        a tenth of the sessions go to `new`, the rest to all others
     new=1          `new` takes all that is new, and what others have runs to its end: they can be stopped
 
-A session, or a request without one, stays where it was while shares grow: those that move, move to the growing one.
+With shares all answers to one request go to one revision, and a session, or a request without one, stays where it was
+while shares grow: those that move, move to the growing one.
 """
 
 import math
@@ -18,6 +19,7 @@ from hashlib import blake2b
 
 from gateway.router.worker_view import WorkerView
 
+ROUNDING = 1e-9  # of shares that add up to 1
 REST = ""  # all revisions without a share
 
 
@@ -46,7 +48,8 @@ class Rollout:
     def _draw(self, groups: Mapping[str, list[WorkerView]], key: str) -> Sequence[WorkerView]:
         """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
         groups whose shares did not change."""
-        shares = {REST: max(1 - sum(self.shares.values()), 0.0), **self.shares}
+        rest = 1 - sum(self.shares.values())
+        shares = {REST: rest if rest > ROUNDING else 0.0, **self.shares}
         rings = {name: -math.log(_draw_number(key, name)) / shares[name] for name in groups if shares[name] > 0}
         return groups[min(rings, key=rings.__getitem__)] if rings else ()
 

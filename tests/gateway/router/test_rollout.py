@@ -16,7 +16,7 @@ from gateway.router.rollout import Rollout
 from gateway.router.worker_view import WorkerView
 from runtime.config_parts import check_shares
 from tests.gateway.router.test_requests import answer, check_error
-from tests.support.virtual_fleet import VirtualFleet, virtual_fleet
+from tests.support.virtual_fleet import VirtualFleet, virtual_fleet, wanted
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
 
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
@@ -145,6 +145,26 @@ def test_a_request_whose_revision_is_busy_does_not_hold_up_those_of_another() ->
         old.sessions[1].emit(4, "length")
         fleet.run()
         assert waiting.tokens == answer(4)
+
+
+def test_all_answers_to_a_request_go_to_one_revision() -> None:
+    with two_revisions({"new": 0.5}, max_running=8) as fleet:
+        for number in range(12):
+            before = [len(one.sessions) for one in fleet.decodes]
+            first, second = (wanted(f"call-{number}-{at}", call=f"call-{number}") for at in range(2))
+            client = fleet.ask(first, second)
+            placed = [len(one.sessions) - num for one, num in zip(fleet.decodes, before, strict=True)]
+            assert sorted(placed) == [0, 2]
+            for session in [one for worker in fleet.decodes for one in worker.sessions if not one.is_over]:
+                session.emit(4, "length")
+            fleet.run()
+            assert client.tokens == answer(4)
+        assert all(one.sessions for one in fleet.decodes)
+
+
+def test_shares_that_add_up_to_one_leave_nothing_for_others() -> None:
+    assert sum((0.7, 0.2, 0.1)) < 1
+    assert chosen({"new": 0.7, "a": 0.2, "b": 0.1}, OLD) == set()
 
 
 def test_an_answer_runs_to_its_end_where_it_began_and_a_new_request_goes_to_the_new_revision() -> None:
