@@ -51,11 +51,11 @@ class Service(NamedTuple):
         return sum(self.metric(role, "kv_pages_saved_total") for role in ("prefill", "decode"))
 
     def kill(self, *names: str) -> None:
-        """Each comes back with nothing in its pool."""
-        killed = {name: self.live.pids[name] for name in names}
+        """Each comes back with nothing in its pool, and the gateway has seen it."""
+        killed = {name: self.live.find(name)["incarnation"] for name in names}
         for name in names:
             self.live.send(name, signal.SIGKILL)
-        wait_until(lambda: all(self.live.pids[name] != killed[name] for name in names))
+        wait_until(lambda: all(self.live.find(name)["incarnation"] != killed[name] for name in names))
         self.live.wait_until_whole()
 
 
