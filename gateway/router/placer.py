@@ -64,21 +64,23 @@ class Placer:
 
     def find_unusable(self, workers: Sequence[WorkerView], request: Request) -> Unready | None:
         """Why none of the workers that could serve others can serve the request; None when one can."""
-        if not request.computes and any(view.is_alive for view in workers if view.role == "decode"):
-            workers, before = self._choose_revision(workers, request), workers
-            if not workers:
-                return Unready(self.rollout.explain(before))
+        before, workers = workers, self._choose_revision(workers, request)
+        if not workers and any(view.is_alive for view in before if view.role == "decode"):
+            return Unready(self.rollout.explain(before))
         if not (request.adapter or request.computes):
             return None
         name, no_prefill = request.wanted.adapter, self._no_prefill_of(request)
         return find_unusable(workers, name, request.adapter, request.computes, no_prefill)
 
-    def find_usable(self, workers: Sequence[WorkerView], request: Request) -> list[WorkerView]:
+    def find_usable(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
         """Those that may serve it: which have its adapter, and its revision or the weights that it began with."""
-        return [view for view in self._choose_revision(workers, request) if request.can_use(view)]
+        workers = self._choose_revision(workers, request)
+        if not (request.adapter or request.computes):
+            return workers
+        return [view for view in workers if request.can_use(view)]
 
     def _choose_revision(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
-        if request.computes:
+        if request.computes or self.rollout.is_over(workers):
             return workers
         wanted = request.wanted
         return self.rollout.choose(workers, wanted.session or wanted.call or wanted.request_id)
@@ -91,10 +93,9 @@ class Placer:
     ) -> Placement | Wait | Held | Unready:
         """Changes nothing: the caller that takes the placement calls `begin`. `decodes`: incarnations; None: any."""
         all_workers = workers
-        workers = [
-            view for view in self.find_usable(workers, request)
-            if decodes is None or view.role == "prefill" or view.incarnation in decodes
-        ]  # fmt: skip
+        workers = self.find_usable(workers, request)
+        if decodes is not None:
+            workers = [view for view in workers if view.role == "prefill" or view.incarnation in decodes]
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
         keys, page_tokens = self._find_keys(workers, request)

@@ -29,11 +29,20 @@ class Rollout:
 
     shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
 
+    _seen: Sequence[WorkerView] = ()
+    _is_one: bool = True  # those seen are of one revision
+
+    def is_over(self, workers: Sequence[WorkerView]) -> bool:
+        """Whether a new request may go to any of these. Asked for each request that waits, mostly of the same list."""
+        if workers is not self._seen:
+            self._seen, self._is_one = workers, len({view.revision for view in workers}) <= 1
+        return self._is_one and not self.shares
+
     def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
         """Those that a new request may go to. `key`: its session or id. Empty: no revision with a share is complete."""
-        revisions = {view.revision for view in workers}
-        if len(revisions) == 1 and not self.shares:
+        if self.is_over(workers):
             return workers
+        revisions = {view.revision for view in workers}
         has_prefill = any(view.role == "prefill" for view in workers)
         whole: dict[str, list[WorkerView]] = {}
         spare: dict[str, list[WorkerView]] = {}  # of revisions that decode alone
