@@ -12,9 +12,11 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, repeat, takewhile
 from types import CodeType, FrameType
+from typing import Any
 
 import prometheus_client
 import structlog
@@ -26,6 +28,7 @@ MAX_STEP_S = 0.1  # of the thread's CPU time, by design (docs/LIMITS.md)
 PERIOD_S = 0.01  # also how exactly a step is measured
 TURN_S = 0.001  # of CPU time until the loop is asked for an answer, which takes less
 HUNG_S = 2.0  # such a step is logged while it runs, as it may never end
+_MOST_FRAMES = 1 << 14  # of a stack
 _SHOWN_FRAMES = 6  # innermost ones
 
 
@@ -40,6 +43,15 @@ class _Step:
     wall_s: float = 0.0
     places: Counter[str] = field(default_factory=Counter)
     is_reported: bool = False
+
+
+def walk_at_once(innermost: FrameType) -> list[FrameType]:
+    """All frames of a stack, innermost first, without a moment in which its thread can run: CPython 3.11 then crashed
+    (PyFrame_GetBack read a frame that had ended). Between two steps of a loop in Python it could."""
+    chain: list[Any] = []
+    with suppress(AttributeError):  # of None, which ends it
+        chain.extend(accumulate(repeat("f_back", _MOST_FRAMES), getattr, initial=innermost))
+    return [frame for frame in chain if frame is not None]
 
 
 class LoopWatch:
@@ -101,12 +113,12 @@ class LoopWatch:
 
     def _look(self) -> tuple[int | None, str]:
         """Which step runs now, and its innermost frames."""
-        innermost = sys._current_frames().get(self._ident)
-        if innermost is None or not self._is_of_step(innermost):
-            return None, ""
-        gc.disable()  # while it collected in f_back the frame's thread could run on, and end the frame: 3.11 crashes
+        gc.disable()  # while it collected for a frame's object the loop's thread could run on, and end the frame
         try:
-            frames = list(takewhile(self._is_of_step, (frame for frame, _ in traceback.walk_stack(innermost))))
+            innermost = sys._current_frames().get(self._ident)
+            if innermost is None or not self._is_of_step(innermost):
+                return None, ""
+            frames = list(takewhile(self._is_of_step, walk_at_once(innermost)))
         finally:
             gc.enable()
         shown = [

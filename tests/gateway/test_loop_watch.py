@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway.loop_watch import MAX_STEP_S, PERIOD_S, LoopWatch
+from gateway.loop_watch import MAX_STEP_S, PERIOD_S, LoopWatch, walk_at_once
 
 RUNNERS = [asyncio.run, uvloop.run]
 DEEP = "[" + ",".join(["[[],{}]"] * 200_000) + "]"
@@ -96,7 +98,33 @@ def test_nothing_is_collected_while_frames_of_another_thread_are_walked() -> Non
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*thresholds)
-    assert collected_in and "walk_stack" not in collected_in
+    assert collected_in and "walk_at_once" not in collected_in
+
+
+def test_nothing_is_collected_while_the_innermost_frame_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled, find = set[bool](), sys._current_frames
+
+    def note() -> dict[int, FrameType]:
+        enabled.add(gc.isenabled())
+        return find()
+
+    async def look() -> None:
+        watch = LoopWatch(CollectorRegistry())
+        watch.start()
+        burn(10 * PERIOD_S)
+        watch.close()
+
+    monkeypatch.setattr(sys, "_current_frames", note)
+    asyncio.run(look())
+    assert enabled == {False} and gc.isenabled()
+
+
+def test_a_stack_is_walked_whole_and_at_once() -> None:
+    def deep(left: int) -> list[FrameType]:
+        return deep(left - 1) if left else walk_at_once(sys._getframe())
+
+    stack = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
+    assert deep(50)[51:] == stack
 
 
 def test_an_unending_step_is_logged_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
