@@ -1,5 +1,6 @@
 """`baton rollout NEW=0.1`: what share of new requests the workers of a revision get."""
 
+import json
 from contextlib import closing
 from typing import Any
 
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from cli.screen import open_console
 from cli.service import URL, ApiKey, CommandError, Service, Url
+from runtime.config_parts import parse_share
 
 PATH = "/v1/revisions"
 
@@ -22,23 +24,20 @@ def rollout(*shares: str, end: bool = False, url: Url = URL, api_key: ApiKey = "
     """
     if end and shares:
         raise CommandError("--end drops all shares: give it alone")
-    with closing(Service(url, api_key)) as service:
-        if shares or end:
-            with service.call("POST", PATH, dict(map(_parse, shares))) as response:
-                response.read()
-        found = service.read_json(PATH)
+    body = dict(map(_parse, shares)) if shares or end else None
+    method = "GET" if body is None else "POST"
+    with closing(Service(url, api_key)) as service, service.call(method, PATH, body) as response:
+        answer = response.read()
     try:
-        revisions = dict(found["revisions"])
-        open_console().print(build_table(revisions))
+        open_console().print(build_table(json.loads(answer)["revisions"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CommandError(f"{url} answers {PATH} without revisions: set --url to a Baton gateway") from error
     return 0
 
 
 def _parse(text: str) -> tuple[str, float]:
-    name, _, share = text.rpartition("=")
     try:
-        return name, float(share)
+        return parse_share(text)
     except ValueError as error:
         raise CommandError(f"{text!r} is no share: give REVISION=SHARE, such as new=0.1") from error
 

@@ -40,10 +40,11 @@ from gateway.scaling.discovery import Discovery
 from gateway.scaling.sleepers import Sleepers
 from gateway.store.adapters import SharedAdapters
 from gateway.store.database import StoreError
+from gateway.store.follower import Follower
 from gateway.store.keeper import AnswerKeeper
+from gateway.store.rollout import SharedRollout
 from gateway.store.routes import add_answers
 from gateway.store.runs import Runs
-from gateway.store.shares import SharedRollout
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
@@ -109,12 +110,12 @@ async def _serve(
     place = config.state_url or (Path(config.state_dir) if config.state_dir else None)  # of the store
     runs = _build_runs(config, served, place)
     keeper = AnswerKeeper(served, runs) if runs else None
-    shared_rollout = SharedRollout(rollout, runs)
+    followers: list[Follower] = [SharedRollout(runs, rollout)] if runs else []
     app = build_app(served, keeper)
     add_answers(app, served, keeper)
     app.include_router(build_fleet_router(fleet, routers, served))
     app.include_router(build_adapter_router(served, loaders))
-    app.include_router(build_revisions_router(served, rollout, fleet.views, shared_rollout.change))
+    app.include_router(build_revisions_router(served, rollout, fleet.views))
     store: BatchStore | None = None
     if config.batch_dir:
         store = BatchStore(Path(config.batch_dir), config.batch_dir_mib << 20, place, config.state_lease_s)
@@ -148,10 +149,10 @@ async def _serve(
     reading = [*served.start_images(), asyncio.create_task(served.templates.start())]
     for name, loader in loaders.items():
         loader.expect(paths[name])
-    adapters = SharedAdapters(runs, loaders) if runs else None
-    if adapters:
-        await adapters.start()
-    await shared_rollout.start()
+    if runs:
+        followers.append(SharedAdapters(runs, loaders))
+    for follower in followers:
+        await follower.start()
     ops.follow(Probes(lambda: None, served.readiness, registry))
     await _wait_until_ready(fleet, served.models)
     if (openness := find_openness(config)) is not None:
@@ -185,9 +186,8 @@ async def _serve(
     await grpc_server.stop(rpc.STOP_GRACE_S)
     for task in (*following, *reading):
         task.cancel()
-    if adapters:
-        await adapters.close()
-    await shared_rollout.close()
+    for follower in followers:
+        await follower.close()
     await discovery.close()
     await fleet.close()
     await served.close()

@@ -13,6 +13,7 @@ from runtime.config_parts import (
     WorkerConfig,
     at_least_a_page,
     check_shares,
+    parse_share,
 )
 from runtime.settings import ConfigError, Seconds, count, flag
 
@@ -68,11 +69,12 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
         self.require("no_prefill", has_prefill, "fallback, or a --prefill worker to wait for")
 
     def revision_shares(self) -> dict[str, float]:
-        """Of new requests, by revision. Raises ConfigError."""
-        pairs = [one.rpartition("=") for one in self.revision_weight]
+        """The share of new requests by revision. Raises ConfigError."""
+        shares: dict[str, float] = {}
         try:
-            shares = {name: float(share) for name, _, share in pairs}
-            wrong = "a revision comes twice" if len(shares) < len(pairs) else check_shares(shares)
+            shares = dict(map(parse_share, self.revision_weight))
+            is_repeated = len(shares) < len(self.revision_weight)
+            wrong = "a revision comes twice" if is_repeated else check_shares(shares)
         except ValueError:
             wrong = "NAME=SHARE, such as new=0.1"
         self.require("revision_weight", wrong is None, wrong or "")

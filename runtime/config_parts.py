@@ -400,6 +400,12 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         return bracketed(self.advertise_host or self.host)
 
 
+def parse_share(text: str) -> tuple[str, float]:
+    """(revision, its share) of NAME=SHARE. Raises ValueError."""
+    name, _, share = text.rpartition("=")
+    return name, float(share)
+
+
 def check_shares(shares: Mapping[str, float]) -> str | None:
     """What is wrong with them; None if they can be used."""
     for name, share in shares.items():

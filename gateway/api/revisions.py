@@ -1,6 +1,6 @@
 """GET and POST /v1/revisions: which revisions the workers are of, and what share of new requests each gets."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
@@ -39,9 +39,8 @@ def build_revisions_router(
     served: ServedModels,
     rollout: Rollout,
     find_views: Callable[[], Sequence[WorkerView]],
-    give: Callable[[Mapping[str, float]], Awaitable[None]],
 ) -> APIRouter:
-    """`find_views`: of the workers of all models. `give`: gives `rollout` other shares."""
+    """`find_views`: of the workers of all models."""
     router = APIRouter(route_class=limited_route(served))
 
     @router.get(REVISIONS_PATH)
@@ -60,7 +59,7 @@ def build_revisions_router(
         if unknown := sorted(shares.keys() - known - rollout.shares.keys()):
             have = ", ".join(sorted(known)) or "none yet"
             raise bad_request(f"no worker has the revision '{unknown[0]}'; there are: {have}", unknown[0])
-        await give(shares)
+        await rollout.give(shares)
         log.info("new requests are shared out", shares=shares)
         return await show()
 

@@ -31,7 +31,7 @@ from gateway.batches.records import KEPT_S, Held, Record
 from gateway.errors import ApiError, overloaded
 from gateway.shares import Shared, is_fair
 from gateway.store.database import Database, StoreError
-from gateway.store.line import Line, unavailable
+from gateway.store.line import Line, for_clients
 from wire.private_folders import open_private
 
 _log = structlog.get_logger()
@@ -116,10 +116,8 @@ class BatchStore:
 
     async def _ask(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
         """Raises ApiError."""
-        try:
+        with for_clients():
             return await self._call(method, *args, **named)
-        except StoreError as error:
-            raise unavailable(error) from error
 
     async def _take_old_records(self) -> None:
         for path in self.folder.glob("*.json"):

@@ -169,11 +169,8 @@ def _place_at(
     from one of `lenders`; what a prefill worker has that could compute is handed over. A prefill worker is told of one
     even if it probably lacks nothing: it knows what it has evicted.
     """
-    known = [
-        view
-        for view in workers
-        if view.role == "prefill" and view.partners == decode.partners and need.can_compute(view)
-    ]
+    matching = [view for view in workers if view.role == "prefill" and view.partners == decode.partners]
+    known = [view for view in matching if need.can_compute(view)]
     partners = [view for view in known if view.is_alive]
     lender, num_lent = _find_lender(decode, lenders, need)
     need = replace(need, num_lent=max(num_lent, need.find_cached(decode) if decode in lenders else 0))

@@ -80,7 +80,7 @@ class Placer:
         return [view for view in workers if request.can_use(view)]
 
     def _choose_revision(self, workers: Sequence[WorkerView], request: Request) -> Sequence[WorkerView]:
-        if request.computes or self.rollout.is_over(workers):
+        if request.computes:
             return workers
         wanted = request.wanted
         return self.rollout.choose(workers, wanted.session or wanted.call or wanted.request_id)

@@ -13,7 +13,7 @@ while shares grow: those that move, move to the growing one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -23,40 +23,55 @@ ROUNDING = 1e-9  # of shares that add up to 1
 REST = ""  # all revisions without a share
 
 
+Share = Callable[[Mapping[str, float]], Awaitable[None]]
+Groups = Mapping[str, Sequence[WorkerView]]  # revision with a share, or REST |-> its workers
+
+
+async def _keep_to_itself(_: Mapping[str, float]) -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Rollout:
     """The shares of new requests, by revision."""
 
     shares: Mapping[str, float] = field(default_factory=dict)  # as runtime/config_parts.py: check_shares takes them
+    share: Share = _keep_to_itself  # called when an operator has changed them
+    # of the last list of workers, as many requests ask for the same: groups that are whole, and that decode alone
+    _divided: tuple[Sequence[WorkerView], Mapping[str, float], tuple[Groups, Groups]] | None = None
 
-    _seen: Sequence[WorkerView] = ()
-    _is_one: bool = True  # those seen are of one revision
-
-    def is_over(self, workers: Sequence[WorkerView]) -> bool:
-        """Whether a new request may go to any of these. Asked for each request that waits, mostly of the same list."""
-        if workers is not self._seen:
-            self._seen, self._is_one = workers, len({view.revision for view in workers}) <= 1
-        return self._is_one and not self.shares
+    async def give(self, shares: Mapping[str, float]) -> None:
+        """An operator's shares, in place of those before."""
+        self.shares = shares
+        await self.share(shares)
 
     def choose(self, workers: Sequence[WorkerView], key: str) -> Sequence[WorkerView]:
         """Those that a new request may go to. `key`: its session or id. Empty: no revision with a share is complete."""
-        if self.is_over(workers):
-            return workers
+        if self._divided is None or self._divided[0] is not workers or self._divided[1] is not self.shares:
+            self._divided = workers, self.shares, self._divide(workers)
+        whole, spare = self._divided[2]
+        return self._draw(whole, key) or self._draw(spare, key)
+
+    def _divide(self, workers: Sequence[WorkerView]) -> tuple[Groups, Groups]:
         revisions = {view.revision for view in workers}
+        if len(revisions) == 1 and not self.shares:
+            return {REST: workers}, {}
         has_prefill = any(view.role == "prefill" for view in workers)
         whole: dict[str, list[WorkerView]] = {}
-        spare: dict[str, list[WorkerView]] = {}  # of revisions that decode alone
+        spare: dict[str, list[WorkerView]] = {}
         for revision in revisions:
             views = [view for view in workers if view.revision == revision]
             roles = {view.role for view in views if view.is_alive}
             if "decode" in roles:
                 into = whole if "prefill" in roles or not has_prefill else spare
                 into.setdefault(revision if revision in self.shares else REST, []).extend(views)
-        return self._draw(whole, key) or self._draw(spare, key)
+        return whole, spare
 
-    def _draw(self, groups: Mapping[str, list[WorkerView]], key: str) -> Sequence[WorkerView]:
+    def _draw(self, groups: Groups, key: str) -> Sequence[WorkerView]:
         """One of the groups that have a share: of exponential clocks the first to ring. So no session moves between two
         groups whose shares did not change."""
+        if not self.shares:
+            return groups.get(REST, ())
         rest = 1 - sum(self.shares.values())
         shares = {REST: rest if rest > ROUNDING else 0.0, **self.shares}
         rings = {name: -math.log(_draw_number(key, name)) / shares[name] for name in groups if shares[name] > 0}

@@ -3,23 +3,20 @@
 The last change of a name counts, whichever gateway made it, and more than --lora.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.adapters import Adapter
-from gateway.store.database import Database, StoreError
+from gateway.store.database import Database
+from gateway.store.follower import Follower
 from gateway.store.runs import Runs
-from runtime.tasks import keep_running
 
-LOOK_S = 1.0  # between two looks for what other gateways have changed
 MOST_UNLOADED = 1000  # latest changes, as long as which a name counts as unloaded
 
 
-class Shared(NamedTuple):
+class AdapterRow(NamedTuple):
     """A row of `adapters`."""
 
     model: str  # its first name
@@ -28,7 +25,7 @@ class Shared(NamedTuple):
     digest: str
 
 
-def share(database: Database, new: Sequence[Shared], seen: int) -> tuple[int, list[Shared] | None]:
+def share(database: Database, new: Sequence[AdapterRow], seen: int) -> tuple[int, list[AdapterRow] | None]:
     """Writes changes. Returns how many there have ever been, and unless that is `seen` what all of them have led to."""
     with database.transaction(is_written=bool(new)):
         for row in new:
@@ -46,57 +43,33 @@ def share(database: Database, new: Sequence[Shared], seen: int) -> tuple[int, li
         if number == seen:
             return number, None
         rows = database.do("SELECT model, name, path, digest FROM adapters ORDER BY number").fetchall()
-    return number, [Shared(*row) for row in rows]
+    return number, [AdapterRow(*row) for row in rows]
 
 
-class SharedAdapters:
-    """Follows the store, and adds to it. Lives on the asyncio thread."""
+class SharedAdapters(Follower):
+    """Start it after --lora is known: what the API has said since counts more."""
 
     def __init__(self, runs: Runs, loaders: Mapping[str, AdapterLoader]) -> None:
         """`loaders`: of each model by its first name."""
-        self._runs, self._loaders = runs, loaders
-        self._unsaved: dict[tuple[str, str], Shared] = {}
+        super().__init__(runs)
+        self._loaders = loaders
+        self._unsaved: dict[tuple[str, str], AdapterRow] = {}
         self._seen = -1
-        self._looking = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
         for model, loader in loaders.items():
             loader.share = partial(self._share, model)
-
-    async def start(self) -> None:
-        """After --lora is known: what the API has said since counts more."""
-        with suppress(StoreError):
-            await self._look()
-        self._task = asyncio.create_task(keep_running(self._run, "following adapters"))
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _share(self, model: str, name: str, adapter: Adapter | None) -> None:
         """Returns when the store has it, or fails: then it gets it later."""
         path, digest = (adapter.path, adapter.digest) if adapter else ("", "")
-        self._unsaved[model, name] = Shared(model, name, path, digest)
-        with suppress(StoreError):
-            await self._look()
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            with suppress(StoreError):
-                await self._look()
+        self._unsaved[model, name] = AdapterRow(model, name, path, digest)
+        await self.exchange()
 
     async def _look(self) -> None:
-        async with self._looking:
-            new = list(self._unsaved.values())
-            try:
-                self._seen, rows = await self._runs.writes.call(share, new, self._seen)
-            except StoreError as error:
-                self._runs.note_failure(error)
-                raise
-            for row in new:
-                if self._unsaved[row[:2]] is row:
-                    del self._unsaved[row[:2]]
-            for row in rows or ():
-                if row.model in self._loaders and row[:2] not in self._unsaved:
-                    self._loaders[row.model].follow(row.name, row.path, row.digest)
+        new = list(self._unsaved.values())
+        self._seen, rows = await self._runs.writes.call(share, new, self._seen)
+        for row in new:
+            if self._unsaved[row[:2]] is row:
+                del self._unsaved[row[:2]]
+        for row in rows or ():
+            if row.model in self._loaders and row[:2] not in self._unsaved:
+                self._loaders[row.model].follow(row.name, row.path, row.digest)

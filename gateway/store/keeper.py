@@ -40,7 +40,7 @@ from gateway.store.kinds import (
     show,
     trouble,
 )
-from gateway.store.line import unavailable
+from gateway.store.line import for_clients
 from gateway.store.replay import Asked, SomeBody, digest_of, unknown_history
 from gateway.store.run import ChoiceTokens, Run
 from gateway.store.runs import LOOK_S, Runs
@@ -204,11 +204,9 @@ class AnswerKeeper:
         """Gives an answer other metadata. Raises ApiError."""
         answer = await self.find(kind, answer_id, key)
         answer.labels = labels
-        try:
+        with for_clients():
             await self.runs.save()
             await self.runs.writes.call(Database.set_labels, answer_id, labels)
-        except StoreError as error:
-            raise unavailable(error) from error
         return answer
 
     async def cancel(self, answer_id: str, key: Key) -> bytes:

@@ -1,8 +1,9 @@
 """A database that is asked from the event loop: one call after the other, in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -45,10 +46,8 @@ class Line:
 
     async def ask(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
         """As `call`, for a client whose request needs it: raises ApiError."""
-        try:
+        with for_clients():
             return await self.call(method, *args, **named)
-        except StoreError as error:
-            raise unavailable(error) from error
 
     def _call(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **named: P.kwargs) -> T:
         if self._database is None:
@@ -60,6 +59,15 @@ class Line:
         if self._database is not None:
             self._thread.submit(self._database.close)
         self._thread.shutdown(wait=False)
+
+
+@contextmanager
+def for_clients() -> Iterator[None]:
+    """Around what a client's request needs of the store: raises ApiError instead of StoreError."""
+    try:
+        yield
+    except StoreError as error:
+        raise unavailable(error) from error
 
 
 def unavailable(error: StoreError) -> ApiError:

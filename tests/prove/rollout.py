@@ -5,7 +5,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -22,15 +21,6 @@ from tests.support.live import HTTP_S
 NUM_STREAMS, NUM_UPGRADES, KILL_EVERY_S = 32, 5, 6.0
 ADMIN_KEY = "sixteen-characters-of-a-key"
 STAGES = (0.0, 0.3, 1.0)  # shares of the revision that comes
-
-
-@dataclass
-class Found:
-    """What became of all answers."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)  # old, new, and what must not be
-    complaints: list[str] = field(default_factory=list)
-    num_kills: int = 0
 
 
 def write_other_weights(folder: Path) -> Path:
@@ -86,8 +76,8 @@ class Clients:
         return self._tally
 
 
-def run(minutes: float, num_workers: int = 2) -> Found:
-    """`num_workers`: of each role and revision."""
+def run(minutes: float, num_workers: int = 2) -> tuple[Tally, Counter[str]]:
+    """Returns outcomes, `old` and `new` where nothing is wrong, and kills. `num_workers`: of each role and revision."""
     with tempfile.TemporaryDirectory() as folder:
         other = write_other_weights(Path(folder) / "other")
         names = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(2 * num_workers)]
@@ -96,7 +86,6 @@ def run(minutes: float, num_workers: int = 2) -> Found:
             for name in names
         }
         flags["gateway"] = [f"--admin-key={ADMIN_KEY}"]
-        found = Found()
         with run_fleet(
             2 * num_workers, 2 * num_workers, flags=flags, lease_s=10, patience_s=HANG_S, forks=True
         ) as fleet:
@@ -106,43 +95,34 @@ def run(minutes: float, num_workers: int = 2) -> Found:
                 cases[name] = build_cases(fleet, NUM_STREAMS, 1)
             if any(old.answer == new.answer for old, new in zip(*cases.values(), strict=True)):
                 raise AssertionError("both weights give the same answer")
-            clients, killed = Clients(fleet, cases), list[Counter[str]]()
-            until = time.monotonic() + 60 * minutes
-            shares = [
-                {("new", "old")[upgrade % 2]: share} for upgrade in range(NUM_UPGRADES) for share in STAGES
-            ]  # fmt: skip
-            pause_s = 60 * minutes / len(shares)
-
-            def upgrade() -> None:
-                for one in shares:
-                    share_out(fleet, one)
-                    time.sleep(pause_s)
-
-            upgrading = threading.Thread(target=upgrade, daemon=True)
+            clients = Clients(fleet, cases)
+            upgrading = threading.Thread(target=upgrade, args=(fleet, 60 * minutes), daemon=True)
             upgrading.start()
-            killed.append(disturb(fleet, until, KILL_EVERY_S, 1))
+            kills = disturb(fleet, time.monotonic() + 60 * minutes, KILL_EVERY_S, 1)
             upgrading.join(TOO_LONG_S)
             tally = clients.finish()
-            found.outcomes, found.complaints = tally.outcomes, tally.complaints
-            found.num_kills = killed[0].total()
             share_out(fleet, {})
             fleet.wait_until_whole()
             fleet.wait_until_unused(UNUSED_S)
-        return found
+        return tally, kills
+
+
+def upgrade(fleet: ProcessFleet, seconds: float) -> None:
+    """To the new revision and back, in stages."""
+    shares = [{("new", "old")[number % 2]: share} for number in range(NUM_UPGRADES) for share in STAGES]
+    for one in shares:
+        share_out(fleet, one)
+        time.sleep(seconds / len(shares))
 
 
 def prove_rollout(report: Report, minutes: float) -> str:
     """Returns what was done."""
-    found = run(minutes)
-    report.num_answers += found.outcomes.total()
-    report.num_wrong += found.outcomes["wrong"]
-    is_right = set(found.outcomes) == {"old", "new"}
-    report.require(is_right, f"rollout: {dict(found.outcomes)}; {found.complaints[:3]}")
+    tally, kills = run(minutes)
+    outcomes = tally.outcomes
+    report.num_answers += outcomes.total()
+    report.num_wrong += outcomes["wrong"]
+    report.require(set(outcomes) == {"old", "new"}, f"rollout: {dict(outcomes)}; {tally.complaints[:3]}")
     return (
-        f"{NUM_UPGRADES} upgrades to other weights and back under {NUM_STREAMS} streams, {found.num_kills} workers "
-        f"killed: {found.outcomes['old']} answers of one revision, {found.outcomes['new']} of the other"
+        f"{NUM_UPGRADES} upgrades to other weights and back under {NUM_STREAMS} streams, {kills.total()} workers "
+        f"killed: {outcomes['old']} answers of one revision, {outcomes['new']} of the other"
     )
-
-
-if __name__ == "__main__":
-    print(run(1.5))

@@ -15,7 +15,7 @@ from gateway.request.prepare import ApiOptions, ServedModel, ServedModels
 from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import EngineClient
-from gateway.store.adapters import Shared, SharedAdapters
+from gateway.store.adapters import AdapterRow, SharedAdapters
 from gateway.store.keeper import AnswerKeeper
 from gateway.store.runs import Runs
 from gateway.text.template import Conversation
@@ -98,7 +98,7 @@ class AnswersGateway(SimGateway):
         self.keeper = AnswerKeeper(self.served, self.runs)
         self.loader = AdapterLoader(self.fleet, CollectorRegistry())
         self.adapters = SharedAdapters(self.runs, {MODEL: self.loader})
-        self.changed: dict[str, Shared] = {}  # by name: the latest change of an adapter here
+        self.changed: dict[str, AdapterRow] = {}  # by name: the latest change of an adapter here
         self.loop.create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -116,14 +116,14 @@ class AnswersGateway(SimGateway):
                 known.add(Adapter(name, f"/{name}"), digest)
             elif not known.remove(name):
                 return
-            self.changed[name] = Shared(MODEL, name, f"/{name}" if digest else "", digest)
+            self.changed[name] = AdapterRow(MODEL, name, f"/{name}" if digest else "", digest)
             await self.loader.share(name, known.named.get(name))
 
         if self.is_up:
             self.loop.create_task(change())
 
-    def named(self) -> set[Shared]:
-        return {Shared(MODEL, name, one.path, one.digest) for name, one in self.fleet.adapters.named.items()}
+    def named(self) -> set[AdapterRow]:
+        return {AdapterRow(MODEL, name, one.path, one.digest) for name, one in self.fleet.adapters.named.items()}
 
     def check(self) -> None:
         super().check()

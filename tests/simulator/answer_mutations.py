@@ -11,7 +11,7 @@ from gateway.api.responses.writer import ResponseWriter, new_response_id
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Tokens
 from gateway.store import adapters, run, runs
-from gateway.store.adapters import Shared, SharedAdapters, share
+from gateway.store.adapters import AdapterRow, SharedAdapters, share
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
 from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
@@ -83,14 +83,13 @@ def _write_or_not(self: Database, *args: Any) -> set[str]:
 
 
 async def _look_for_all(self: SharedAdapters) -> None:
-    async with self._looking:
-        new = list(self._unsaved.values())
-        self._seen, rows = await self._runs.writes.call(share, new, self._seen)
-        for row in new:
-            if self._unsaved[row[:2]] is row:
-                del self._unsaved[row[:2]]
-        for row in rows or ():
-            self._loaders[row.model].follow(row.name, row.path, row.digest)
+    new = list(self._unsaved.values())
+    self._seen, rows = await self._runs.writes.call(share, new, self._seen)
+    for row in new:
+        if self._unsaved[row[:2]] is row:
+            del self._unsaved[row[:2]]
+    for row in rows or ():
+        self._loaders[row.model].follow(row.name, row.path, row.digest)
 
 
 async def _share_once(self: SharedAdapters, model: str, name: str, adapter: Adapter | None) -> None:
@@ -100,7 +99,7 @@ async def _share_once(self: SharedAdapters, model: str, name: str, adapter: Adap
         self._unsaved.pop((model, name), None)
 
 
-def _share_loads(database: Database, new: Sequence[Shared], seen: int) -> tuple[int, list[Shared] | None]:
+def _share_loads(database: Database, new: Sequence[AdapterRow], seen: int) -> tuple[int, list[AdapterRow] | None]:
     return share(database, [row for row in new if row.path], seen)
 
 

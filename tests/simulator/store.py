@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulate.virtual_time import VirtualLoop
-from gateway.store.adapters import Shared
+from gateway.store.adapters import AdapterRow
 from gateway.store.database import RUNNING, Answer, Database, StoreError, TokenPart
 from gateway.store.run import join_parts
 from tests.simulator.clock import EPOCH_S
@@ -49,7 +49,7 @@ class SimStore(Process):
         now = EPOCH_S / 86400 + UNIX_EPOCH_DAYS
         self.database.create_function("julianday", 1, lambda _: now + world.now / 86400)
         self.answers: dict[str, Kept] = {}
-        self.shared_ever = set[Shared]()  # adapters as they have ever been in it
+        self.shared_ever = set[AdapterRow]()  # adapters as they have ever been in it
         self._served: Counter[Hashable] = Counter()  # line |-> its latest call
         self.fails_at = -1  # statements until the present transaction fails
         self.fails_late = False  # after its commit
@@ -106,9 +106,9 @@ class SimStore(Process):
         found = self._select(f"SELECT {columns}, gateway FROM answers")
         return {row[0]: (Answer(*row[:-1]), row[-1]) for row in found}
 
-    def shared(self) -> set[Shared]:
+    def shared(self) -> set[AdapterRow]:
         """Adapters, those that were unloaded too."""
-        return {Shared(*row) for row in self._select("SELECT model, name, path, digest FROM adapters")}
+        return {AdapterRow(*row) for row in self._select("SELECT model, name, path, digest FROM adapters")}
 
     def tokens_without_a_row(self) -> list[Any]:
         return self._select("SELECT * FROM tokens WHERE answer NOT IN (SELECT id FROM answers)")

@@ -195,7 +195,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
 
 
 def _count_whole(weight: Weight) -> int:
-    """Of a product, or a norm, that is not divided among ranks."""
+    """How many weights of a product, or a norm, each rank has: none if it is divided."""
     if isinstance(weight, Vector):
         return 0 if weight.axis.is_divided else weight.axis.size
     is_divided = weight.inputs.is_divided or any(part.rows.is_divided for part in weight.parts)

@@ -1,6 +1,6 @@
 """GET and POST /v1/revisions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,8 @@ ROLLOUT = Rollout()
 def revised(full: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`full` starts before and ends after: each restores the logging that it found."""
 
-    async def give(shares: Mapping[str, float]) -> None:
-        ROLLOUT.shares = shares
-
     def extend(app: Any, served: Any) -> None:
-        app.include_router(build_revisions_router(served, ROLLOUT, lambda: VIEWS, give))
+        app.include_router(build_revisions_router(served, ROLLOUT, lambda: VIEWS))
 
     options = replace(FULL, admin_key=ADMIN["authorization"].split()[1])
     with run_api(tmp_path_factory.mktemp("model"), options, extend=extend) as served:

@@ -1,37 +1,14 @@
 """Records of files and batches: who may write a batch, who may take it, and what is deleted."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from gateway.batches import records
 from gateway.batches.objects import Batch, FileObject
 from gateway.batches.records import KEPT_S, LONGER_S, Held, Record
 from gateway.store.database import Database
-from tests.support.postgres import run_postgres
 
 LEASE_S, FOLDER = 60.0, "here"
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
-    if request.param == "sqlite":
-        yield tmp_path_factory.mktemp("state") / "answers"
-        return
-    with run_postgres() as server:
-        yield server.url
-
-
-@pytest.fixture
-def database(place: str | Path) -> Iterator[Database]:
-    """Empty."""
-    found = Database(place)
-    with found.transaction(is_written=True):
-        found.do("DELETE FROM batch_records")
-    yield found
-    found.close()
 
 
 def file(name: str, folder: str = FOLDER, ends_s: float = 2e9, num_bytes: int = 7) -> Record:

@@ -1,7 +1,6 @@
 """Adapters that one gateway has loaded or unloaded: others with the same store follow, now or when they start."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,30 +10,12 @@ from gateway.router.adapter_loader import AdapterLoader
 from gateway.router.fleet import Fleet
 from gateway.router.worker_client import POLL_S
 from gateway.store import adapters
-from gateway.store.adapters import LOOK_S, Shared, SharedAdapters, share
+from gateway.store.adapters import AdapterRow, SharedAdapters, share
 from gateway.store.database import Database, StoreError
-from tests.support.postgres import run_postgres
+from gateway.store.follower import LOOK_S
 from tests.support.virtual_fleet import VirtualFleet, virtual_fleet
 
 MODEL = "m"
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
-    if request.param == "sqlite":
-        yield tmp_path_factory.mktemp("state") / "answers"
-        return
-    with run_postgres() as server:
-        yield server.url
-
-
-@pytest.fixture
-def database(place: str | Path) -> Iterator[Database]:
-    found = Database(place)
-    with found.transaction(is_written=True):
-        found.do("DELETE FROM adapters")
-    yield found
-    found.close()
 
 
 class Store:
@@ -139,7 +120,7 @@ def test_a_change_that_the_store_lacks_is_not_undone_by_what_it_has(
     first.call(first.loader.load("one", "/a"))
     first.store.fails = True
     first.call(first.loader.unload("one"))
-    share(database, [Shared(MODEL, "two", "/b", "B")], -1)  # by another gateway: all rows are read again
+    share(database, [AdapterRow(MODEL, "two", "/b", "B")], -1)  # by another gateway: all rows are read again
     first.store.fails = False
     fleet.run(2 * LOOK_S)
     assert first.named == {"two": "B"}
@@ -149,8 +130,8 @@ def test_unloaded_names_are_bounded_and_rows_of_other_models_stay(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "MOST_UNLOADED", 3)
-    kept = Shared("other", "kept", "/a", "A")
-    share(database, [kept, *(Shared(MODEL, f"{number}", "", "") for number in range(10))], -1)
+    kept = AdapterRow("other", "kept", "/a", "A")
+    share(database, [kept, *(AdapterRow(MODEL, f"{number}", "", "") for number in range(10))], -1)
     number, rows = share(database, [], -1)
-    assert rows == [kept, *(Shared(MODEL, f"{number}", "", "") for number in range(7, 10))]
+    assert rows == [kept, *(AdapterRow(MODEL, f"{number}", "", "") for number in range(7, 10))]
     assert share(database, [], number) == (number, None)

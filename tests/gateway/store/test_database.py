@@ -1,35 +1,13 @@
 """Stored answers in the database: who may write them, and what is left of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
-from tests.support.postgres import run_postgres
 
 LEASE_S = 60.0
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
-    if request.param == "sqlite":
-        yield tmp_path_factory.mktemp("state") / "answers"
-        return
-    with run_postgres() as server:
-        yield server.url
-
-
-@pytest.fixture
-def database(place: str | Path) -> Iterator[Database]:
-    """Empty."""
-    found = Database(place)
-    with found.transaction(is_written=True):
-        for table in ("answers", "tokens", "gateways"):
-            found.do(f"DELETE FROM {table}")
-    yield found
-    found.close()
 
 
 def answer(name: str = "a", previous: str = "", created_s: int = 1_000) -> Answer:

@@ -1,42 +1,20 @@
 """Shares of revisions that one gateway was given: others with the same store follow, now or when they start."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from gateway.router.rollout import Rollout
 from gateway.store.database import Database
-from gateway.store.shares import LOOK_S, SharedRollout, exchange_shares
+from gateway.store.follower import LOOK_S
+from gateway.store.rollout import SharedRollout, exchange_shares
 from tests.gateway.store.test_adapters import Store
-from tests.support.postgres import run_postgres
 from tests.support.virtual_fleet import VirtualFleet, virtual_fleet
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | Path]:
-    if request.param == "sqlite":
-        yield tmp_path_factory.mktemp("state") / "answers"
-        return
-    with run_postgres() as server:
-        yield server.url
-
-
-@pytest.fixture
-def database(place: str | Path) -> Iterator[Database]:
-    found = Database(place)
-    with found.transaction(is_written=True):
-        found.do("DELETE FROM shares")
-    yield found
-    found.close()
 
 
 class Gateway:
     def __init__(self, virtual: VirtualFleet, database: Database, **shares: float) -> None:
         self.rollout, self.store = Rollout(shares), Store(database)
         runs: Any = self.store
-        self._virtual, self.shared = virtual, SharedRollout(self.rollout, runs)
+        self._virtual, self.shared = virtual, SharedRollout(runs, self.rollout)
         self.call(self.shared.start())
 
     @property
@@ -53,11 +31,11 @@ def test_others_follow_and_those_that_start_later_whatever_they_start_with(datab
     with virtual_fleet() as virtual:
         first, other = Gateway(virtual, database, new=0.5), Gateway(virtual, database)
         assert (first.shares, other.shares) == ({"new": 0.5}, {}), "nobody has said anything"
-        first.call(first.shared.change({"new": 0.1, "old": 0.25}))
+        first.call(first.rollout.give({"new": 0.1, "old": 0.25}))
         later = Gateway(virtual, database, new=0.5)
         virtual.run(LOOK_S)
         assert first.shares == other.shares == later.shares == {"new": 0.1, "old": 0.25}
-        other.call(other.shared.change({}))
+        other.call(other.rollout.give({}))
         virtual.run(LOOK_S)
         assert first.shares == later.shares == Gateway(virtual, database, new=0.5).shares == {}
 
@@ -66,7 +44,7 @@ def test_without_the_store_a_gateway_has_what_it_was_told_and_others_learn_later
     with virtual_fleet() as virtual:
         first, other = Gateway(virtual, database), Gateway(virtual, database)
         first.store.fails = True
-        first.call(first.shared.change({"new": 1.0}))
+        first.call(first.rollout.give({"new": 1.0}))
         virtual.run(3 * LOOK_S)
         assert first.shares == {"new": 1.0} and not other.shares and first.store.num_failures
         exchange_shares(database, {"old": 1.0})  # meanwhile by another one
@@ -77,8 +55,5 @@ def test_without_the_store_a_gateway_has_what_it_was_told_and_others_learn_later
 
 async def test_without_any_store_shares_are_one_gateways_memory() -> None:
     rollout = Rollout()
-    alone = SharedRollout(rollout, None)
-    await alone.start()
-    await alone.change({"new": 0.5})
-    await alone.close()
+    await rollout.give({"new": 0.5})
     assert rollout.shares == {"new": 0.5}
