@@ -80,7 +80,7 @@ class Keys:
         """The same for what needs the admin key: it comes as a bearer token. Raises ApiError 403 if there is none."""
         admins = [*self._admin, *(key for key in self._keys if key.is_admin)]
         if not admins:
-            message = "start the gateway with --admin-key (BATON_ADMIN_KEY) if adapters should be loaded here"
+            message = "start the gateway with --admin-key (BATON_ADMIN_KEY) if this should be allowed here"
             raise ApiError(403, message, None, "no_admin_key")
         bearer, _ = read_keys(headers)
         key = _find(admins, bearer)
