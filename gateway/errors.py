@@ -80,6 +80,9 @@ def took_too_long() -> ApiError:
     return ApiError(504, "the request took longer than --request-timeout-s allows", code="timeout")
 
 
-def not_ready(message: str) -> ApiError:
+WEIGHTS_GONE = "weights_gone"  # code of an answer's error: no worker is left that has what began it
+
+
+def not_ready(message: str, code: str = "not_ready") -> ApiError:
     """503: no worker can serve the request now."""
-    return ApiError(503, message, None, "not_ready", retry_after_s=1)
+    return ApiError(503, message, None, code, retry_after_s=1)

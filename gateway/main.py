@@ -232,6 +232,7 @@ def _build_models(
         admin_key=config.admin_key,
         hosts=config.allowed_host,
         salts_by_key=salts_by_key,
+        restarts=config.on_revision_gone == "restart",
         max_queue=config.max_queue,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,

@@ -9,6 +9,7 @@ from runtime.config_parts import (
     NO_DRAFT,
     DecodingConfig,
     HeartbeatConfig,
+    OnRevisionGone,
     PublicConfig,
     WorkerConfig,
     at_least_a_page,
@@ -53,6 +54,9 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     revision_weight: tuple[str, ...] = ()
     """NAME=SHARE of new requests for the workers with --revision NAME, such as new=0.1; others share the rest; repeat.
     `baton rollout` changes it while serving."""
+    on_revision_gone: OnRevisionGone = "fail"
+    """When no worker is left of the weights that began an answer: it fails by name; or, if it is not streamed, restart
+    begins it once more elsewhere."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 

@@ -39,6 +39,7 @@ ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 NoPrefill = Literal["fallback", "wait", "fail"]
+OnRevisionGone = Literal["fail", "restart"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
 SMOLLM2 = "smollm2"

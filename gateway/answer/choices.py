@@ -13,7 +13,7 @@ from gateway.access.keys import Key
 from gateway.answer.call_reader import CallReader
 from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.answer.merged_streams import MergedStreams
-from gateway.errors import ApiError
+from gateway.errors import WEIGHTS_GONE, ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
 from gateway.request.rules import LAST_PRIORITY
@@ -34,6 +34,7 @@ Hold = Callable[[AsyncGenerator[Tokens, None]], AsyncGenerator[Tokens, None]]
 SESSION_HEADER = "x-baton-session"  # of HTTP, or metadata of gRPC
 HOLD_CHOICES = "hold_choices"  # in the state of the HTTP request of a batch's line: its Hold
 
+_RESTARTED = "the answer was begun once more: no worker was left of the weights that had begun it"
 _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
 
 
@@ -51,6 +52,7 @@ class Totals:
         self.num_cached = 0  # prompt tokens whose KV was cached
         self.num_open = len(job.generations)  # unfinished choices
         self.notes: Sequence[str] = ()  # what workers gave less of than asked for, so far
+        self.may_restart = False  # once, where the weights that began it are gone: its client has nothing of it yet
 
     def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
@@ -61,6 +63,18 @@ class Totals:
             self.num_cached += piece.timing.cached_tokens
         if self.trace is not None and piece.ending is not None:
             self.trace.endings[index] = piece.ending
+
+    def restarts_after(self, error: BaseException) -> bool:
+        """Whether the answer begins once more."""
+        return self.may_restart and isinstance(error, ApiError) and error.code == WEIGHTS_GONE
+
+    def restart(self) -> None:
+        """Count nothing of what is thrown away, but for the key's allowance: it was computed."""
+        age_s = time.perf_counter() - self.arrived_s
+        generations = tuple(replace(one, age_s=age_s) for one in self.job.generations)
+        self.job = replace(self.job, generations=generations, warnings=(*self.job.warnings, _RESTARTED))
+        self.num_completion = self.num_reasoning = self.num_cached = 0
+        self.num_open, self.may_restart = len(generations), False
 
     def warnings(self) -> tuple[str, ...]:
         """For the client: what it asked for and did not get, as far as that is known."""
@@ -119,6 +133,7 @@ async def stream_choices(
     waits = is_whole and not job.stop_strings  # which are looked for in content only
     choices = [_Choice(job, index, served.tokenizer, meter, waits) for index, meter in enumerate(meters)]
     failure: BaseException | None = None
+    restarts = False
     waiting = set[int]()  # for their first token
     try:
         served.check_share(job.key.name, len(choices))
@@ -150,6 +165,9 @@ async def stream_choices(
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
     except BaseException as error:
+        if restarts := totals.restarts_after(error):
+            totals.log("begun once more")
+            raise
         _note_failure(served, error, job.generations[0].request_id, job.generations[0].owner, totals.num_completion)
         if isinstance(error, ApiError) and not totals.num_completion:
             job.key.allowance.give_back(totals.num_prompt)
@@ -162,7 +180,7 @@ async def stream_choices(
         raise
     finally:
         served.waiting.add(job.key.name, -len(waiting))
-        if totals.trace is not None:
+        if totals.trace is not None and not restarts:
             totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
             totals.trace.close(failure)
 

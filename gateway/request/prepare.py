@@ -43,6 +43,7 @@ class ApiOptions:
     image_hosts: tuple[str, ...] = ()  # from which images are fetched: names, or *.SUFFIX
     max_queue: int = 1024  # choices that wait for a place
     admin_key: str = ""  # for loading and unloading adapters; empty: that is refused
+    restarts: bool = False  # whole answers begin once more where the weights that began them are gone
     salts_by_key: bool = False  # keys do not share KV of equal prompts
     hosts: tuple[str, ...] = ()  # names by which the service is called where no key is asked for
 

@@ -265,7 +265,7 @@ class Queue:
         """Refuse it where no worker has had its adapter, or its weights, for too long."""
         waiter.without_since = now if waiter.without_since is None else waiter.without_since
         if now - waiter.without_since >= self._patience(lacking.role):
-            self._refuse(waiter, not_ready(lacking.detail))
+            self._refuse(waiter, not_ready(lacking.detail, lacking.code))
 
     def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> None:
         """All that may fail comes first: then it still waits, and holds nothing."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.errors import WEIGHTS_GONE
 from gateway.router.worker_view import Role, WorkerView
 from runtime.config_parts import NoPrefill
 
@@ -13,6 +14,7 @@ class Unready:
 
     detail: str
     role: Role = "decode"  # whose workers are missing
+    code: str = "not_ready"  # of the error
 
 
 def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
@@ -58,9 +60,9 @@ def find_unusable(
     if foreign:
         have = "alive has: " + ", ".join(f"{view.address} has {view.computes}" for view in foreign)
         detail = f"the answer began with the weights {computes}, which no {lacking.role} worker that is {have}"
-    else:
-        why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
-        detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
+        return Unready(detail, lacking.role, WEIGHTS_GONE)
+    why = f"GET /status says why {', '.join(view.address for view in others)} lack it"
+    detail = f"adapter '{adapter}' is on no {lacking.role} worker that is alive; {why}"
     return Unready(detail, lacking.role)
 
 

@@ -78,6 +78,19 @@ def _decode_load(workers: Sequence[WorkerView], num_queued: int, tokens_queued: 
     return max(pages + tokens_queued / max(one.num_pages * one.page_tokens, 1), places + num_queued / one.max_running)
 
 
+def _describe_revisions(views: Sequence[WorkerView]) -> Iterable[Metric]:
+    text = "Workers of a revision that take requests"
+    workers = GaugeMetricFamily("baton:revision_workers", text, labels=("revision", "role"))
+    text = "Requests placed on decode workers of a revision"
+    running = GaugeMetricFamily("baton:revision_requests_running", text, labels=("revision",))
+    for revision in sorted({view.revision for view in views}):
+        alike = [view for view in views if view.revision == revision]
+        for role in ("prefill", "decode"):
+            workers.add_metric((revision, role), sum(view.role == role and view.is_alive for view in alike))
+        running.add_metric((revision,), sum(view.num_mine for view in alike if view.role == "decode"))
+    return workers, running
+
+
 class FleetMetrics(Collector):
     """Metrics of the queue and of the fleet, read at scrape time on the asyncio thread."""
 
@@ -101,6 +114,7 @@ class FleetMetrics(Collector):
             for state in ("alive", "not_alive"):
                 workers.add_metric((role, state), counts[role, state])
         yield workers
+        yield from _describe_revisions([view for view in views if view.revision])
         text = "Workers that the present load needs, by --goal-prefill-wait-s and --goal-kv-usage"
         desired = GaugeMetricFamily("baton:desired_workers", text, labels=("role",))
         for role, count in advise(views, num_queued, tokens_queued, self._goals, queue.placer.expects_prefill).items():

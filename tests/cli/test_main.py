@@ -339,11 +339,8 @@ def test_flags_build_the_same_settings(config: ServeConfig) -> None:
 
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     own = {"model_name", "advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
-    own |= {
-        "kv_events",
-        "kv_events_replay",
-        "revision_weight",
-    }  # an endpoint is one worker's; one service, one revision
+    own |= {"kv_events", "kv_events_replay"}  # an endpoint is one worker's
+    own |= {"revision_weight", "on_revision_gone"}  # one service, one revision
     by_role = {"max_running", "tp"}  # such as prefill_tp
     for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -344,6 +344,32 @@ def test_roll_outs_never_take_the_last_gateway_or_worker(fleet: Fleet) -> None:
     for pod in fleet.pods.values():
         assert pod.owner["spec"]["replicas"] >= 2
     assert {one["spec"]["maxUnavailable"] for one in fleet.of_kind("PodDisruptionBudget")} == {1}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which builds overlays, is not installed")
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "rdma"])
+def test_the_next_revision_is_the_same_workers_beside_those_that_serve(
+    overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
+    folders = ((f"overlays/{overlay}",), (f"overlays/{overlay}", "overlays/next"))
+    for rank, parts in enumerate(folders):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setitem(FLEETS, str(rank), parts)
+    here, following = (list(build(str(rank), tmp_path / str(rank))) for rank in range(2))
+    assert sorted(one["kind"] for one in following) == ["ConfigMap", "StatefulSet", "StatefulSet"]
+    names = {(one["kind"], one["metadata"]["name"]) for one in here}
+    assert names.isdisjoint((one["kind"], one["metadata"]["name"]) for one in following)
+    services = {one["metadata"]["name"]: one["spec"]["selector"] for one in here if one["kind"] == "Service"}
+    before = {one["metadata"]["name"]: read_pod(one, here) for one in here if one["kind"] == "StatefulSet"}
+    for owner in following[1:]:
+        pod = read_pod(owner, following)
+        old = before[owner["metadata"]["name"].removesuffix("-next")]
+        assert pod.config == replace(old.config, revision="next")
+        assert services[owner["spec"]["serviceName"]].items() <= pod.labels.items()
+        assert selects(owner["spec"]["selector"], pod.labels) and not selects(owner["spec"]["selector"], old.labels)
+        for version in VERSIONS:
+            kubernetes_validate.validate(owner, version, strict=True)
 
 
 async def test_the_certificate_that_the_tls_overlay_asks_for_names_all_workers(fleet: Fleet) -> None:

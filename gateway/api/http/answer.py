@@ -109,6 +109,7 @@ async def respond(
     beginning = begin(served, raw, unique_id(state.request_id), state.arrived_s, state.key, request.headers.items)
     totals = await while_connected(request, raw, beginning)
     writer, pieces = new_writer(totals), stream_choices(served, totals, hold, is_whole=not is_streamed)
+    totals.may_restart = served.options.restarts and not is_streamed
     if totals.trace is not None:
         totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
@@ -119,10 +120,13 @@ async def respond(
     else:
 
         async def whole() -> bytes:
-            async with aclosing(pieces):
-                async for index, piece in pieces:
-                    writer.add(index, piece)
-            return await writer.whole()
+            try:
+                return await write_whole(writer, pieces)
+            except ApiError as error:
+                if not totals.restarts_after(error):
+                    raise
+            totals.restart()
+            return await write_whole(new_writer(totals), stream_choices(served, totals, hold, is_whole=True))
 
         response = json_response(await until_disconnect(request.receive, whole()))
         response.headers.update(warning_headers(totals.warnings()))
@@ -134,6 +138,14 @@ def find_hold_s(raw: GenerateRequest, job: PreparedRequest) -> float:
     has_grammar = any(generation.grammar for generation in job.generations)
     hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
     return hold_s if raw.deadline_ms is None else max(hold_s, min(raw.deadline_ms / 1e3 + HOLD_S, PING_S))
+
+
+async def write_whole(writer: Writer, pieces: Pieces) -> bytes:
+    """The body, after the last piece."""
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            writer.add(index, piece)
+    return await writer.whole()
 
 
 async def write_events(writer: Writer, pieces: Pieces) -> Events:

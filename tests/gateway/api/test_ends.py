@@ -1,13 +1,15 @@
 """Requests without a whole answer, on every API: the engine refuses or fails, a bug, clients that leave."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.errors import ApiError, not_ready, overloaded, took_too_long
+from gateway.errors import WEIGHTS_GONE, ApiError, not_ready, overloaded, took_too_long
+from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import Served
+from tests.support.api_server import Served, run_api
 from tests.support.fake_engine_client import Script
 from tests.support.words import Api, named
 
@@ -141,3 +143,44 @@ def test_reasoning_that_nothing_opens_ends_at_its_marker(
     said = outcome.choices[0]
     is_known = not stream and not stop
     assert (said.reasoning, said.text) == (("Let me see.", "Yes.") if is_known else ("", "Let me see.Yes."))
+
+
+GONE = not_ready("the answer began with the weights w, which no decode worker that is alive has", WEIGHTS_GONE)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_answer_of_which_nothing_was_sent_begins_once_more_where_its_weights_are_gone(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """Where the operator wants that, and once. A stream's client has what came before."""
+    with run_api(tmp_path, ApiOptions(restarts=restarts)) as served:
+        for api, stream in MODES:
+            is_anew = restarts and not stream
+            whole = served.script("hello world again")
+            begun = Script(whole.token_ids[:2], error=GONE)
+            served.engine.reset(whole, begun)
+            num_failed = served.count("requests_failed_total", code=WEIGHTS_GONE)
+            outcome = api.ask(served, {}, stream)
+            assert len(served.engine.generations) == 1 + is_anew
+            assert served.count("requests_failed_total", code=WEIGHTS_GONE) == num_failed + (not is_anew)
+            assert outcome.status == (200 if is_anew else 503)
+            if is_anew:
+                assert outcome.texts == ["hello world again"]
+                assert "begun once more" in outcome.headers["x-baton-warning"]
+                assert served.engine.generations[1].age_s > served.engine.generations[0].age_s
+                served.engine.reset(begun)
+                assert api.ask(served, {}, stream).code in (WEIGHTS_GONE, None)
+                assert len(served.engine.generations) == 2
+        assert not served.engine.num_inside and not served.engine.num_running
+
+
+def test_no_choice_of_an_answer_that_begins_once_more_is_of_the_weights_before(tmp_path: Path) -> None:
+    with run_api(tmp_path, ApiOptions(restarts=True)) as served:
+        api = APIS["chat"]
+        other = served.script("hello hello")
+        served.engine.reset(
+            served.script("hello world again"), other, Script(served.ids("hello"), error=GONE, delay_s=0.05)
+        )
+        outcome = api.ask(served, {"n": 2}, stream=False)
+        assert (outcome.status, outcome.texts) == (200, ["hello world again"] * 2)
+        assert len(served.engine.generations) == 4
