@@ -24,6 +24,7 @@ PROGRAM = (sys.executable, "-P", "-m", "baton")  # -P: a folder `baton` in the w
 ASKED = (0, -signal.SIGTERM, -signal.SIGINT)  # exit statuses after a drain, or a signal during one
 FIRST_DELAY_S, MOST_DELAY_S = 0.5, 30.0
 MOST_DOUBLINGS = 6  # 0.5 s * 2^6 = 32 s
+FEWER_S = 60.0  # for which the load needs fewer workers before one ends
 WORTH_S = 5.0  # a worker that served this long starts again as fast as the first time
 
 Command = tuple[str, ...]
@@ -201,3 +202,24 @@ def plan_restart(code: int, served_s: float, streak: int) -> tuple[float, int] |
         return None
     streak = 0 if served_s >= WORTH_S else streak
     return min(FIRST_DELAY_S * 2 ** min(streak, MOST_DOUBLINGS), MOST_DELAY_S), streak + 1
+
+
+@dataclass(slots=True)
+class Bounds:
+    """How many workers of a role there may be, where that follows the load."""
+
+    least: int
+    most: int
+    _fewer_since: float | None = None  # when the load first needed fewer than there are
+
+    def choose(self, num_workers: int, num_needed: int, now: float) -> int:
+        """How many there are to be: more at once, as they take time to load; one fewer after FEWER_S."""
+        wanted = min(max(num_needed, self.least), self.most)
+        if wanted >= num_workers:
+            self._fewer_since = None
+            return wanted
+        self._fewer_since = now if self._fewer_since is None else self._fewer_since
+        if now - self._fewer_since < FEWER_S:
+            return num_workers
+        self._fewer_since = now
+        return num_workers - 1

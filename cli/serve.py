@@ -33,6 +33,10 @@ from worker.startup.models import check_model, check_models, choose_served_names
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
+    if config.ray:
+        from cli.ray_fleet import serve_on_ray
+
+        return serve_on_ray(resolve_models(config))
     if find_spec("torch") is None:
         raise ModuleNotFoundError("workers compute with torch", name="torch")
     check_ports(config)  # these fail now rather than after minutes of loading

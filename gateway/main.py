@@ -49,7 +49,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.text.trial import load_tokenizer
 from gateway.tracing import Tracing, open_traces
 from runtime import rpc
-from runtime.addresses import DnsName, bracketed, is_loopback, parse_dns_name
+from runtime.addresses import Named, bracketed, is_loopback, parse_named
 from runtime.config import GatewayConfig
 from runtime.events import NO_HAND_OFF, ModelState
 from runtime.lifecycle import (
@@ -268,11 +268,11 @@ def _build_fleet(
     config: GatewayConfig, trust: Trust, tokenizers: Mapping[str, Tokenizer], registry: CollectorRegistry
 ) -> tuple[Fleet, Discovery]:
     """The workers, with a part for each of several models, and what finds those that have only a name."""
-    names: list[tuple[Role, DnsName]] = []
+    names: list[tuple[Role, Named]] = []
     fixed: dict[Role, list[str]] = {"prefill": [], "decode": []}
     for role, addresses in fixed.items():
         for text in getattr(config, role):
-            if name := parse_dns_name(text):
+            if name := parse_named(text):
                 names.append((role, name))
             else:
                 addresses.append(text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runtime.settings import MAX_PORT
 
-_DNS = "dns:"
+_DNS, _FILE = "dns:", "file:"
 # Routed within a site, or by relays that no longer exist: `is_global` calls them public.
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "fec0::/10", "192.88.99.0/24")))
 
@@ -24,8 +24,25 @@ class DnsName:
         return f"{_DNS}{self.name}" + (f":{self.port}" if self.port else "")
 
 
-def parse_dns_name(text: str) -> DnsName | None:
-    """`dns:NAME:PORT`, or `dns:_SERVICE._PROTO.NAME`. None for anything without `dns:`. Raises ValueError."""
+@dataclass(frozen=True, slots=True)
+class AddressFile:
+    """Workers that a file names: one host:port a line. Empty lines, and those that begin with #, name none."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"{_FILE}{self.path}"
+
+
+Named = DnsName | AddressFile  # workers that come and go
+
+
+def parse_named(text: str) -> Named | None:
+    """`dns:NAME:PORT`, `dns:_SERVICE._PROTO.NAME` or `file:PATH`. None for anything else. Raises ValueError."""
+    if text.startswith(_FILE):
+        if path := text.removeprefix(_FILE):
+            return AddressFile(path)
+        raise ValueError(f"{text!r} names no file: write file:PATH")
     if not text.startswith(_DNS):
         return None
     name, colon, port = text.removeprefix(_DNS).partition(":")

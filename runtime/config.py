@@ -1,9 +1,10 @@
 """The settings of each process: the parts that it shares with others, and its own."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated
 
-from runtime.addresses import find_ip, is_host_port, parse_dns_name
+from runtime.addresses import find_ip, is_host_port, parse_named
 from runtime.config_parts import (
     MAX_TP,
     NO_DRAFT,
@@ -44,7 +45,8 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     """The gateway. `model` is read for its tokenizer and configuration only."""
 
     prefill: tuple[str, ...] = ()
-    """host:port of a prefill worker, or a DNS name of several: dns:NAME:PORT or dns:_SERVICE._PROTO.NAME; repeat."""
+    """host:port of a prefill worker; for several dns:NAME:PORT, dns:_SERVICE._PROTO.NAME or file:PATH (a host:port in
+    each line); repeat."""
     decode: tuple[str, ...]
     """The same of decode workers."""
     dns_server: str = ""
@@ -106,20 +108,31 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """Most sessions at once on one decode worker; 0 is by device."""
     start_timeout_s: Seconds = 1800.0
     """Longest time that loading may take; then the start is given up."""
+    ray: str = ""
+    """Address of a Ray cluster, or auto: its nodes run the workers, each with --threads cores (0: one) or GPUs of its
+    ranks. Empty: all run on this machine."""
+    max_prefill_workers: Annotated[int, count(0, MAX_WORKERS)] = 0
+    """With --ray: as many prefill workers as the load needs, from --prefill-workers to this; 0: no more than those."""
+    max_decode_workers: Annotated[int, count(0, MAX_WORKERS)] = 0
+    """The same of decode workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         has_prefill = self.prefill_workers != 0 or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
+        self.require("ray", not self.ray or find_spec("ray") is not None, "Ray: pip install 'baton[ray]'")
+        self.require("ray", not self.ray or len(self.model) == 1, "one --model: with several, start each by itself")
+        for name in ("max_prefill_workers", "max_decode_workers"):
+            self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)
         self.require("draft_model", fits_all, "auto or none with several models")
 
 
 def _require_address(name: str, address: str) -> None:
     try:
-        is_known = parse_dns_name(address) is not None or is_host_port(address)
+        is_known = parse_named(address) is not None or is_host_port(address)
     except ValueError as error:
         raise ConfigError(f"{name} cannot be used: {error}") from error
     if not is_known:
-        examples = "127.0.0.1:9001, [::1]:9001 or dns:NAME:9001"
+        examples = "127.0.0.1:9001, [::1]:9001, dns:NAME:9001 or file:PATH"
         raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as {examples}")

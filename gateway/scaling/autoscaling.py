@@ -78,7 +78,8 @@ def _decode_load(workers: Sequence[WorkerView], num_queued: int, tokens_queued: 
     return max(pages + tokens_queued / max(one.num_pages * one.page_tokens, 1), places + num_queued / one.max_running)
 
 
-def _describe_revisions(views: Sequence[WorkerView]) -> Iterable[Metric]:
+def describe_revisions(views: Sequence[WorkerView]) -> Iterable[Metric]:
+    """Which revisions serve, and how much of the work each has."""
     text = "Workers of a revision that take requests"
     workers = GaugeMetricFamily("baton:revision_workers", text, labels=("revision", "role"))
     text = "Requests placed on decode workers of a revision"
@@ -114,7 +115,7 @@ class FleetMetrics(Collector):
             for state in ("alive", "not_alive"):
                 workers.add_metric((role, state), counts[role, state])
         yield workers
-        yield from _describe_revisions([view for view in views if view.revision])
+        yield from describe_revisions([view for view in views if view.revision])
         text = "Workers that the present load needs, by --goal-prefill-wait-s and --goal-kv-usage"
         desired = GaugeMetricFamily("baton:desired_workers", text, labels=("role",))
         for role, count in advise(views, num_queued, tokens_queued, self._goals, queue.placer.expects_prefill).items():

@@ -1,4 +1,4 @@
-"""Looks workers up in DNS every LOOKUP_S seconds; the fleet has those that it names. Lives on the asyncio thread.
+"""Looks workers up, in DNS or a file, every LOOKUP_S seconds; the fleet has those. Lives on the asyncio thread.
 
 in an answer ──► used ──MISSES answers in a row without it──► leaving: no new work ──no work left──► forgotten
                   ▲                                              │
@@ -8,6 +8,7 @@ in an answer ──► used ──MISSES answers in a row without it──► le
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from pathlib import Path
 
 import dns.asyncresolver
 import dns.exception
@@ -21,34 +22,37 @@ from prometheus_client import CollectorRegistry, Counter
 from gateway.router.fleet import Fleet
 from gateway.router.worker_client import WorkerClient
 from gateway.router.worker_view import Role
-from runtime.addresses import DnsName, bare, bracketed
+from runtime.addresses import AddressFile, DnsName, Named, bare, bracketed, is_host_port
 from runtime.settings import ConfigError
+from wire.files import check_file
 
 log = structlog.get_logger()
 
 LOOKUP_S = 2.0  # between two lookups of a name
 ANSWER_S = 2.0  # for an answer
 MISSES = 2  # more than one, as a server may leave out an address by chance
+MOST_FILE_BYTES = 1 << 20
 ANSWER_BYTES = 4096  # of an answer by UDP; without that, some servers name only the workers that fit into 512
 
 
 class Discovery:
-    """Keeps the fleet to what DNS names, besides the workers with fixed addresses."""
+    """Keeps the fleet to what DNS and files name, besides the workers with fixed addresses."""
 
     def __init__(
-        self, fleet: Fleet, names: Iterable[tuple[Role, DnsName]], server: str, registry: CollectorRegistry
+        self, fleet: Fleet, names: Iterable[tuple[Role, Named]], server: str, registry: CollectorRegistry
     ) -> None:
         """`server`: IP:port to ask; empty: as the system is configured. Raises ConfigError if it is not."""
         self._fleet = fleet
         self._server = server
-        self._known: dict[tuple[Role, DnsName], dict[str, int]] = {name: {} for name in names}
-        self._failures: dict[tuple[Role, DnsName], str] = {}  # as logged
+        self._known: dict[tuple[Role, Named], dict[str, int]] = {name: {} for name in names}
+        self._failures: dict[tuple[Role, Named], str] = {}  # as logged
+        self._asks_dns = any(isinstance(name, DnsName) for _role, name in self._known)
         self._task: asyncio.Task[None] | None = None
         text = "Lookups of workers' names that gave no address"
         self._failed = Counter("baton:dns_lookups_failed", text, ["name"], registry=registry)
         for _role, name in self._known:
             self._failed.labels(str(name))
-        if self._known:
+        if self._asks_dns:
             self._resolver = _build_resolver(server)
 
     async def start(self) -> None:
@@ -71,7 +75,7 @@ class Discovery:
                 log.exception("looking up workers failed; tried again")
 
     async def _look_up_all(self) -> None:
-        if any(self._failures.values()) and not self._server:
+        if self._asks_dns and any(self._failures.values()) and not self._server:
             with suppress(ConfigError):
                 self._resolver = _build_resolver("")  # the system may have got another server
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
@@ -83,7 +87,7 @@ class Discovery:
         for worker in gone:
             await worker.close()
 
-    def _apply(self, role: Role, name: DnsName, found: set[str], is_whole: bool) -> Sequence[WorkerClient]:
+    def _apply(self, role: Role, name: Named, found: set[str], is_whole: bool) -> Sequence[WorkerClient]:
         """Connect to new workers; returns the forgotten ones. Does not await, so no request is placed in between."""
         source, before = str(name), self._known[role, name]
         workers = self._fleet.of_role(role)
@@ -95,11 +99,11 @@ class Discovery:
         gone = [self._fleet.leave(role, address) for address in before.keys() - now.keys()]
         for address, num_missed in now.items():
             if address not in before:
-                self._fleet.join(role, address, source, name.name if name.port else "")
+                self._fleet.join(role, address, source, name.name if isinstance(name, DnsName) and name.port else "")
             self._fleet.set_leaving(role, address, is_leaving(num_missed))
         return gone
 
-    def _note(self, role: Role, name: DnsName, found: set[str], failure: str) -> None:
+    def _note(self, role: Role, name: Named, found: set[str], failure: str) -> None:
         """Count an answer without addresses; log the first of failures in a row. Reasons that hold times differ."""
         if not found:
             self._failed.labels(str(name)).inc()
@@ -108,10 +112,12 @@ class Discovery:
         if failure and not before:
             log.warning("a lookup of workers failed; those known stay", name=str(name), reason=failure)
         elif before and not failure:
-            log.info("DNS knows the workers again", name=str(name))
+            log.info("the workers are found again", name=str(name))
 
-    async def _look_up(self, name: DnsName) -> tuple[set[str], str]:
+    async def _look_up(self, name: Named) -> tuple[set[str], str]:
         """The addresses of a name, and why there are none, or perhaps not all."""
+        if isinstance(name, AddressFile):
+            return await asyncio.to_thread(_read_addresses, Path(name.path))
         types = (RdataType.A, RdataType.AAAA) if name.port else (RdataType.SRV,)
         answers = await asyncio.gather(*(self._ask(name, kind) for kind in types), return_exceptions=True)
         found, failures = set[str](), []
@@ -133,6 +139,20 @@ class Discovery:
         if kind is RdataType.SRV:
             return _srv_addresses(records)
         return {f"{bracketed(record.address)}:{name.port}" for record in records}
+
+
+def _read_addresses(path: Path) -> tuple[set[str], str]:
+    """As `Discovery._look_up`."""
+    try:
+        check_file(path, MOST_FILE_BYTES)
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        return set(), str(error)
+    named = {line for line in lines if line and not line.startswith("#")}
+    wrong = sorted(line for line in named if not is_host_port(line))
+    failure = f"{path} has the line {wrong[0][:100]!r}: write host:port, such as 10.0.0.1:9000" if wrong else ""
+    found = named.difference(wrong)
+    return found, failure or ("" if found else f"{path} names no worker")
 
 
 def _srv_addresses(records: Iterable[SRV]) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from cli.plan import PROGRAM, build_flags, plan_gateway, plan_workers
+from cli.plan import FEWER_S, PROGRAM, Bounds, build_flags, plan_gateway, plan_workers
 from cli.screen import list_things_to_try, reachable, render_log_line
 from cli.sources import VARIABLES
 from demo.paths import TARGET_DIR
@@ -335,6 +335,24 @@ def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> No
 )
 def test_flags_build_the_same_settings(config: ServeConfig) -> None:
     assert parse("serve", *build_flags(config)) == config
+
+
+def test_workers_follow_the_load_at_once_when_it_grows_and_later_when_it_falls() -> None:
+    bounds = Bounds(1, 4)
+    course = [
+        (0, 1, 3),
+        (1, 3, 9),
+        (2, 4, 0),
+        (60, 4, 1),
+        (62, 4, 1),
+        (63, 3, 1),
+        (121, 3, 3),
+        (122, 3, 1),
+        (181, 3, 1),
+    ]
+    assert [bounds.choose(have, needed, now) for now, have, needed in course] == [3, 4, 4, 4, 3, 3, 3, 3, 3]
+    assert bounds.choose(3, 1, 122 + FEWER_S) == 2
+    assert bounds.choose(0, 0, 300) == 1 and Bounds(2, 2).choose(2, 9, 0) == 2
 
 
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.router.worker_view import WorkerView
-from gateway.scaling.autoscaling import Goals, advise
+from gateway.scaling.autoscaling import Goals, advise, describe_revisions
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
 
 GOALS = Goals(prefill_wait_s=1.0, kv_usage=0.8)
@@ -45,3 +45,17 @@ def test_advice(case: str, workers: Sequence[WorkerView], queued: tuple[int, int
     assert tuple(advise(workers, *queued, GOALS, expects_prefill=True).values()) == expected, case
     without = advise([view for view in workers if view.role == "decode"], *queued, GOALS, expects_prefill=False)
     assert without == {"prefill": 0, "decode": expected[1]}, case
+
+
+def test_a_rollout_is_seen_in_metrics() -> None:
+    views = [
+        replace(PREFILL, revision="old"), replace(DECODE, revision="old", num_mine=3, **DEAD),
+        replace(DECODE_2, revision="new", num_mine=2, num_others=9),
+    ]  # fmt: skip
+    samples = [one for metric in describe_revisions(views) for one in metric.samples]
+    values = {(one.name, *one.labels.values()): one.value for one in samples}
+    workers, running = "baton:revision_workers", "baton:revision_requests_running"
+    assert values == {
+        (workers, "old", "prefill"): 1, (workers, "old", "decode"): 0, (running, "old"): 3,
+        (workers, "new", "prefill"): 0, (workers, "new", "decode"): 1, (running, "new"): 2,
+    }  # fmt: skip

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import dns.rrset
 import pytest
@@ -20,7 +21,7 @@ from gateway.router.worker_view import Role
 from gateway.scaling import discovery
 from gateway.scaling.discovery import MISSES, Discovery, is_leaving, reconcile
 from runtime import rpc
-from runtime.addresses import parse_dns_name
+from runtime.addresses import parse_named
 from tests.gateway.router.test_requests import answer
 from tests.support.dispatching import Routed, bounded
 from tests.support.dns_server import DnsServer, dns_server
@@ -64,7 +65,7 @@ async def named_workers(
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
     router = Router(fleet, Admission(8), PATIENCE_S, PATIENCE_S, registry, False, Placer(0))
     decode: Role = "decode"
-    parsed = [(decode, name) for name in map(parse_dns_name, names) if name]
+    parsed = [(decode, name) for name in map(parse_named, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)
     built = Routed(fleet, router, signal)
     counter = "baton:dns_lookups_failed_total", {"name": names[0]}
@@ -242,3 +243,32 @@ async def test_a_worker_that_moves_under_its_own_name_is_reached_again() -> None
             server.name_hosts("decode.test", "127.0.0.3")
             async with asyncio.timeout(15.0):
                 await until(lambda: link.status.peer.incarnation == "D2")
+
+
+@bounded
+async def test_workers_of_a_file_come_and_go_with_its_lines(tmp_path: Path) -> None:
+    """What cannot be read, or names no worker, changes nothing: somebody is about to write it."""
+    signal, path = Signal(), tmp_path / "decode"
+    first, second = FakeDecode("D1", signal), FakeDecode("D2", signal)
+    with dns_server() as server, capture_logs() as logs:
+        server.is_silent = True
+        async with AsyncExitStack() as stack:
+            here, there = [await stack.enter_async_context(serving(worker)) for worker in (first, second)]
+            built = await stack.enter_async_context(named_workers(signal, server, f"file:{path}"))
+            assert alive(built) == [] and built.failed_lookups() == 1
+            path.write_text(f"# of this fleet\n\n {here} \n")
+            await until(lambda: alive(built) == ["D1"])
+            assert await built.collect(wanted("r")) == (answer(4), "length")
+            for text in ("", "nonsense\n", "#", None):
+                failed = built.failed_lookups()
+                path.unlink() if text is None else path.write_text(text)
+                await until(lambda failed=failed: built.failed_lookups() > failed + MISSES)  # type: ignore[misc]
+                assert alive(built) == ["D1"]
+            path.write_text(f"{here}\n{there}\n{there}\nhost\n")
+            await until(lambda: alive(built) == ["D1", "D2"])
+            path.write_text(f"{there}\n")
+            await until(lambda: alive(built) == ["D2"])
+            await until(lambda: here not in built.fleet.decode)
+            assert await built.collect(wanted("s")) == (answer(4), "length")
+    (failure, *_) = (line["reason"] for line in logs if line["event"].startswith("a lookup of workers failed"))
+    assert str(path) in failure

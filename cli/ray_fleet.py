@@ -1,0 +1,312 @@
+"""`baton serve --ray ADDRESS`: the gateway and the workers on the nodes of a Ray cluster.
+
+Ray finds room for processes, starts them and says when one is gone; no request passes through it. Each process is the
+child of an actor, listens at its node's address, and the gateway reads the workers' addresses from files beside it.
+
+    placed ──► starting ──► ready: in the files ──► ended, or its node is gone: out of the files ──► placed, elsewhere
+                                └── more than the load needs: it drains, and is not placed again
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cli.plan import Bounds, ProcessSpec, choose_prefill_workers, plan_gateway, plan_restart, plan_workers
+from cli.process import Process
+from cli.screen import Screen
+from cli.supervisor import KILL_S, STOP_MARGIN_S, StartError, describe_failed_start
+from runtime.addresses import bracketed, is_any
+from runtime.child import describe_exit
+from runtime.config import ServeConfig
+from runtime.events import Ready
+from runtime.gpus import VISIBLE
+from runtime.logs import setup_logging
+from runtime.settings import ConfigError
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+Addresses = Mapping[Role, Sequence[str]]
+LOOK_S = 5.0  # between two looks at what the load needs
+ROOM_S = 60.0  # without a place, after which that is said
+ASK_S = 10.0  # for an actor's answer that needs no time
+LOST = -signal.SIGKILL  # exit status of what ended with its node
+
+
+class Holder:
+    """An actor: starts one process on its node, which ends with it."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))  # of this user alone
+        self._process: Process | None = None
+
+    async def start(self, spec: ProcessSpec, addresses: Addresses) -> Ready | int:
+        """Its report, or the exit status of one that never was ready. `addresses`: see `name_workers`."""
+        node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: a process decides by its own settings
+        if spec.role == "gateway":
+            self.name_workers(addresses)
+            files = {role: (f"file:{self._folder / role}",) for role in addresses}
+            spec = replace(spec, settings=replace(spec.settings, **files))
+        else:
+            spec = replace(spec, environment={**spec.environment, "BATON_HOST": node, "BATON_ADVERTISE_HOST": node})
+        spec = replace(spec, program=(sys.executable, *spec.program[1:]))
+        self._process = Process(spec, lambda process, event: None, lambda name, line: print(line, file=sys.stderr))
+        ready = await asyncio.shield(self._process.ready)
+        if ready is None:
+            return await asyncio.shield(self._process.end)
+        host, _, port = ready.address.rpartition(":")
+        return msgspec.structs.replace(ready, address=f"{bracketed(node)}:{port}") if is_any(host) else ready
+
+    async def wait(self) -> int:
+        """Its exit status."""
+        assert self._process is not None
+        return await asyncio.shield(self._process.end)
+
+    def name_workers(self, addresses: Addresses) -> None:
+        """For the gateway: one file for each role."""
+        for role, named in addresses.items():
+            new = self._folder / f"{role}.new"
+            new.write_text("".join(f"{address}\n" for address in named))
+            new.replace(self._folder / role)
+
+    async def read_needed(self, ops_address: str) -> dict[str, int]:
+        """How many workers of each role the gateway's load needs."""
+        async with httpx.AsyncClient(timeout=ASK_S, trust_env=False) as client:
+            families = text_string_to_metric_families((await client.get(f"http://{ops_address}/metrics")).text)
+        samples = [one for family in families for one in family.samples if one.name == "baton:desired_workers"]
+        return {one.labels["role"]: int(one.value) for one in samples}
+
+    async def end(self, stop_s: float) -> None:
+        """It drains; after `stop_s` it is killed."""
+        if self._process is not None and not self._process.end.done():
+            self._process.terminate()
+            await asyncio.wait([self._process.end], timeout=stop_s)
+            self._process.kill()
+            await asyncio.wait([self._process.end], timeout=KILL_S)
+
+
+class RayFleet:
+    """Owns the actors of one service. Lives on the asyncio thread."""
+
+    def __init__(self, config: ServeConfig, screen: Screen, stop_s: float) -> None:
+        """Ray is connected. `stop_s`: that processes have to end by themselves."""
+        self._config, self._screen, self._stop_s = config, screen, stop_s
+        num_gpus = int(ray.cluster_resources().get("GPU", 0)) if config.device != "cpu" else 0  # type: ignore[no-untyped-call]
+        self._has_gpus = num_gpus > 0
+        num_prefill, _ = choose_prefill_workers(config, num_gpus)
+        num_ranks = num_prefill * config.prefill_tp + config.decode_workers * config.decode_tp
+        config.require("ray", not num_gpus or num_gpus >= num_ranks, f"a cluster with {num_ranks} GPUs, not {num_gpus}")
+        each = [str(gpu) for gpu in range(num_ranks)]  # stand-ins: Ray says which are an actor's
+        plans = plan_workers(replace(config, prefill_workers=num_prefill), each)
+        self._plans: dict[Role, ProcessSpec] = {role: plan for plan in plans for role in ROLES if plan.role == role}
+        self._bounds: dict[Role, Bounds] = {}
+        for role in self._plans:
+            least = sum(plan.role == role for plan in plans)
+            self._bounds[role] = Bounds(least, max(getattr(config, f"max_{role}_workers"), least))
+        self._ready: dict[str, Ready] = {}  # process |-> its report
+        self._holders: dict[str, Any] = {}  # process |-> its actor
+        self._keeping: dict[str, asyncio.Task[None]] = {}  # process |-> what places it, again and again
+        self._changed = asyncio.Event()  # one is ready, or has ended
+        self._failure = ""  # how the first ended
+
+    async def run(self) -> int:
+        """Serve until a signal (returns 0), or until the start fails (1)."""
+        serving = asyncio.create_task(self._serve())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            self._screen.say("stopping")
+            return 0
+        except TimeoutError:
+            late = ", ".join(self._keeping.keys() - self._ready.keys())
+            self._screen.fail(f"{late} did not become ready in time: add nodes, or set --start-timeout-s higher")
+        except StartError as error:
+            self._screen.fail(str(error))
+        finally:
+            await self._shut_down()
+        return 1
+
+    async def _serve(self) -> None:
+        async with asyncio.timeout(self._config.start_timeout_s):
+            for role, bounds in self._bounds.items():
+                for _ in range(bounds.least):
+                    self._add(role)
+            await self._until_ready()
+            self._keep_one(plan_gateway(self._config, (), ("file:workers",)))
+            await self._until_ready()
+        self._screen.serving(self._ready["gateway"])
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._follow_load()
+
+    async def _until_ready(self) -> None:
+        """Raises StartError: at the start a process that ends is not placed again."""
+        while len(self._ready) < len(self._keeping):
+            self._changed.clear()
+            await self._changed.wait()
+            if self._failure:
+                raise StartError(self._failure)
+
+    def _add(self, role: Role) -> None:
+        """One more worker."""
+        number = next(number for number in count() if f"{role}-{number}" not in self._keeping)
+        self._keep_one(replace(self._plans[role], name=f"{role}-{number}"))
+
+    def _keep_one(self, plan: ProcessSpec) -> None:
+        environment = {name: value for name, value in plan.environment.items() if name != VISIBLE}
+        self._keeping[plan.name] = asyncio.create_task(self._keep(replace(plan, environment=environment)))
+
+    # -- one process -------------------------------------------------------------------------------------------------
+
+    async def _keep(self, plan: ProcessSpec) -> None:
+        """Place a process, again whenever it or its node is gone, until it ends as it was asked to."""
+        streak, clock = 0, asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            code, why = await self._hold(plan)
+            was_ready = self._ready.pop(plan.name, None) is not None
+            self._failure = self._failure or why or describe_failed_start(plan, code)
+            self._changed.set()
+            restart = plan_restart(code, clock() - began if was_ready else 0.0, streak)
+            then = f"placed again in {restart[0]:g} s" if restart else "not placed again, as it was asked to end"
+            self._screen.say(f"{why or f'{plan.name} ended with {describe_exit(code)}'}; {then}", level="warning")
+            await self._tell_gateway()
+            if restart is None:
+                del self._keeping[plan.name]
+                return
+            delay_s, streak = restart
+            await asyncio.sleep(delay_s)
+
+    async def _hold(self, plan: ProcessSpec) -> tuple[int, str]:
+        """Its exit status, and why nobody knows that."""
+        holder = self._holders[plan.name] = self._place(plan)
+        try:
+            ready = await self._start(plan, holder)
+            if isinstance(ready, int):
+                return ready, ""
+            self._ready[plan.name] = ready
+            self._screen.ready(plan.name, ready)
+            self._changed.set()
+            await self._tell_gateway()
+            return await holder.wait.remote(), ""
+        except RayTaskError as error:  # what `Holder` raised
+            return LOST, f"{plan.name} cannot be started: {error.cause}"
+        except RayError as error:
+            return LOST, f"{plan.name} is gone with its node or its actor ({type(error).__name__})"
+        finally:
+            del self._holders[plan.name]
+            ray.kill(holder)
+
+    def _place(self, plan: ProcessSpec) -> Any:
+        """An actor with what the process needs; it may be without a place for now."""
+        is_gateway = plan.role == "gateway"
+        where: Any = "SPREAD"
+        if is_gateway:  # here, where --host is meant; it needs no core of its own
+            where = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        num_gpus = len(plan.gpus) if self._has_gpus and not is_gateway else 0
+        num_cpus = 0 if is_gateway else plan.settings.threads or 1
+        actor = ray.remote(Holder).options(
+            num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=where, max_restarts=0, max_concurrency=8
+        )
+        return actor.remote()
+
+    async def _start(self, plan: ProcessSpec, holder: Any) -> Ready | int:
+        starting = asyncio.ensure_future(_answer(holder.start.remote(plan, self._find_addresses())))
+        placed = asyncio.ensure_future(_answer(holder.name_workers.remote({})))
+        placed.add_done_callback(lambda one: one.cancelled() or one.exception())  # which `starting` raises, too
+        if not (await asyncio.wait([placed], timeout=ROOM_S))[0]:
+            self._screen.say(f"{plan.name} waits until a node has room for it: `ray status` lists what all have")
+        ready: Ready | int = await starting
+        return ready
+
+    # -- the gateway and the load ------------------------------------------------------------------------------------
+
+    def _find_addresses(self) -> Addresses:
+        return {role: [one.address for one in self._ready.values() if one.role == role] for role in ROLES}
+
+    async def _tell_gateway(self) -> None:
+        """Which workers there are. One that cannot be told is about to be placed again, and is told then."""
+        if "gateway" in self._ready and "gateway" in self._holders:
+            await self._ask(self._holders["gateway"].name_workers.remote(self._find_addresses()))
+
+    async def _ask(self, answer: Any) -> Any:
+        with suppress(RayError, TimeoutError):
+            return await asyncio.wait_for(_answer(answer), ASK_S)
+
+    async def _follow_load(self) -> None:
+        """Add workers, or have one drain, as the gateway says that its load needs."""
+        if "gateway" not in self._ready or all(one.least == one.most for one in self._bounds.values()):
+            return
+        needed = await self._ask(self._holders["gateway"].read_needed.remote(self._ready["gateway"].ops_address))
+        for role, bounds in self._bounds.items() if needed else ():
+            names = [name for name in self._keeping if name.startswith(f"{role}-")]
+            wanted = bounds.choose(len(names), needed.get(role, bounds.least), asyncio.get_running_loop().time())
+            if wanted > len(names):
+                self._screen.say(f"the load needs {wanted} {role} workers; there are {len(names)}")
+            for _ in range(wanted - len(names)):
+                self._add(role)
+            if wanted < len(names) and names[-1] in self._ready:
+                self._screen.say(f"the load needs {wanted} {role} workers: {names[-1]} drains")
+                self._holders[names[-1]].end.remote(self._stop_s)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def _shut_down(self) -> None:
+        """End the gateway, then the workers."""
+        for name in self._keeping.keys() - self._ready.keys():
+            self._keeping[name].cancel()
+        for names in (["gateway"], list(self._ready)):
+            holders = [self._holders[name] for name in names if name in self._holders]
+            ends = [_answer(holder.end.remote(self._stop_s)) for holder in holders]
+            ended = asyncio.gather(*ends, return_exceptions=True)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended, self._stop_s + KILL_S + ASK_S)
+        tasks = list(self._keeping.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(reference: Any) -> Any:
+    """What an actor answers. Raises RayError."""
+    return await reference
+
+
+def serve_on_ray(config: ServeConfig) -> int:
+    """Run the service of `config` on its Ray cluster until it is stopped; returns the exit code. Raises ConfigError."""
+    setup_logging("serve", config.log_level, config.log_format)
+    if not config.tls_dir and not config.fleet_secret:
+        config = replace(config, fleet_secret=secrets.token_hex(32))
+    has_key, has_tls = bool(config.api_key or config.api_keys_file), bool(config.tls_cert)
+    screen = Screen(next(iter(config.served_name), ""), has_key, has_tls, config.log_format)
+    try:
+        ray.init(address=config.ray, namespace="baton", logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"ray={config.ray!r} cannot be used: {error}; `ray start --head` starts a cluster") from error
+    try:
+        return asyncio.run(_run(config, screen))
+    finally:
+        ray.shutdown()
+
+
+async def _run(config: ServeConfig, screen: Screen) -> int:
+    return await RayFleet(config, screen, config.drain_s + STOP_MARGIN_S).run()
