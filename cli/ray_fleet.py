@@ -188,7 +188,8 @@ class RayFleet:
             self._changed.set()
             restart = plan_restart(code, clock() - began if was_ready else 0.0, streak)
             then = f"placed again in {restart[0]:g} s" if restart else "not placed again, as it was asked to end"
-            self._screen.say(f"{why or f'{plan.name} ended with {describe_exit(code)}'}; {then}", level="warning")
+            text = f"{why or f'{plan.name} ended with {describe_exit(code)}'}; {then}"
+            self._screen.say(text, level="warning" if restart else "info")
             await self._tell_gateway()
             if restart is None:
                 del self._keeping[plan.name]

@@ -1,5 +1,9 @@
-"""Upgrades to other weights and back under load, while workers are killed: each answer is of one revision."""
+"""Upgrades to other weights and back under load, while workers are killed: each answer is of one revision.
 
+python -m tests.prove.rollout --earlier FOLDER       the old revision runs the code of another checkout of Baton
+"""
+
+import argparse
 import shutil
 import tempfile
 import threading
@@ -76,8 +80,11 @@ class Clients:
         return self._tally
 
 
-def run(minutes: float, num_workers: int = 2) -> tuple[Tally, Counter[str]]:
-    """Returns outcomes, `old` and `new` where nothing is wrong, and kills. `num_workers`: of each role and revision."""
+def run(minutes: float, num_workers: int = 2, earlier: Path | None = None) -> tuple[Tally, Counter[str]]:
+    """Returns outcomes, `old` and `new` where nothing is wrong, and kills. `num_workers`: of each role and revision.
+
+    `earlier`: the checkout whose code the old revision runs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         other = write_other_weights(Path(folder) / "other")
         names = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(2 * num_workers)]
@@ -87,8 +94,18 @@ def run(minutes: float, num_workers: int = 2) -> tuple[Tally, Counter[str]]:
         }
         flags["gateway"] = [f"--admin-key={ADMIN_KEY}"]
         with run_fleet(
-            2 * num_workers, 2 * num_workers, flags=flags, lease_s=10, patience_s=HANG_S, forks=True
+            2 * num_workers,
+            2 * num_workers,
+            flags=flags,
+            lease_s=10,
+            patience_s=HANG_S,
+            forks=not earlier,
+            starts=False,
         ) as fleet:
+            for worker in fleet.workers() if earlier else ():
+                if "--revision=old" in worker.flags:
+                    worker.checkout = earlier or worker.checkout
+            fleet.start()
             cases = {}
             for name in ("old", "new"):
                 share_out(fleet, {name: 1.0})
@@ -126,3 +143,17 @@ def prove_rollout(report: Report, minutes: float) -> str:
         f"{NUM_UPGRADES} upgrades to other weights and back under {NUM_STREAMS} streams, {kills.total()} workers "
         f"killed: {outcomes['old']} answers of one revision, {outcomes['new']} of the other"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.5)
+    parser.add_argument("--earlier", type=Path)
+    options = parser.parse_args()
+    tally, kills = run(options.minutes, earlier=options.earlier)
+    print(f"{dict(tally.outcomes)}, {kills.total()} workers killed", *tally.complaints[:5], sep="\n")
+    raise SystemExit(set(tally.outcomes) != {"old", "new"})
+
+
+if __name__ == "__main__":
+    main()
