@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from cli.plan import Bounds, ProcessSpec, choose_prefill_workers, plan_gateway, 
 from cli.process import Process
 from cli.screen import Screen
 from cli.supervisor import KILL_S, STOP_MARGIN_S, StartError, describe_failed_start
-from runtime.addresses import bracketed, is_any
+from runtime.addresses import bare, bracketed, is_any, is_host_port
 from runtime.child import describe_exit
 from runtime.config import ServeConfig
 from runtime.events import Ready
@@ -300,8 +301,11 @@ def serve_on_ray(config: ServeConfig) -> int:
     has_key, has_tls = bool(config.api_key or config.api_keys_file), bool(config.tls_cert)
     screen = Screen(next(iter(config.served_name), ""), has_key, has_tls, config.log_format)
     try:
+        if is_host_port(config.ray):  # Ray itself would try for minutes
+            host, _, port = config.ray.rpartition(":")
+            socket.create_connection((bare(host), int(port)), ASK_S).close()
         ray.init(address=config.ray, namespace="baton", logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ray={config.ray!r} cannot be used: {error}; `ray start --head` starts a cluster") from error
     try:
         return asyncio.run(_run(config, screen))
