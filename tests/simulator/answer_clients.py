@@ -158,6 +158,11 @@ class AnswerClient:
         return any(event["type"] in ENDS or "error" in event for event in self.events[-2:])
 
     @property
+    def has_tokens(self) -> bool:
+        """Or the end: it has had more than the answer's beginning."""
+        return len(self.events) > (1 if self.kind == "chat" else 2)
+
+    @property
     def is_whole(self) -> bool:
         """It has the answer to its end."""
         last = self.events[-1].get("response", {}) if self.events else self.whole or {}

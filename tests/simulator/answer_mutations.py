@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.answer.output_items import Item
+from gateway.api.http.answer import EventStream
 from gateway.api.responses.writer import ResponseWriter, new_response_id
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Tokens
@@ -112,6 +113,10 @@ def _forget(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
     return join_parts([], num_choices)
 
 
+async def _wait_for_nothing(self: EventStream, first: object) -> None:
+    pass
+
+
 def _find_later_place(kind: Kind, num_choices: int, after: str = "") -> Place:
     first, *rest = after.split(",")
     after = ",".join([str(int(first) + 1), *rest]) if kind == "chat" and after else after
@@ -122,6 +127,7 @@ ANSWER_MUTATIONS: dict[str, Mutation] = {
     "the lease is not compared on write": _with_sql("WHERE gateway = :gateway AND status IN", "WHERE status IN"),
     "events are grouped anew after a takeover": patched((run, "singly", _all_together)),
     "events are numbered anew after a takeover": patched((Run, "_follow", _follow_what_is_new)),
+    "an id is told before the store has it": patched((EventStream, "_wait_known", _wait_for_nothing)),
     "a chat is read on behind the next chunk": patched((keeper, "find_place", _find_later_place)),
     "ids of items are drawn anew": patched((ResponseWriter, "_new_item", _draw_item_id)),
     "seeds are drawn anew": patched((Replays, "prepare", _prepare_with_new_seeds)),

@@ -291,6 +291,8 @@ class AnswersSchedule(Troubles):
         is_whole = client.end == "answer" and (client.has_cancelled or not any(map(is_cut_off, client.events)))
         if self.is_calm and not is_whole:
             raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
+        if client.end == "unknown" and known is None and not client.has_tokens:
+            raise ViolationError(f"{client.name} was told the id {client.id}, which the store has never had")
         if client.end == "unknown" and known is not None and not known.is_deleted:
             raise ViolationError(f"{client.name} was told that {client.id} is unknown, which the store has")
         if client.is_deleted and known is not None and not known.is_deleted:
