@@ -187,6 +187,8 @@ async def measure(
     took, used = time.monotonic() - started, read_cpu_s(gateway.pid) - cpu_s
     if any(len(times) != num_tokens for times in arrived):
         raise RuntimeError(f"streams ended with {sorted({len(times) for times in arrived})} tokens, not {num_tokens}")
+    if num_again := sum(len(engine.sent_at[name]) != num_tokens for name in names):
+        raise RuntimeError(f"{num_again} streams were begun again: the machine is too busy to measure")
     late = sorted(
         here - sent
         for name, times in zip(names, arrived, strict=True)
