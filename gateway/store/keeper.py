@@ -174,6 +174,10 @@ class AnswerKeeper:
         """The answer, as far as it is known here or in the store. Raises ApiError 404 unless it is the key's own."""
         run = self.runs.running.get(answer_id)
         answer: Answer | None = None
+        if run is not None and not (run.is_new or run.is_saved or self.runs.is_held()):
+            with suppress(StoreError, TimeoutError):  # without the store what is known here is told
+                async with asyncio.timeout(LOOK_S):
+                    await self._look_whether_lost(run)
         if run is not None and not run.is_lost:
             answer = run.answer
         elif _ID[kind].fullmatch(answer_id):
@@ -182,13 +186,22 @@ class AnswerKeeper:
             raise ApiError(404, f"no answer has the id {answer_id[:100]}", _PARAM[kind], "not_found")
         return answer
 
+    async def _look_whether_lost(self, run: Run) -> None:
+        """Another gateway may have ended an answer whose lease ran out here."""
+        known = await self.runs.reads.call(Database.find, run.answer.id)
+        if known is None or known.status not in RUNNING:
+            await run.stop(is_lost=True)
+            run.is_lost = True
+
     async def events(self, kind: Kind, answer_id: str, key: Key, after: str) -> Response:
         """The answer's events, behind the SSE id `after` unless that is empty, and those to come. Raises ApiError."""
         answer = await self.find(kind, answer_id, key)
         place = find_place(kind, len(msgspec.msgpack.decode(answer.asked, type=Asked).seeds), after)
         run = self.runs.running.get(answer_id)
-        read = self.runs.replays.read
-        events = read(answer, place) if run is None else run.follow(place, self._elsewhere(run, place))
+        if run is None or run.is_lost:
+            events = self.runs.replays.read(answer, place)
+        else:
+            events = run.follow(place, self._elsewhere(run, place))
         return EventStream(events, _Frame(kind, place), 0.0, lambda: True, tuple)
 
     async def list_chats(self, key: Key, after: str, limit: int, **wanted: Any) -> tuple[list[Answer], bool]:

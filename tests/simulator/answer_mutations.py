@@ -14,6 +14,7 @@ from gateway.router.engine_client import Tokens
 from gateway.store import adapters, keeper, run, runs
 from gateway.store.adapters import AdapterRow, SharedAdapters, share
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
+from gateway.store.keeper import AnswerKeeper
 from gateway.store.kinds import Kind, Place, find_place
 from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
@@ -113,7 +114,7 @@ def _forget(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
     return join_parts([], num_choices)
 
 
-async def _wait_for_nothing(self: EventStream, first: object) -> None:
+async def _wait_for_nothing(*_: object) -> None:
     pass
 
 
@@ -128,6 +129,7 @@ ANSWER_MUTATIONS: dict[str, Mutation] = {
     "events are grouped anew after a takeover": patched((run, "singly", _all_together)),
     "events are numbered anew after a takeover": patched((Run, "_follow", _follow_what_is_new)),
     "an id is told before the store has it": patched((EventStream, "_wait_known", _wait_for_nothing)),
+    "a gateway does not look who has ended an answer": patched((AnswerKeeper, "_look_whether_lost", _wait_for_nothing)),
     "a chat is read on behind the next chunk": patched((keeper, "find_place", _find_later_place)),
     "ids of items are drawn anew": patched((ResponseWriter, "_new_item", _draw_item_id)),
     "seeds are drawn anew": patched((Replays, "prepare", _prepare_with_new_seeds)),

@@ -382,12 +382,15 @@ def test_one_look_for_all_followers(served: Served, other: Served, monkeypatch: 
         return find_new(self, wanted)
 
     monkeypatch.setattr(Database, "find_new", note)
+    assert other.runs is not None
+    tail = other.runs.replays._tail
     served.engine.reset(Script(served.ids(ANSWER)[:3], is_hanging=True))
     told = [ask(served, background=True).json()["id"] for _ in range(3)]
     for _ in told:
         served.engine.hanging.get(timeout=60)
     with ThreadPoolExecutor(6) as threads:
         following = [threads.submit(read, other, answer_id) for answer_id in [*told, *told]]
+        wait_until(lambda: len(tail._waiting) == 6)  # each has looked by itself
         wait_until(lambda: set(told) in looks)
         begin = len(looks)
         wait_until(lambda: len(looks) > begin + 3)
