@@ -127,16 +127,19 @@ async def stream_responses(address: str, name: str, num_tokens: int, *, is_store
 
 
 async def _stream(address: str, name: str, path: str, asked: dict[str, object], mark: bytes) -> list[float]:
-    """Arrival times of what has the mark."""
+    """Arrival times of what has the mark. RuntimeError: there is none."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     body = json.dumps(asked).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nx-request-id: {name}\r\nconnection: close\r\n"
     kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write((head + kind).encode() + body)
-    times: list[float] = []
+    times, reply = list[float](), b""
     while data := await reader.read(1 << 16):
         times += [time.monotonic()] * data.count(mark)
+        reply = reply if times else reply + data
     writer.close()
+    if not times:
+        raise RuntimeError(f"{name} ended without a token: {reply[:2000]!r}")
     return times
 
 
@@ -166,7 +169,8 @@ class Measured:
 
     tokens_per_s: float
     tokens_per_core_s: float
-    p50_ms: float
+    tpot_ms: float
+    p50_ms: float  # latency
     p99_ms: float
 
 
@@ -183,13 +187,16 @@ async def measure(
     took, used = time.monotonic() - started, read_cpu_s(gateway.pid) - cpu_s
     if any(len(times) != num_tokens for times in arrived):
         raise RuntimeError(f"streams ended with {sorted({len(times) for times in arrived})} tokens, not {num_tokens}")
+    if num_again := sum(len(engine.sent_at[name]) != num_tokens for name in names):
+        raise RuntimeError(f"{num_again} streams were begun again: the machine is too busy to measure")
     late = sorted(
         here - sent
         for name, times in zip(names, arrived, strict=True)
         for sent, here in zip(engine.sent_at.pop(name), times, strict=True)
     )
     total = streams * num_tokens
-    return Measured(total / took, total / used, late[len(late) // 2] * 1e3, late[len(late) * 99 // 100] * 1e3)
+    tpot_ms = statistics.fmean((times[-1] - times[0]) / (num_tokens - 1) for times in arrived) * 1e3
+    return Measured(total / took, total / used, tpot_ms, late[len(late) // 2] * 1e3, late[len(late) * 99 // 100] * 1e3)
 
 
 async def run(trees: list[Path], streams: int, rounds: int, apis: list[str]) -> None:
@@ -204,10 +211,11 @@ async def run(trees: list[Path], streams: int, rounds: int, apis: list[str]) -> 
                         for pace, step_s in (("quiet", QUIET_STEP_S), ("busy", BUSY_STEP_S)):
                             one = await measure(gateway, grpc_address, engine, api, streams, step_s)
                             found[api, pace, tree].append(one)
-    print(f"{'api':10}{'pace':7}{'tokens/s':>10}{'tokens/core-s':>15}{'p50 ms':>8}{'p99 ms':>8}  tree")
+    print(f"{'api':10}{'pace':7}{'tokens/s':>10}{'tokens/core-s':>15}{'TPOT ms':>9}{'p50 ms':>8}{'p99 ms':>8}  tree")
     for (api, pace, tree), all_ in sorted(found.items(), key=lambda item: item[0][:2]):
         medians = [statistics.median(getattr(one, name) for one in all_) for name in Measured.__dataclass_fields__]
-        print(f"{api:10}{pace:7}{medians[0]:10.0f}{medians[1]:15.0f}{medians[2]:8.2f}{medians[3]:8.2f}  {tree}")
+        rates, times = f"{medians[0]:10.0f}{medians[1]:15.0f}", "{:9.2f}{:8.2f}{:8.2f}".format(*medians[2:])
+        print(f"{api:10}{pace:7}{rates}{times}  {tree}")
 
 
 def main() -> None:

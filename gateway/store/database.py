@@ -12,7 +12,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -240,7 +240,7 @@ class Database:
     def write(self, changes: Sequence[Change], gateway: str, lease_s: float) -> set[str]:
         """All of them or none; once more changes nothing. Returns ids of answers that are not this gateway's any more:
         nothing is written there."""
-        with self.transaction(is_written=True):
+        with self.transaction(is_written=True), self._pipeline():
             for change in changes:
                 if change.is_new:
                     answer = change.answer
@@ -281,14 +281,16 @@ class Database:
         Returns ids of what it has of them, ids of what is to be cancelled, and how many other gateways were seen within
         `lease_s`.
         """
-        rows: list[Any] = []
-        with self.transaction(is_written=True):
-            for answer_id in ids:
-                rows += self.do(
+        with self.transaction(is_written=True), self._pipeline():
+            renewed = [
+                self.do(
                     f"UPDATE answers SET lease_until = {self.now} + :lease_s WHERE id = :id AND gateway = :gateway"
                     f" AND {_OPEN} RETURNING id, wants_cancel",
                     id=answer_id, gateway=gateway, lease_s=lease_s,
-                ).fetchall()  # fmt: skip
+                )
+                for answer_id in ids
+            ]  # fmt: skip
+            rows = [row for cursor in renewed for row in cursor.fetchall()]
             self.do(
                 f"INSERT INTO gateways (id, seen_s) VALUES (:gateway, {self.now})"
                 " ON CONFLICT (id) DO UPDATE SET seen_s = excluded.seen_s",
@@ -385,6 +387,10 @@ class Database:
         except _errors() as error:
             self.close()
             raise StoreError(str(error).strip()) from error
+
+    def _pipeline(self) -> AbstractContextManager[Any]:
+        """Around statements that do not wait for each other's results."""
+        return self._connection.pipeline() if self._url else nullcontext()
 
     def _connect(self) -> Any:
         if self._folder is not None:

@@ -102,15 +102,15 @@ class AnswerKeeper:
         if is_background:
             await self.runs.insert(run)
         run.start()
-        self.runs.wake()  # others are to know it before its client does
+        self.runs.wake()  # others know it before its client does, unless the first token is sooner
         if body.stream:
             hold_s = 0.0 if is_background else find_hold_s(prepared.raw, totals.job)
             ring, adapter = one.ring, totals.job.generations[0].adapter
             kind = find_kind(body)
             place = find_place(kind, len(totals.job.generations))
-            events = self._follow(run, place, run.num_begun, is_asked=not is_background)
+            events = run.follow(place, self._elsewhere(run, place), run.num_begun, is_asked=not is_background)
             return EventStream(
-                events, _Frame(kind, place, run), hold_s, lambda: ring.can_serve(adapter), totals.warnings
+                events, _Frame(kind, place, run), hold_s, lambda: ring.can_serve(adapter), totals.warnings, run.is_known
             )
         if not is_background:
             try:
@@ -174,6 +174,10 @@ class AnswerKeeper:
         """The answer, as far as it is known here or in the store. Raises ApiError 404 unless it is the key's own."""
         run = self.runs.running.get(answer_id)
         answer: Answer | None = None
+        if run is not None and not (run.is_new or run.is_saved or self.runs.is_held()):
+            with suppress(StoreError, TimeoutError):  # without the store what is known here is told
+                async with asyncio.timeout(LOOK_S):
+                    await self._look_whether_lost(run)
         if run is not None and not run.is_lost:
             answer = run.answer
         elif _ID[kind].fullmatch(answer_id):
@@ -182,12 +186,22 @@ class AnswerKeeper:
             raise ApiError(404, f"no answer has the id {answer_id[:100]}", _PARAM[kind], "not_found")
         return answer
 
+    async def _look_whether_lost(self, run: Run) -> None:
+        """Another gateway may have ended an answer whose lease ran out here."""
+        known = await self.runs.reads.call(Database.find, run.answer.id)
+        if known is None or known.status not in RUNNING:
+            await run.stop(is_lost=True)
+            run.is_lost = True
+
     async def events(self, kind: Kind, answer_id: str, key: Key, after: str) -> Response:
         """The answer's events, behind the SSE id `after` unless that is empty, and those to come. Raises ApiError."""
         answer = await self.find(kind, answer_id, key)
         place = find_place(kind, len(msgspec.msgpack.decode(answer.asked, type=Asked).seeds), after)
         run = self.runs.running.get(answer_id)
-        events = self.runs.replays.read(answer, place) if run is None else self._follow(run, place)
+        if run is None or run.is_lost:
+            events = self.runs.replays.read(answer, place)
+        else:
+            events = run.follow(place, self._elsewhere(run, place))
         return EventStream(events, _Frame(kind, place), 0.0, lambda: True, tuple)
 
     async def list_chats(self, key: Key, after: str, limit: int, **wanted: Any) -> tuple[list[Answer], bool]:
@@ -230,17 +244,13 @@ class AnswerKeeper:
         await self.find(kind, answer_id, key)
         await self.runs.delete(answer_id)
 
-    async def _follow(self, run: Run, place: Place, at: int = 0, *, is_asked: bool = False) -> Events:
-        """Events of an answer, here as long as it is computed here, and then in the store. `at`, `is_asked`: as in
-        Run."""
-        async for events in run.follow(place, at, is_asked=is_asked):
+    async def _elsewhere(self, run: Run, place: Place) -> Events:
+        """Events of an answer in the store that is no longer computed here."""
+        answer = await self.runs.reads.ask(Database.find, run.answer.id)
+        if answer is None:
+            raise ApiError(404, f"the answer {run.answer.id} was deleted", None, "not_found")
+        async for events in self.runs.replays.read(answer, place):
             yield events
-        if run.is_lost:
-            answer = await self.runs.reads.ask(Database.find, run.answer.id)
-            if answer is None:
-                raise ApiError(404, f"the answer {run.answer.id} was deleted", None, "not_found")
-            async for events in self.runs.replays.read(answer, place):
-                yield events
 
 
 def _line_refusal() -> ApiError:

@@ -24,7 +24,6 @@ from gateway.store.database import RUNNING, Answer, Status
 Kind = Literal["responses", "chat"]
 StoredRequest = ResponsesRequest | ChatCompletionRequest
 Event = tuple[int, bytes]  # its choice, or how many there are if it belongs to none; and what is sent, without an id
-_ZEROS = re.compile(r"(,0)+$")
 _NUMBERS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
 
@@ -95,7 +94,9 @@ class Place:
             self._num_passed[choice] += 1
             if self._num_passed[choice] > self._counts[choice]:
                 self._counts[choice] += 1
-                numbers = _ZEROS.sub("", ",".join([str(count + self._before) for count in self._counts]))
+                numbers = ",".join([str(count + self._before) for count in self._counts])
+                while numbers.endswith(",0"):
+                    numbers = numbers[:-2]
                 shown += (b"id: %b\n" % numbers.encode(), event)
         return b"".join(shown)
 

@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 
 from gateway.answer.choices import stream_choices
+from gateway.api.http.answer import Events
 from gateway.errors import ApiError
 from gateway.router.attempt import FINISH_REASONS
 from gateway.router.engine_client import FinishReason, Tokens
@@ -117,6 +118,7 @@ class Run:
         """
         self.answer, self.totals, self.is_new = answer, prepared.totals, is_new
         self._on_due, self._is_waited_for, self.is_kept = on_due, is_waited_for, is_kept
+        self.is_known = asyncio.Event()  # the store has its row
         self.is_lost = False  # another gateway works on it, or it was deleted
         self.is_held = is_held
         self.error: ApiError | None = None  # why it failed
@@ -191,9 +193,9 @@ class Run:
             if kept.finish is not None:
                 return
             async for tokens in stream:
+                self.answer.computes = self.answer.computes or tokens.computes
                 for one in singly(tokens, stops):
                     kept.add(one)
-                    self.answer.computes = self.answer.computes or one.computes
                     yield one
                 if self.num_unsaved >= WRITE_TOKENS:
                     self._on_due()
@@ -226,8 +228,8 @@ class Run:
         self._waiting.append(woken)
         await woken
 
-    async def follow(self, place: Place, at: int = 0, *, is_asked: bool = False) -> AsyncGenerator[bytes, None]:
-        """Yields events that a client lacks, those that are there at once. Ends at the end, or where it is lost.
+    async def follow(self, place: Place, elsewhere: Events, at: int = 0, *, is_asked: bool = False) -> Events:
+        """Yields events that a client lacks, those that are there at once; where it is lost, those from `elsewhere`.
 
         `at`: how much of the log has passed the client's place. `is_asked`: for the client that asked for it. Raises
         its ApiError if it was refused.
@@ -239,8 +241,13 @@ class Run:
                 shown, at = place.take(self.log[at:]), len(self.log)
                 if shown:
                     yield shown
+            elif self.is_lost:
+                async with aclosing(elsewhere):
+                    async for shown in elsewhere:
+                        yield shown
+                return
             elif self.is_over:
-                if not self.is_lost and (shown := place.take_end(find_end(self.log)) + self.end):
+                if shown := place.take_end(find_end(self.log)) + self.end:
                     yield shown
                 return
             else:
@@ -286,6 +293,7 @@ class Run:
         return Change(answer, self.is_new, has_changed, size - self._row_bytes if has_changed else 0, new), sizes
 
     def mark_saved(self, change: Change, sizes: Sequence[tuple[int, bool]]) -> None:
+        self.is_known.set()
         self.is_new, self._saved_state = False, (change.answer.status, change.answer.computes)
         self._part_bytes += _size(change.parts)
         self._row_bytes += change.num_bytes

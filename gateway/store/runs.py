@@ -147,26 +147,30 @@ class Runs:
     async def save(self) -> None:
         """What is known here is in the store. Raises StoreError; then it is tried again later."""
         async with self._writing:
-            waiting = [run for run in self.running.values() if run.has_news]
-            for first in range(0, len(waiting), MOST_WRITTEN):
-                taken = [(run, *run.take_change()) for run in waiting[first : first + MOST_WRITTEN]]
-                try:
-                    changes = [change for _, change, _ in taken]
-                    lost = await self.writes.call(Database.write, changes, self.id, self.lease_s)
-                except StoreError as error:
-                    self.note_failure(error)
-                    self._drop_oldest()
-                    raise
-                self._note_success()
-                for run, change, sizes in taken:
-                    if change.answer.id in lost:
-                        await run.stop(is_lost=True)
-                        run.is_lost = True
-                    else:
-                        run.mark_saved(change, sizes)
+            for is_new in (True, False):  # ids are told when they are known
+                await self._write_all([run for run in self.running.values() if run.is_new is is_new and run.has_news])
             for answer_id, run in list(self.running.items()):
                 if run.is_over and run.is_saved:
                     del self.running[answer_id]
+
+    async def _write_all(self, waiting: Sequence[Run]) -> None:
+        """Writes what the store lacks of them. Raises StoreError."""
+        for first in range(0, len(waiting), MOST_WRITTEN):
+            taken = [(run, *run.take_change()) for run in waiting[first : first + MOST_WRITTEN]]
+            try:
+                changes = [change for _, change, _ in taken]
+                lost = await self.writes.call(Database.write, changes, self.id, self.lease_s)
+            except StoreError as error:
+                self.note_failure(error)
+                self._drop_oldest()
+                raise
+            self._note_success()
+            for run, change, sizes in taken:
+                if change.answer.id in lost:
+                    await run.stop(is_lost=True)
+                    run.is_lost = True
+                else:
+                    run.mark_saved(change, sizes)
 
     def _drop_oldest(self) -> None:
         """What a store that fails lacks is bounded."""

@@ -69,7 +69,7 @@ def read(client: httpx.Client, events: list[Event], method: str, url: str, **opt
     """Adds the events of a stream, as far as it comes."""
     with client.stream(method, url, **options) as reply:
         if reply.status_code == 404 and events:
-            raise LookupError(find_id(events))
+            raise LookupError(f"{find_id(events)} behind {len(events)} events")
         if reply.status_code != 200:
             return
         name = ""

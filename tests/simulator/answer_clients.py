@@ -13,17 +13,20 @@ from starlette.responses import Response
 from bench.simulate.virtual_time import VirtualLoop
 from gateway.access.keys import ANYBODY
 from gateway.api.http.errors import RESPONSES_PATH, error_response
+from gateway.api.openai.types import ChatCompletionRequest
 from gateway.api.responses.types import ResponsesRequest
 from gateway.errors import ApiError
 from gateway.fair_turns import LoopTurn
 from gateway.store.keeper import AnswerKeeper
+from gateway.store.kinds import Kind
 from tests.simulator.answer_gateway import AnswersGateway
 from tests.simulator.world import KEEPALIVE_S, Process, ViolationError
 
 SILENCE_S = 6.0  # until a client gives a connection up; pings come seldom
 PATIENCE_S = 90.0  # the longest that an answer may take
 WHOLE = ("completed", "incomplete")
-ENDS = {"response.completed", "response.incomplete", "response.failed"}
+CHAT_CHUNK, CHAT_END = "chat.chunk", "chat.end"  # what `read_event` calls them
+ENDS = {"response.completed", "response.incomplete", "response.failed", CHAT_END}
 Event = dict[str, Any]
 Asked = Callable[[AnswerKeeper, Request], Awaitable[Response]]
 
@@ -132,6 +135,7 @@ class AnswerClient:
 
     def __init__(self, clients: Clients, name: str, gateways: Sequence[AnswersGateway], body: dict[str, Any]) -> None:
         self.name, self.body = name, body
+        self.kind: Kind = "chat" if "messages" in body else "responses"
         self.is_background = bool(body.get("background"))
         self.events: list[Event] = []
         self.whole: Event | None = None  # the answer, where it is not streamed
@@ -146,12 +150,17 @@ class AnswerClient:
     @property
     def id(self) -> str:
         if self.events:
-            return str(self.events[0]["response"]["id"])
+            return str(self.events[0].get("response", self.events[0])["id"])
         return str(self.whole["id"]) if self.whole else ""
 
     @property
     def is_done(self) -> bool:
-        return any(event["type"] in ENDS for event in self.events[-2:])
+        return any(event["type"] in ENDS or "error" in event for event in self.events[-2:])
+
+    @property
+    def has_tokens(self) -> bool:
+        """Or the end: it has had more than the answer's beginning."""
+        return len(self.events) > (1 if self.kind == "chat" else 2)
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +189,7 @@ class AnswerClient:
                 return "not asked"
             self.body["previous_response_id"] = before.id
         until = self._world.now + PATIENCE_S
-        exchange = self._open(lambda keeper, request: keeper.create(ResponsesRequest(**self.body), request))
+        exchange = self._open(self._ask)
         if not self.body.get("stream"):
             self.whole = await self._read_whole(exchange)
             if not self.is_background:
@@ -214,9 +223,8 @@ class AnswerClient:
     async def _read_on(self, is_from_begin: bool) -> bool:
         """At any gateway. False: none of them knows the answer, and none can go on with it."""
         known = [] if is_from_begin else list(self.events)
-        exchange = self._open(
-            lambda keeper, _: keeper.events("responses", self.id, ANYBODY, str(len(known) - 1) if known else "")
-        )
+        after = known[-1]["sse_id"] if known else ""
+        exchange = self._open(lambda keeper, _: keeper.events(self.kind, self.id, ANYBODY, after))
         try:
             await self._read(exchange, known)
         except RefusedError as error:
@@ -228,11 +236,16 @@ class AnswerClient:
     def _open(self, asked: Asked) -> Exchange:
         return Exchange(self._clients, self._rng.choice(self._gateways), asked)
 
+    async def _ask(self, keeper: AnswerKeeper, request: Request) -> Response:
+        if self.kind == "chat":
+            return await keeper.complete(ChatCompletionRequest(**self.body), request)
+        return await keeper.create(ResponsesRequest(**self.body), request)
+
     async def _cancel(self, keeper: AnswerKeeper) -> Response:
         return Response(await keeper.cancel(self.id, ANYBODY))
 
     async def _delete(self, keeper: AnswerKeeper) -> Response:
-        await keeper.delete("responses", self.id, ANYBODY)
+        await keeper.delete(self.kind, self.id, ANYBODY)
         return Response(b"{}")
 
     async def _read_whole(self, exchange: Exchange) -> Event:
@@ -294,10 +307,18 @@ class AnswerClient:
 
 
 def read_event(block: bytes) -> Event:
-    """Empty: a ping."""
+    """Empty: a ping, or what follows a chat's last chunk. A chat's chunks get a name and a number as events have."""
     lines = dict(line.split(": ", 1) for line in block.decode().split("\n") if line and not line.startswith(":"))
-    event: Event = json.loads(lines["data"]) if lines else {}
-    if "id" in lines and lines["id"] != str(event["sequence_number"]):
+    if lines.get("data", "[DONE]") == "[DONE]":
+        return {}
+    event: Event = json.loads(lines["data"])
+    if "id" not in lines:
+        return event
+    event["sse_id"] = lines["id"]
+    if "type" not in event:
+        kind = "error" if "error" in event else CHAT_CHUNK if event["choices"] else CHAT_END
+        event |= {"type": kind, "sequence_number": sum(map(int, lines["id"].split(","))) - 1}
+    elif lines["id"] != str(event["sequence_number"]):
         raise ViolationError(f"an event has the id {lines['id']}: {event}")
     return event
 
@@ -309,6 +330,8 @@ def is_cut_off(event: Event) -> bool:
 
 def plain(event: Event) -> Event:
     """Without what differs where an answer is computed once more."""
+    if event["type"] == CHAT_END:
+        return {**event, "usage": {**event["usage"], "prompt_tokens_details": None}}
     if "response" not in event:
         return event
     whole = dict(event["response"], completed_at=None)

@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 
 from gateway.answer.output_items import Item
+from gateway.api.http.answer import EventStream
 from gateway.api.responses.writer import ResponseWriter, new_response_id
 from gateway.router.adapters import Adapter
 from gateway.router.engine_client import Tokens
-from gateway.store import adapters, run, runs
+from gateway.store import adapters, keeper, run, runs
 from gateway.store.adapters import AdapterRow, SharedAdapters, share
 from gateway.store.database import Answer, Change, Database, StoreError, TokenPart
+from gateway.store.keeper import AnswerKeeper
+from gateway.store.kinds import Kind, Place, find_place
 from gateway.store.replay import Asked, Replays
 from gateway.store.run import ChoiceTokens, Run, join_parts, singly
 from tests.simulator.mutations import Mutation, patched
@@ -111,10 +114,23 @@ def _forget(parts: Sequence[TokenPart], num_choices: int) -> list[ChoiceTokens]:
     return join_parts([], num_choices)
 
 
+async def _wait_for_nothing(*_: object) -> None:
+    pass
+
+
+def _find_later_place(kind: Kind, num_choices: int, after: str = "") -> Place:
+    first, *rest = after.split(",")
+    after = ",".join([str(int(first) + 1), *rest]) if kind == "chat" and after else after
+    return find_place(kind, num_choices, after)
+
+
 ANSWER_MUTATIONS: dict[str, Mutation] = {
     "the lease is not compared on write": _with_sql("WHERE gateway = :gateway AND status IN", "WHERE status IN"),
     "events are grouped anew after a takeover": patched((run, "singly", _all_together)),
     "events are numbered anew after a takeover": patched((Run, "_follow", _follow_what_is_new)),
+    "an id is told before the store has it": patched((EventStream, "_wait_known", _wait_for_nothing)),
+    "a gateway does not look who has ended an answer": patched((AnswerKeeper, "_look_whether_lost", _wait_for_nothing)),
+    "a chat is read on behind the next chunk": patched((keeper, "find_place", _find_later_place)),
     "ids of items are drawn anew": patched((ResponseWriter, "_new_item", _draw_item_id)),
     "seeds are drawn anew": patched((Replays, "prepare", _prepare_with_new_seeds)),
     "a token is stored twice": patched((ChoiceTokens, "take_part", _take_one_more)),

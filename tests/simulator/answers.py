@@ -18,6 +18,8 @@ from bench.simulate.virtual_time import VirtualLoop
 from gateway.access.keys import ANYBODY
 from gateway.answer.choices import Totals, stream_choices
 from gateway.api.http.answer import Stored
+from gateway.api.openai.types import ChatCompletionRequest
+from gateway.api.openai.writer import AnswerWriter
 from gateway.api.responses.types import ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
 from gateway.request.prepare import ServedModel
@@ -25,9 +27,10 @@ from gateway.router.attempt_record import AttemptRecord
 from gateway.router.engine_client import Admitted, Load, TokenizedRequest, Tokens
 from gateway.store import line
 from gateway.store.database import RUNNING, Answer
+from gateway.store.kinds import read_request
 from gateway.store.replay import Asked, as_items
 from tests.simulator.answer_clients import WHOLE, AnswerClient, Clients, Event, is_cut_off, plain, read_event
-from tests.simulator.answer_gateway import LEASE_S, MODEL, AnswersDecode, AnswersGateway, serve, tokenizer, vocabulary
+from tests.simulator.answer_gateway import LEASE_S, MODEL, AnswersDecode, AnswersGateway, serve, vocabulary
 from tests.simulator.model import follow, speaking
 from tests.simulator.schedule import MAX_PAUSE_S, Outcome, Troubles, check_empty, run_world
 from tests.simulator.store import Kept, SimDatabase, SimStore
@@ -79,22 +82,47 @@ def find_history(answers: Mapping[str, Kept], kept: Kept) -> list[Any]:
 async def build_events(one: ServedModel, kept: Kept, history: list[Any]) -> tuple[list[int], list[Event]]:
     """The tokens and events of an undisturbed answer. `history`: the items before its own."""
     row, asked = kept.first, msgspec.msgpack.decode(kept.first.asked, type=Asked)
-    body = ResponsesRequest.model_validate_json(row.body)
-    given = as_items(body.model_dump(by_alias=True, exclude_unset=True)["input"])
-    raw = body.model_validate(body.model_dump(by_alias=True, exclude_unset=True) | {"input": [*history, *given]}).raw()
+    body, stored = read_request(row.kind, row.body), Stored(row.id, row.created_s, asked.is_background)
+    if isinstance(body, ResponsesRequest):
+        given = as_items(body.model_dump(by_alias=True, exclude_unset=True)["input"])
+        whole = body.model_dump(by_alias=True, exclude_unset=True) | {"input": [*history, *given]}
+        raw = body.model_validate(whole).raw()
+    else:
+        raw = body.raw()
     job = await one.prepare(raw, asked.request_id, 0.0, ANYBODY)
     wanted = job.generations[0]
     tokens = follow(wanted.prompt_ids, wanted.max_tokens, asked.seeds[0])
     ends = [rank for rank, token in enumerate(tokens, 1) if token in wanted.stop_token_ids]
     tokens = tokens[: min(ends, default=len(tokens))]
     totals = Totals(replace(job, call_seed=asked.request_id), 0.0)
-    writer = ResponseWriter(
-        totals, body, tokenizer().token_bytes, Stored(row.id, row.created_s, asked.is_background)
-    )  # fmt: skip
+    token_bytes = one.tokenizer.token_bytes
+    writer: ResponseWriter | AnswerWriter
+    if isinstance(body, ChatCompletionRequest):
+        writer = AnswerWriter(totals, raw, body.streamed_usage, token_bytes, stored)
+    else:
+        writer = ResponseWriter(totals, body, token_bytes, stored)
     written = writer.begin()
     async for index, piece in stream_choices(replace(one, ring=Exact(tokens)), totals):
         written += writer.events(index, piece)
-    return tokens, [read_event(event) for event in written]
+    if isinstance(writer, ResponseWriter):
+        return tokens, [read_event(b"id: %d\n%b" % (number, event)) for number, event in enumerate(written)]
+    last = [read_event(b"id: %d,1\n%b" % (len(written), writer.usage()))] if body.stream else []
+    return tokens, [read_event(b"id: %d\n%b" % (number, event)) for number, event in enumerate(written, 1)] + last
+
+
+def check_result(name: str, kind: str, result: bytes, events: list[Event]) -> None:
+    """A whole answer is what its events say."""
+    if kind == "chat":
+        (choice,) = msgspec.json.decode(result)["choices"]
+        chunks = [one for event in events for one in event["choices"]]
+        text = "".join(one["delta"].get("content", "") for one in chunks)
+        found: Any = choice["message"]["content"], choice["finish_reason"]
+        wanted: Any = text, chunks[-1]["finish_reason"]
+    else:
+        found, wanted = plain({"type": "", "response": msgspec.json.decode(result)}), plain(events[-1])
+        found, wanted = found["response"], wanted["response"]
+    if found != wanted:
+        raise ViolationError(f"{name} is {found}, not {wanted}")
 
 
 def run_now(world: World, work: Coroutine[Any, Any, Any]) -> Any:
@@ -125,6 +153,7 @@ class AnswersSchedule(Troubles):
         self.processes = [self.store, *self.gateways, *self.workers]
         self._outside_clients = Clients(world, "clients")
         self.clients: list[tuple[AnswerClient, float]] = []
+        self._chats = random.Random(f"chats {world.seed}")
         self._chained = rng.choice([0.0, 0.0, 0.9])  # share of clients that go on with another's answer
         self._num_left = self._num_idle = 0  # seconds since clients were served, and since nothing was left
         for _ in range(rng.randint(1, 4)):
@@ -155,12 +184,24 @@ class AnswersSchedule(Troubles):
         client = AnswerClient(self._outside_clients, name, self.gateways, body)
         client.leaves, client.deletes = rng.choice([0.0, 0.0, 0.8]), rng.random() < 0.2
         client.cancels_s = rng.random() * 3.0 if rng.random() < 0.2 else None
-        known = [one for one, _ in self.clients if not (one.deletes or one.cancels_s)]
+        known = [one for one, _ in self.clients if one.kind != "chat" and not (one.deletes or one.cancels_s)]
         if known and rng.random() < self._chained:
             client.previous = known[-1]
             body["max_output_tokens"] = rng.randint(1, 6)  # a conversation stays within a row
+        elif self._chats.random() < 0.3 and not (client.is_background or client.cancels_s):
+            client = self._as_chat(client)
         self.clients.append((client, at))
         self.world.at(at, self._outside_clients, -1, lambda: self._begin(client))
+
+    def _as_chat(self, client: AnswerClient) -> AnswerClient:
+        """A client that asks for the same as a chat."""
+        body = {name: client.body[name] for name in ("model", "cache_salt", "stream", "seed") if name in client.body}
+        body |= {"messages": [{"role": "user", "content": client.body["input"]}], "store": True}
+        body |= {"max_tokens": client.body["max_output_tokens"]}
+        body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
+        chat = AnswerClient(self._outside_clients, client.name, self.gateways, body)
+        chat.leaves, chat.deletes = client.leaves, client.deletes
+        return chat
 
     def _begin(self, client: AnswerClient) -> None:
         self._outside_clients.loop.create_task(client.live())
@@ -236,11 +277,8 @@ class AnswersSchedule(Troubles):
             raise ViolationError(f"{name} ended {kept.num_ends} times")
         if kept.tokens != (tokens if kept.status in WHOLE else tokens[: len(kept.tokens)]):
             raise ViolationError(f"{name} has the tokens {kept.tokens}, not {tokens}")
-        last = plain(events[-1])["response"]
         if row is not None and row.status in WHOLE:
-            result = plain({"response": msgspec.json.decode(row.result)})["response"]
-            if result != last:
-                raise ViolationError(f"{name} is {result}, not {last}")
+            check_result(name, row.kind, row.result, events)
         for client in [client for client, _ in self.clients if client.id == name]:
             for number, event in enumerate(client.events):
                 if not is_cut_off(event) and plain(event) != plain(events[number]):
@@ -253,6 +291,8 @@ class AnswersSchedule(Troubles):
         is_whole = client.end == "answer" and (client.has_cancelled or not any(map(is_cut_off, client.events)))
         if self.is_calm and not is_whole:
             raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
+        if client.end == "unknown" and known is None and not client.has_tokens:
+            raise ViolationError(f"{client.name} was told the id {client.id}, which the store has never had")
         if client.end == "unknown" and known is not None and not known.is_deleted:
             raise ViolationError(f"{client.name} was told that {client.id} is unknown, which the store has")
         if client.is_deleted and known is not None and not known.is_deleted:

@@ -165,7 +165,8 @@ class EventStream(Response):
 
     An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the frame writes a
     later one. `events` is always closed, also when the client leaves or is cut off because it stopped reading
-    (connection.py). `find_warnings`: those known when the stream begins.
+    (connection.py). `find_warnings`: those known when the stream begins. `is_known`: the frame's beginning waits for
+    it, or for the first events.
     """
 
     media_type = "text/event-stream"
@@ -177,6 +178,7 @@ class EventStream(Response):
         hold_s: float,
         can_serve: Callable[[], bool],
         find_warnings: Callable[[], Sequence[str]],
+        is_known: asyncio.Event | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -185,6 +187,7 @@ class EventStream(Response):
         self._hold_s = hold_s
         self._can_serve = can_serve
         self._find_warnings = find_warnings
+        self._is_known = is_known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -204,9 +207,10 @@ class EventStream(Response):
                     first.result()
                 self.headers.update(warning_headers(self._find_warnings()))
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await send(_body(begun))
                 pinging = asyncio.create_task(self._ping(send))
                 try:
+                    await self._wait_known(first)
+                    await send(_body(begun))
                     end = await self._send_rest(first, send, scope["state"]["request_id"])
                 finally:
                     pinging.cancel()
@@ -217,6 +221,13 @@ class EventStream(Response):
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)  # it reads `_events`, which are closed next
+
+    async def _wait_known(self, first: asyncio.Task[bytes]) -> None:
+        """Returns when the beginning may be sent."""
+        if self._is_known is not None and not (self._is_known.is_set() or first.done()):
+            known = asyncio.create_task(self._is_known.wait())
+            await asyncio.wait({first, known}, return_when=asyncio.FIRST_COMPLETED)
+            known.cancel()
 
     async def _next_events(self) -> bytes:
         """The next events; empty at the end."""

@@ -44,9 +44,13 @@ def warned(*names: str) -> Ignored:
     return dict.fromkeys(names, _WARNED)
 
 
-def only_null(*names: str) -> Ignored:
+class _Instead(str):
+    """No value: what clients should do where a field is not supported."""
+
+
+def only_null(*names: str, instead: str = "") -> Ignored:
     """These fields are known, and not supported."""
-    return dict.fromkeys(names, ())
+    return dict.fromkeys(names, (_Instead(instead),) if instead else ())
 
 
 class Body(BaseModel):
@@ -99,13 +103,16 @@ class Body(BaseModel):
 def _check_ignored(name: str, value: object, ignored: Ignored) -> None:
     if name not in ignored:
         raise _fault("unknown_field", name[:100], "unknown field '{path}'; remove it")
+    hints = [taken for taken in ignored[name] if isinstance(taken, _Instead)]
+    taken = [allowed for allowed in ignored[name] if allowed not in hints]
     is_taken = value is None or any(
         allowed is ANY or (isinstance(value, bool) == isinstance(allowed, bool) and value == allowed)
-        for allowed in ignored[name]
+        for allowed in taken
     )
     if not is_taken:
-        rule = f" other than as {' or '.join(map(repr, ignored[name]))}" if ignored[name] else ""
-        raise _fault("unsupported_field", name, f"'{{path}}' is not supported here{rule}; remove it")
+        rule = f" other than as {' or '.join(map(repr, taken))}" if taken else ""
+        hint = hints[0] if hints else "remove it"
+        raise _fault("unsupported_field", name, f"'{{path}}' is not supported here{rule}; {hint}")
 
 
 def _fault(code: str, field: str, rule: str) -> PydanticCustomError:

@@ -94,7 +94,7 @@ class CountInputRequest(Body):
     """Body of POST /v1/responses/input_tokens; null means not given."""
 
     ignored: ClassVar[Ignored] = {
-        **only_null("conversation"),
+        **only_null("conversation", instead="go on with an answer by previous_response_id"),
         "truncation": ("disabled",),
     }
 

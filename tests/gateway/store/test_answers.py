@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,6 +211,50 @@ def test_dropped_and_taken_up(served: Served) -> None:
     assert served.engine.wait_ending() == "complete"
 
 
+def asking(path: str) -> dict[str, Any]:
+    body = {"model": SERVED, "stream": True, "store": True}
+    return body | ({"input": "x"} if path == PATH else {"messages": [{"role": "user", "content": "x"}]})
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_an_id_is_told_when_the_store_knows_it(
+    served: Served, state: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While there is no token: its client can read on although its gateway dies."""
+    write = Database.write
+
+    def write_slowly(*args: Any) -> set[str]:
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(http_answer, "HOLD_S", 0.01)
+    monkeypatch.setattr(Database, "write", write_slowly)
+    served.engine.reset(Script(is_hanging=True))
+    with served.http.stream("POST", path, json=asking(path)) as reply:
+        event = json.loads(next(line[6:] for line in reply.iter_lines() if line.startswith("data: ")))
+        assert Database(state).find(event.get("response", event)["id"]) is not None
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_no_token_waits_for_the_store(served: Served, is_absent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow or absent: a whole stream arrives, and the store has nothing of it."""
+    may_write, write = threading.Event(), Database.write
+
+    def write_late(*args: Any) -> set[str]:
+        if is_absent:
+            raise StoreError("away")
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(Database, "write", write_late)
+    served.engine.reset(*[served.script(ANSWER, delay_s=0.05)] * 2)
+    try:
+        assert events_of(ask(served, stream=True).text)[-1]["type"] == "response.completed"
+        assert "data: [DONE]" in served.http.post("/v1/chat/completions", json=asking("chat")).text
+    finally:
+        may_write.set()
+
+
 def test_background(served: Served, other: Served) -> None:
     served.engine.reset(served.script(ANSWER, delay_s=0.02))
     told = ask(served, background=True).json()
@@ -336,12 +382,15 @@ def test_one_look_for_all_followers(served: Served, other: Served, monkeypatch: 
         return find_new(self, wanted)
 
     monkeypatch.setattr(Database, "find_new", note)
+    assert other.runs is not None
+    tail = other.runs.replays._tail
     served.engine.reset(Script(served.ids(ANSWER)[:3], is_hanging=True))
     told = [ask(served, background=True).json()["id"] for _ in range(3)]
     for _ in told:
         served.engine.hanging.get(timeout=60)
     with ThreadPoolExecutor(6) as threads:
         following = [threads.submit(read, other, answer_id) for answer_id in [*told, *told]]
+        wait_until(lambda: len(tail._waiting) == 6)  # each has looked by itself
         wait_until(lambda: set(told) in looks)
         begin = len(looks)
         wait_until(lambda: len(looks) > begin + 3)
@@ -380,6 +429,8 @@ def test_official_client(served: Served) -> None:
     third = client.responses.create(model=SERVED, input="more", previous_response_id=second.id)
     assert third.previous_response_id == second.id and third.usage and first.usage
     assert third.usage.input_tokens > 2 * first.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match=r"conversation.*previous_response_id"):
+        client.responses.create(model=SERVED, input="more", conversation="conv_1")
     assert client.responses.retrieve(third.id) == third
     items: Any = client.responses.input_items.list(third.id).data
     assert [item.content[0].text for item in items] == ["more"]
