@@ -17,8 +17,6 @@ from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequen
 class Scheduler(AdmittingTable):
     """Decides which sequences get pages, and keeps the books of launched steps."""
 
-    # -- room ----------------------------------------------------------------------------------------------------
-
     def resume_preempted(self) -> None:
         """Resume preempted sequences, oldest first, while there are pages for all that each needs."""
         for sequence in self.in_phase(Phase.PREEMPTED):

@@ -51,10 +51,6 @@ class SequenceTable:
         return sum(sequence.phase is not Phase.ENDED for sequence in self)
 
     @property
-    def num_waiting(self) -> int:
-        return sum(sequence.is_waiting for sequence in self)
-
-    @property
     def num_tokens_waiting(self) -> int:
         """Tokens whose KV is still to be computed here, besides each answer's last one."""
         computing = [sequence for sequence in self if sequence.phase in (Phase.ACTIVE, Phase.PREEMPTED)]

@@ -13,7 +13,7 @@ from runtime import rpc
 from wire.page_keys import TOKEN_BYTES
 from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.receiving import begin_read, finish_read
+from worker.receiving import begin_read, finish_read, next_offer
 from worker.sequences import Phase, Update
 from worker.sequences import Sequence as Tokens
 from worker.tiers.plans import begin_restore, end_restore, find_loan, plan_loan
@@ -195,7 +195,7 @@ class PrefillChannel(WorkerChannel):
         """Offer what is ready, one offer at a time."""
         offered, decode = ticket.begin, self._decodes[ticket.address]
         while offered < ticket.end:
-            positions = self.worker.scheduler.kv.next_offer(sequence, offered)
+            positions = next_offer(self.worker.scheduler.kv, sequence, offered)
             if positions is None:
                 computed.clear()
                 await computed.wait()
