@@ -37,6 +37,10 @@ class EvictionOrder(OrderedDict[int, float]):
     def keep(self, pages: Mapping[int, int], retention: Retention) -> None:
         """Keep pages, which may have other holders, for some time. `pages`: page |-> its place in the sequence."""
 
+    def count_awaited(self, found: Sequence[int], count: int) -> int:
+        """Pages that whoever needs `count` beside those `found` leaves for requests that are about to come."""
+        return 0
+
 
 class KeyWatcher(Protocol):
     """Follows which keys a cache has, under the lock of its owner's caller: it returns at once."""
@@ -71,7 +75,7 @@ class PrefixCache:
         self._num_holders = [0] * num_pages  # page |-> number of holders
         self._key: list[PageKey | None] = [None] * num_pages  # page |-> its key
         self._page: dict[PageKey, int] = {}  # key |-> the page that has it
-        self._cached = EvictionOrder() if order is None else order
+        self._cached = self.order = EvictionOrder() if order is None else order
         self._has_draft = [False] * num_pages  # page |-> the draft model's KV is complete too
         self.watchers: list[KeyWatcher] = []
 

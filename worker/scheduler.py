@@ -76,8 +76,6 @@ class Scheduler(AdmittingTable):
             room += self.kv.page_tokens
         return max(min(count, room), 0)
 
-    # -- steps ---------------------------------------------------------------------------------------------------
-
     def begin_step(self, step: ScheduledSequence) -> None:
         """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""
         sequence = step.sequence

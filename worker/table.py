@@ -60,8 +60,6 @@ class SequenceTable:
         """Oldest first."""
         return [sequence for sequence in self if sequence.phase is phase]
 
-    # -- leases --------------------------------------------------------------------------------------------------
-
     def expire(self, now: float) -> list[Update]:
         """End sequences whose KV did not arrive within the lease."""
         error = f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)"
@@ -76,8 +74,6 @@ class SequenceTable:
     def _find_leased(self) -> list[Sequence]:
         """Sequences that wait for the next offer; reads have their own time limit."""
         return [sequence for sequence in self.in_phase(Phase.RECEIVING) if not sequence.is_read]
-
-    # -- ends ----------------------------------------------------------------------------------------------------
 
     def fail(self, sequence: Sequence, error: str, now: float, reason: str = "error") -> Update:
         """End a sequence with `error`, or another `reason`. Its pages stay held while something needs them."""

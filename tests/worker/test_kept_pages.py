@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.sequence_params import answer, run
 from wire.retention import ALL_TOKENS, KeptPart, Retention
-from worker.prefix_cache import PrefixCache
-from worker.tiers.kept_pages import KeptPages
+from worker.kv_cache import KVCacheManager
+from worker.prefix_cache import NoRoomError, PrefixCache
+from worker.scheduler import Scheduler
+from worker.tiers.kept_pages import AWAIT_S, KeptPages
 
 PAGE = 4
 NUM_PAGES = 12
@@ -77,6 +81,26 @@ def test_of_a_sequence_beyond_the_share_the_beginning_is_kept() -> None:
     cache.now = 1.0
     cache.release(plain)
     assert cache.evict() == [*reversed(pages[6:]), *reversed(plain), *reversed(pages[:6])]
+
+
+def test_an_answer_waits_rather_than_evict_what_a_session_has_just_left_but_not_for_long() -> None:
+    now = 0.0
+    order = KeptPages(NUM_PAGES, PAGE, lambda: now)
+    scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, [0] * NUM_PAGES, order), PAGE, "model"), 8, 10.0)
+    retention = Retention("", [KeptPart(ALL_TOKENS, 60.0)])
+    first = answer(1, 4 * PAGE, 3, retention=retention)
+    scheduler.admit(first, now)
+    run(scheduler)
+    assert order.count_awaited([], 4) == 4 and scheduler.kv.cache.num_held == 0
+    scheduler.admit(answer(2, 3 * PAGE, 2), now)
+    with pytest.raises(NoRoomError, match="5 pages are needed, 4 are spare"):
+        scheduler.admit(answer(3, 5 * PAGE, 0, gateway="other"), now)
+    again = scheduler.admit(answer(4, 4 * PAGE, 3, first=10_001), now)
+    assert again.num_cached == 3 * PAGE, "its own pages are for it"
+    scheduler.abort("g", [4])
+    now = AWAIT_S
+    assert scheduler.admit(answer(3, 5 * PAGE, 0, gateway="other"), now)
+    assert order.count_awaited([], NUM_PAGES // 2 + 1) == 0, "whoever needs more than is left to others"
 
 
 ACT = st.tuples(

@@ -5,14 +5,15 @@ is longest ago goes first. A sequence's first pages have no earlier end than tho
 evicted from its end.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from wire.retention import Retention
 from worker.prefix_cache import EvictionOrder
 
+AWAIT_S = 5.0  # for so long others wait, at most, rather than evict what a session has just left
 OWNER_SHARE = 0.5  # of a pool: no owner keeps others' pages from it
 
 
@@ -134,6 +135,14 @@ class KeptPages(EvictionOrder):
             self._lapse(min(mine, key=lambda hint: hint.until))
         if not mine:
             self._owners.pop(owner, None)
+
+    def count_awaited(self, found: Sequence[int], count: int) -> int:
+        """Those of sessions that were here just now; none, where the other owners' share is too small for `count`."""
+        if count > self._num_pages - self._most:
+            return 0
+        now, own = self._clock(), Counter(self._hints[page] for page in found if self._is_hinted(page))
+        hints = [hint for mine in self._owners.values() for hint in mine]
+        return sum(len(hint.pages) - own[hint] for hint in hints if now < min(hint.until, hint.since + AWAIT_S))
 
     def _find_seconds(self, retention: Retention, at: int) -> float:
         end = (at + 1) * self._page_tokens
