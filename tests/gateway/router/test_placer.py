@@ -244,7 +244,7 @@ def test_of_many_workers_those_are_found_that_have_most_that_are_idle_or_at_home
              for at in range(20)}  # fmt: skip
     assert homes == {tuple(sorted(find_homes("s", views)))}
     only = {"P3", "D4"}
-    busy = [replace(view, **({} if view.incarnation in only else {"num_mine": 64})) for view in views]
+    busy = [view if view.incarnation in only else replace(view, num_mine=64) for view in views]
     where = {placed(Placer(0), busy, request(replace(wanted(prompt=range(99)), request_id=str(at)))) for at in range(9)}
     assert where == {("D4", "P3")}, "they are the only ones with room, if no draw has them, too"
     spread = Counter(placed(Placer(0), views, request(replace(wanted(), request_id=str(at)))) for at in range(300))
