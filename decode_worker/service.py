@@ -17,7 +17,7 @@ from decode_worker.streams import GatewayStreams
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, worker_pb2
 from runtime import rpc
 from runtime.peer_input import find_too_many_logprobs
-from wire.messages import unpack_images, unpack_sampling
+from wire.messages import unpack_images, unpack_retention, unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.features import Features
 from worker.params import SequenceParams
@@ -205,4 +205,5 @@ def build_params(
         grammar=grammar,
         grammar_s=grammar_s,
         images=unpack_images(request.images),
+        retention=unpack_retention(request.retention),
     )

@@ -16,6 +16,7 @@ from protos import kv_pb2, prefill_pb2
 from runtime.config import PrefillConfig
 from wire.messages import pack_logprobs, pack_read
 from worker.kv_cache import KVCacheManager
+from worker.receiving import next_offer
 from worker.sequences import Sequence, Update
 from worker.thread import EngineThread
 
@@ -67,7 +68,7 @@ class HandOvers:
         heard_at = time.monotonic()  # the last sign of life sent to the decode worker
         while offered < end or len(result.prompt_logprobs) < num_scores:
             factor = self._sender.offer_factor(request.ticket.address)
-            positions = self._kv.next_offer(sequence, offered, factor)
+            positions = next_offer(self._kv, sequence, offered, factor)
             if positions is not None:
                 pages = self._kv.pages_of(sequence, positions)
                 slots = self._kv.states.offered(sequence, positions)

@@ -14,7 +14,7 @@ from prefill_worker.metrics import PrefillMetrics
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
-from wire.messages import unpack_images
+from wire.messages import unpack_images, unpack_retention
 from wire.page_keys import TOKEN_BYTES
 from worker.features import Features
 from worker.params import SequenceParams
@@ -51,7 +51,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         try:
             params = SequenceParams(
                 request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, request.ticket.adapter,
-                num_logprobs, images=unpack_images(request.images),
+                num_logprobs, images=unpack_images(request.images), retention=unpack_retention(request.retention),
             )  # fmt: skip
             self.check_images(params)
         except ValueError as error:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"\xda\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\'\n\nlogit_bias\x18\t \x03(\x0b\x32\x13.baton.v1.TokenBias\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x0bSpeculation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\r\"\xab\x04\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x0e\n\x06handle\x18\t \x01(\x04\x12\x13\n\x0bnum_emitted\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\"\n\x07grammar\x18\x0e \x01(\x0b\x32\x11.baton.v1.Grammar\x12*\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\t\x12\x1f\n\x06images\x18\x12 \x03(\x0b\x32\x0f.baton.v1.Image\x12$\n\x06source\x18\x13 \x01(\x0b\x32\x14.baton.v1.PageSourceB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"W\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12&\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x16.baton.v1.SessionDelta\"\xee\x01\n\x0cSessionDelta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\'\n\x06timing\x18\x08 \x01(\x0b\x32\x17.baton.v1.SessionTiming\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x85\x02\n\rSessionTiming\x12\x12\n\nkv_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12\x66irst_step_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x17\n\x0fgrammar_seconds\x18\t \x01(\x01\x12)\n\x0bread_tokens\x18\n \x01(\x0b\x32\x14.baton.v1.ReadTokens\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"]\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x17\n\x0fwants_checksums\x18\x03 \x01(\x08\"0\n\x0cRenewRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"\x0f\n\rRenewResponse2\xf5\x02\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x17.baton.v1.RenewResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"\xda\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\'\n\nlogit_bias\x18\t \x03(\x0b\x32\x13.baton.v1.TokenBias\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x0bSpeculation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\r\"\xd3\x04\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x0e\n\x06handle\x18\t \x01(\x04\x12\x13\n\x0bnum_emitted\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\"\n\x07grammar\x18\x0e \x01(\x0b\x32\x11.baton.v1.Grammar\x12*\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x11 \x01(\t\x12\x1f\n\x06images\x18\x12 \x03(\x0b\x32\x0f.baton.v1.Image\x12$\n\x06source\x18\x13 \x01(\x0b\x32\x14.baton.v1.PageSource\x12&\n\tretention\x18\x14 \x01(\x0b\x32\x13.baton.v1.RetentionB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"W\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12&\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x16.baton.v1.SessionDelta\"\xee\x01\n\x0cSessionDelta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\'\n\x06timing\x18\x08 \x01(\x0b\x32\x17.baton.v1.SessionTiming\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x85\x02\n\rSessionTiming\x12\x12\n\nkv_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12\x66irst_step_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x17\n\x0fgrammar_seconds\x18\t \x01(\x01\x12)\n\x0bread_tokens\x18\n \x01(\x0b\x32\x14.baton.v1.ReadTokens\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"]\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x17\n\x0fwants_checksums\x18\x03 \x01(\x08\"0\n\x0cRenewRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"\x0f\n\rRenewResponse2\xf5\x02\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x17.baton.v1.RenewResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATION']._serialized_start=355
   _globals['_SPECULATION']._serialized_end=411
   _globals['_RESERVEREQUEST']._serialized_start=414
-  _globals['_RESERVEREQUEST']._serialized_end=969
-  _globals['_RESERVERESPONSE']._serialized_start=971
-  _globals['_RESERVERESPONSE']._serialized_end=1045
-  _globals['_STEPSREQUEST']._serialized_start=1047
-  _globals['_STEPSREQUEST']._serialized_end=1078
-  _globals['_STEPEVENTS']._serialized_start=1080
-  _globals['_STEPEVENTS']._serialized_end=1167
-  _globals['_SESSIONDELTA']._serialized_start=1170
-  _globals['_SESSIONDELTA']._serialized_end=1408
-  _globals['_TOKENLOGPROBS']._serialized_start=1410
-  _globals['_TOKENLOGPROBS']._serialized_end=1481
-  _globals['_SESSIONTIMING']._serialized_start=1484
-  _globals['_SESSIONTIMING']._serialized_end=1745
-  _globals['_ABORTREQUEST']._serialized_start=1747
-  _globals['_ABORTREQUEST']._serialized_end=1795
-  _globals['_ABORTRESPONSE']._serialized_start=1797
-  _globals['_ABORTRESPONSE']._serialized_end=1812
-  _globals['_HANDSHAKEREQUEST']._serialized_start=1814
-  _globals['_HANDSHAKEREQUEST']._serialized_end=1862
-  _globals['_HANDSHAKERESPONSE']._serialized_start=1864
-  _globals['_HANDSHAKERESPONSE']._serialized_end=1957
-  _globals['_RENEWREQUEST']._serialized_start=1959
-  _globals['_RENEWREQUEST']._serialized_end=2007
-  _globals['_RENEWRESPONSE']._serialized_start=2009
-  _globals['_RENEWRESPONSE']._serialized_end=2024
-  _globals['_DECODE']._serialized_start=2027
-  _globals['_DECODE']._serialized_end=2400
+  _globals['_RESERVEREQUEST']._serialized_end=1009
+  _globals['_RESERVERESPONSE']._serialized_start=1011
+  _globals['_RESERVERESPONSE']._serialized_end=1085
+  _globals['_STEPSREQUEST']._serialized_start=1087
+  _globals['_STEPSREQUEST']._serialized_end=1118
+  _globals['_STEPEVENTS']._serialized_start=1120
+  _globals['_STEPEVENTS']._serialized_end=1207
+  _globals['_SESSIONDELTA']._serialized_start=1210
+  _globals['_SESSIONDELTA']._serialized_end=1448
+  _globals['_TOKENLOGPROBS']._serialized_start=1450
+  _globals['_TOKENLOGPROBS']._serialized_end=1521
+  _globals['_SESSIONTIMING']._serialized_start=1524
+  _globals['_SESSIONTIMING']._serialized_end=1785
+  _globals['_ABORTREQUEST']._serialized_start=1787
+  _globals['_ABORTREQUEST']._serialized_end=1835
+  _globals['_ABORTRESPONSE']._serialized_start=1837
+  _globals['_ABORTRESPONSE']._serialized_end=1852
+  _globals['_HANDSHAKEREQUEST']._serialized_start=1854
+  _globals['_HANDSHAKEREQUEST']._serialized_end=1902
+  _globals['_HANDSHAKERESPONSE']._serialized_start=1904
+  _globals['_HANDSHAKERESPONSE']._serialized_end=1997
+  _globals['_RENEWREQUEST']._serialized_start=1999
+  _globals['_RENEWREQUEST']._serialized_end=2047
+  _globals['_RENEWRESPONSE']._serialized_start=2049
+  _globals['_RENEWRESPONSE']._serialized_end=2064
+  _globals['_DECODE']._serialized_start=2067
+  _globals['_DECODE']._serialized_end=2440
 # @@protoc_insertion_point(module_scope)

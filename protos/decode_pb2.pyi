@@ -54,7 +54,7 @@ class Speculation(_message.Message):
     def __init__(self, drafter: _Optional[str] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt", "adapter", "images", "source")
+    __slots__ = ("request_id", "attempt", "gateway", "prompt", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle", "num_emitted", "min_tokens", "num_logprobs", "num_prompt_logprobs", "grammar", "speculation", "cache_salt", "adapter", "images", "source", "retention")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class ReserveRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     gateway: str
@@ -93,7 +94,8 @@ class ReserveRequest(_message.Message):
     adapter: str
     images: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Image]
     source: _kv_pb2.PageSource
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ..., source: _Optional[_Union[_kv_pb2.PageSource, _Mapping]] = ...) -> None: ...
+    retention: _kv_pb2.Retention
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt: _Optional[bytes] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ..., num_emitted: _Optional[int] = ..., min_tokens: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ..., source: _Optional[_Union[_kv_pb2.PageSource, _Mapping]] = ..., retention: _Optional[_Union[_kv_pb2.Retention, _Mapping]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket", "needs_prefill")

@@ -194,3 +194,19 @@ class ReadPagesResponse(_message.Message):
     data: bytes
     generations: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, data: _Optional[bytes] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Retention(_message.Message):
+    __slots__ = ("owner", "parts")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    parts: _containers.RepeatedCompositeFieldContainer[KeptPart]
+    def __init__(self, owner: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[KeptPart, _Mapping]]] = ...) -> None: ...
+
+class KeptPart(_message.Message):
+    __slots__ = ("tokens", "seconds")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    seconds: float
+    def __init__(self, tokens: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RunRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "cache_salt", "ticket", "num_prompt_logprobs", "source", "images")
+    __slots__ = ("request_id", "prompt", "cache_salt", "ticket", "num_prompt_logprobs", "source", "images", "retention")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class RunRequest(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: bytes
     cache_salt: str
@@ -24,7 +25,8 @@ class RunRequest(_message.Message):
     num_prompt_logprobs: int
     source: _kv_pb2.PageSource
     images: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Image]
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., ticket: _Optional[_Union[_kv_pb2.Ticket, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., source: _Optional[_Union[_kv_pb2.PageSource, _Mapping]] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ...) -> None: ...
+    retention: _kv_pb2.Retention
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., ticket: _Optional[_Union[_kv_pb2.Ticket, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., source: _Optional[_Union[_kv_pb2.PageSource, _Mapping]] = ..., images: _Optional[_Iterable[_Union[_kv_pb2.Image, _Mapping]]] = ..., retention: _Optional[_Union[_kv_pb2.Retention, _Mapping]] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("queue_seconds", "prefill_seconds", "transfer_seconds", "transfer_bytes", "transport", "prompt_logprobs", "cached_tokens", "read_tokens")

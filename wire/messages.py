@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
+from wire.retention import MAX_KEEP_S, MAX_KEPT_PARTS, KeptPart, Retention
 from wire.sampling import SCALARS, SamplingParams
 from wire.timing import ReadTokens, Timing
 
@@ -33,6 +34,20 @@ def unpack_tokens(packed: bytes) -> "NDArray[np.int32]":
 
 def unpack_images(images: Iterable[kv_pb2.Image]) -> tuple[ImageSpan, ...]:
     return tuple(ImageSpan(one.begin, one.end, one.digest, one.rows, one.columns) for one in images)
+
+
+def pack_retention(retention: Retention | None) -> kv_pb2.Retention | None:
+    if retention is None:
+        return None
+    parts = [kv_pb2.KeptPart(tokens=tokens, seconds=seconds) for tokens, seconds in retention.parts]
+    return kv_pb2.Retention(owner=retention.owner, parts=parts)
+
+
+def unpack_retention(message: kv_pb2.Retention) -> Retention | None:
+    """None without a part."""
+    parts = [KeptPart(one.tokens, min(one.seconds, MAX_KEEP_S)) for one in message.parts[:MAX_KEPT_PARTS]]
+    parts = [part for part in parts if part.seconds > 0]
+    return Retention(message.owner, parts) if parts else None
 
 
 def pack_sampling(params: SamplingParams) -> decode_pb2.SamplingParams:

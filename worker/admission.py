@@ -88,9 +88,10 @@ class AdmittingTable(SequenceTable):
         """Raise NoRoomError unless this many pages are spare beside those `found`."""
         cache = self.kv.cache
         growing = self._count_answers()
-        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + growing)
+        others = growing + cache.order.count_awaited(found, needed)
+        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + others)
         if (growing and is_tight) or not cache.can_take(found, needed):  # a growing sequence may soon need a page
-            raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - growing, 0)} are spare")
+            raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - others, 0)} are spare")
 
     def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
         """Whether nothing comes from another worker. A partial page does not justify a transfer.

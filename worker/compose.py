@@ -1,5 +1,6 @@
 """Names what hangs on a worker's core: how it starts, ranks, tiers, adapters, images and states. No other file does."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -31,6 +32,7 @@ from worker.states.slots import StateSlots, choose_spacing
 from worker.thread import EngineThread
 from worker.tiers.events import KVEvents
 from worker.tiers.files import KVTiers
+from worker.tiers.kept_pages import KeptPages
 
 
 def start_engine(
@@ -57,6 +59,12 @@ def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str
         partial(LedHeadRunner, leader, 1),
     )  # fmt: skip
     return children, place
+
+
+def build_cache(engine: Engine) -> PrefixCache:
+    """The owner of the engine's pages."""
+    order = KeptPages(engine.num_pages, engine.pool.shape.page_tokens, time.monotonic)
+    return PrefixCache(engine.num_pages, engine.pool.generations, order)
 
 
 def build_states(engine: Engine) -> States:

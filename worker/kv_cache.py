@@ -61,8 +61,6 @@ class KVCacheManager:
         """The parent key of the first page."""
         return root_key(self.model, params.cache_salt, params.adapter)
 
-    # -- what a sequence has -------------------------------------------------------------------------------------
-
     def find(self, keys: Seq[PageKey]) -> Hit:
         """What is cached under the leading keys. Does not hold it."""
         pages = self.cache.find(keys)
@@ -126,18 +124,9 @@ class KVCacheManager:
     def release(self, sequence: Sequence) -> None:
         """Take back its pages and slots."""
         self.states.close(sequence)
-        self.cache.release(sequence.pages)
+        self.cache.release(sequence.pages, sequence.params.retention)
         sequence.pages = []
         sequence.num_pages_in_row = -1  # what steps drop from a row, such as images' encodings, is needed again
-
-    # -- offers --------------------------------------------------------------------------------------------------
-
-    def next_offer(self, sequence: Sequence, begin: int, factor: int = 1) -> range | None:
-        """Positions from `begin` on to offer now: whole pages, the last part at the end; `factor` offers at most."""
-        computed, end = sequence.computed, sequence.params.end
-        whole = computed if computed == end else computed // self.page_tokens * self.page_tokens
-        stop = min(whole, begin + factor * self.max_offer_pages * self.page_tokens)
-        return range(begin, stop) if stop > begin else None
 
     def pages_of(self, sequence: Sequence, positions: range) -> list[int]:
         """The pages that hold `positions`, which start on a page boundary."""

@@ -52,7 +52,10 @@ class WorkerMetrics(StepCounter):
         self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
-        self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
+        self.gauge(
+            "num_requests_waiting", "Sequences preempted or not begun",
+            lambda: sum(sequence.is_waiting for sequence in scheduler),
+        )  # fmt: skip
         self.gauge(
             "num_requests_running", "Sequences in steps",
             lambda: sum(not sequence.is_waiting for sequence in scheduler.in_phase(Phase.ACTIVE)),

@@ -7,6 +7,7 @@ from typing import Any
 
 from wire.images import ImageSpan, check_images
 from wire.page_keys import TOKEN_BYTES
+from wire.retention import Retention
 from wire.sampling import SamplingParams
 
 ANY_NUMBER = 2**32
@@ -38,6 +39,7 @@ class SequenceParams:
     grammar: object | None = None  # what the answer must match; only the decode worker looks inside
     grammar_s: float = 0.0  # waited for the grammar
     images: Seq[ImageSpan] = ()  # in the prompt, by position
+    retention: Retention | None = None  # how long its pages are worth keeping
     encodings: Mapping[bytes, Any] = field(default_factory=dict)  # digest |-> its Encoding, of those here
     num_prompt: int = field(init=False)  # tokens
 

@@ -9,10 +9,11 @@ A page with a key is full of known tokens: `name` sets the key, and equal prompt
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from wire.page_keys import PageKey
+from wire.retention import Retention
 
 
 class Generations(Protocol):
@@ -21,6 +22,24 @@ class Generations(Protocol):
     def __getitem__(self, page: int, /) -> Any: ...
 
     def __setitem__(self, page: int, generation: Any, /) -> None: ...
+
+
+class EvictionOrder(OrderedDict[int, float]):
+    """Cached pages, next to evict first: without tiers/, those released first."""
+
+    def take(self, page: int) -> None:
+        """It is cached no more, if it was."""
+        self.pop(page, None)
+
+    def take_next(self) -> int:
+        return self.popitem(last=False)[0]
+
+    def keep(self, pages: Mapping[int, int], retention: Retention) -> None:
+        """Keep pages, which may have other holders, for some time. `pages`: page |-> its place in the sequence."""
+
+    def count_awaited(self, found: Sequence[int], count: int) -> int:
+        """Pages that whoever needs `count` beside those `found` leaves for requests that are about to come."""
+        return 0
 
 
 class KeyWatcher(Protocol):
@@ -49,14 +68,14 @@ class PrefixCache:
     generation has the promised content.
     """
 
-    def __init__(self, num_pages: int, generations: Generations) -> None:
+    def __init__(self, num_pages: int, generations: Generations, order: EvictionOrder | None = None) -> None:
         """`generations`: one counter per page, modified here and read by peers (often in shared memory)."""
         self.generations = generations
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: recently used pages are still in the CPU's cache
         self._num_holders = [0] * num_pages  # page |-> number of holders
         self._key: list[PageKey | None] = [None] * num_pages  # page |-> its key
         self._page: dict[PageKey, int] = {}  # key |-> the page that has it
-        self._cached: OrderedDict[int, None] = OrderedDict()  # next to evict first
+        self._cached = self.order = EvictionOrder() if order is None else order
         self._has_draft = [False] * num_pages  # page |-> the draft model's KV is complete too
         self.watchers: list[KeyWatcher] = []
 
@@ -89,7 +108,7 @@ class PrefixCache:
         return pages
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page = self._cached.take_next()
         key = self._key[page]
         assert key is not None
         del self._page[key]
@@ -117,10 +136,10 @@ class PrefixCache:
         for page in pages:
             if not self._num_holders[page] and page not in self._cached:
                 raise ValueError(f"page {page} is to be held but is free")
-            self._cached.pop(page, None)
+            self._cached.take(page)
             self._num_holders[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], retention: Retention | None = None) -> None:
         """Remove a holder from a sequence's pages. ValueError for a page without one: a bug.
 
         The last page becomes the oldest, so that a page is evicted before the pages it continues.
@@ -133,7 +152,9 @@ class PrefixCache:
                 if self._key[page] is None:
                     self._free.append(page)
                 else:
-                    self._cached[page] = None
+                    self._cached[page] = 0.0
+        if retention is not None:
+            self._cached.keep({page: at for at, page in enumerate(pages) if self._key[page] is not None}, retention)
 
     def name(self, page: int, key: PageKey) -> None:
         """A held page is complete. If another page already has this key, `find` keeps returning that one."""

@@ -20,11 +20,10 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.compose import build_adapters, build_states, start_engine
+from worker.compose import build_adapters, build_cache, build_states, start_engine
 from worker.kv_cache import KVCacheManager
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.peers.pools import MAX_OFFER_BYTES, build_pools
-from worker.prefix_cache import PrefixCache
 from worker.role import Role, Worker
 from worker.scheduler import Scheduler
 
@@ -152,9 +151,8 @@ def build_worker(
     me.model, me.revision = config.model_name, config.revision or engine.weights[-REVISION_CHARS:]
     if len(peers) > 1:
         me.states.CopyFrom(peers[1])
-    cache = PrefixCache(engine.num_pages, engine.pool.generations)
     kv = KVCacheManager(
-        cache, config.page_tokens, engine.weights, int(engine.has_head), build_states(engine),
+        build_cache(engine), config.page_tokens, engine.weights, int(engine.has_head), build_states(engine),
         max_offer_pages=max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1),
     )  # fmt: skip
     scheduler = Scheduler(kv, config.max_running, config.lease_s, build_adapters(engine))

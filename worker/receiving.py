@@ -1,5 +1,6 @@
-"""KV that a scheduler's sequences get from other workers: offers that are accepted, and their reads. Pure."""
+"""KV that goes from one worker's sequences to another's: what is offered, what is accepted, and reads. Pure."""
 
+from worker.kv_cache import KVCacheManager
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, Sequence
 
@@ -11,6 +12,14 @@ class OfferRefusedError(Exception):
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+
+def next_offer(kv: KVCacheManager, sequence: Sequence, begin: int, factor: int = 1) -> range | None:
+    """Positions from `begin` on to offer now: whole pages, the last part at the end; `factor` offers at most."""
+    computed, end = sequence.computed, sequence.params.end
+    whole = computed if computed == end else computed // kv.page_tokens * kv.page_tokens
+    stop = min(whole, begin + factor * kv.max_offer_pages * kv.page_tokens)
+    return range(begin, stop) if stop > begin else None
 
 
 def renew(scheduler: Scheduler, sequence_id: int, attempt: int, now: float, adapter: str = "") -> None:

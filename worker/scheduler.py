@@ -17,8 +17,6 @@ from worker.sequences import AnswerFailedError, Phase, ScheduledSequence, Sequen
 class Scheduler(AdmittingTable):
     """Decides which sequences get pages, and keeps the books of launched steps."""
 
-    # -- room ----------------------------------------------------------------------------------------------------
-
     def resume_preempted(self) -> None:
         """Resume preempted sequences, oldest first, while there are pages for all that each needs."""
         for sequence in self.in_phase(Phase.PREEMPTED):
@@ -77,8 +75,6 @@ class Scheduler(AdmittingTable):
             self.kv.extend(sequence, 1)
             room += self.kv.page_tokens
         return max(min(count, room), 0)
-
-    # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: ScheduledSequence) -> None:
         """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""

@@ -51,10 +51,6 @@ class SequenceTable:
         return sum(sequence.phase is not Phase.ENDED for sequence in self)
 
     @property
-    def num_waiting(self) -> int:
-        return sum(sequence.is_waiting for sequence in self)
-
-    @property
     def num_tokens_waiting(self) -> int:
         """Tokens whose KV is still to be computed here, besides each answer's last one."""
         computing = [sequence for sequence in self if sequence.phase in (Phase.ACTIVE, Phase.PREEMPTED)]
@@ -63,8 +59,6 @@ class SequenceTable:
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Oldest first."""
         return [sequence for sequence in self if sequence.phase is phase]
-
-    # -- leases --------------------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> list[Update]:
         """End sequences whose KV did not arrive within the lease."""
@@ -80,8 +74,6 @@ class SequenceTable:
     def _find_leased(self) -> list[Sequence]:
         """Sequences that wait for the next offer; reads have their own time limit."""
         return [sequence for sequence in self.in_phase(Phase.RECEIVING) if not sequence.is_read]
-
-    # -- ends ----------------------------------------------------------------------------------------------------
 
     def fail(self, sequence: Sequence, error: str, now: float, reason: str = "error") -> Update:
         """End a sequence with `error`, or another `reason`. Its pages stay held while something needs them."""

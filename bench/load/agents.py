@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +70,31 @@ class Agents:
 
     async def run(self, sessions: Sequence[Session], at_once: int) -> float:
         """All of them; returns the seconds that they took."""
-        limit, began = asyncio.Semaphore(at_once or len(sessions)), time.perf_counter()
+        limit, began, numbers = asyncio.Semaphore(at_once or len(sessions)), time.perf_counter(), count()
 
         async def run_one(session: Session) -> None:
             await asyncio.sleep(session.start_s - (time.perf_counter() - began))
             async with limit:
-                await self._talk(session)
+                await self._talk(session, f"{began} {next(numbers)}")
 
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 group.create_task(run_one(session))
         return time.perf_counter() - began
 
-    async def _talk(self, session: Session) -> None:
+    async def _talk(self, session: Session, name: str) -> None:
         """Ends with its first failure: what follows has no history."""
+        fields: dict[str, Any] = {"prompt_cache_key": name}
         said: Said = []
         has_text = any(piece.text for turn in session.turns for piece in turn.pieces)
+        fields |= {} if has_text else {"return_token_ids": True}
         num_said = 0
         for number, turn in enumerate(session.turns):
             await asyncio.sleep(turn.pause_s)
             is_new = turn.is_whole or number == 0
             prompt = self._write(turn, [] if is_new else said, has_text)
             seen = self._note(turn.pieces) if is_new else num_said
-            answer = await self._client.ask(prompt, turn.num_output, {} if has_text else {"return_token_ids": True})
+            answer = await self._client.ask(prompt, turn.num_output, fields)
             self.asked.append(Asked(number, answer, seen))
             self._done(answer)
             if answer.error:

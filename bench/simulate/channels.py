@@ -10,10 +10,11 @@ from bench.simulate.virtual_time import MemoryChannel, refusal
 from bench.simulate.worker import MODEL, SimWorker
 from protos import decode_pb2, kv_pb2, prefill_pb2, worker_pb2
 from runtime import rpc
+from wire.messages import unpack_retention
 from wire.page_keys import TOKEN_BYTES
 from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.receiving import begin_read, finish_read
+from worker.receiving import begin_read, finish_read, next_offer
 from worker.sequences import Phase, Update
 from worker.sequences import Sequence as Tokens
 from worker.tiers.plans import begin_restore, end_restore, find_loan, plan_loan
@@ -94,7 +95,7 @@ class DecodeChannel(WorkerChannel):
         params = SequenceParams(
             request.request_id, request.prompt, len(request.prompt) // TOKEN_BYTES - 1, request.max_tokens,
             local_prefill_max_tokens=request.local_prefill_max_tokens, gateway=request.gateway, handle=request.handle,
-            attempt=request.attempt, num_emitted=request.num_emitted,
+            attempt=request.attempt, num_emitted=request.num_emitted, retention=unpack_retention(request.retention),
         )  # fmt: skip
         try:
             sequence = self.admit(params, is_kept=False)
@@ -157,7 +158,8 @@ class PrefillChannel(WorkerChannel):
     async def Run(self, request: prefill_pb2.RunRequest, timeout: float) -> prefill_pb2.RunResponse:
         await self.message()
         ticket = request.ticket
-        params = SequenceParams(request.request_id, request.prompt, ticket.end)
+        retention = unpack_retention(request.retention)
+        params = SequenceParams(request.request_id, request.prompt, ticket.end, retention=retention)
         if request.HasField("source"):
             await self._borrow(self._lenders[request.source.address], params)
         try:
@@ -195,7 +197,7 @@ class PrefillChannel(WorkerChannel):
         """Offer what is ready, one offer at a time."""
         offered, decode = ticket.begin, self._decodes[ticket.address]
         while offered < ticket.end:
-            positions = self.worker.scheduler.kv.next_offer(sequence, offered)
+            positions = next_offer(self.worker.scheduler.kv, sequence, offered)
             if positions is None:
                 computed.clear()
                 await computed.wait()

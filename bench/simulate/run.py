@@ -164,7 +164,10 @@ class Simulation:
     async def _ask(self, client: Conversation, turn: int, prompt: bytes) -> int:
         """Returns the number of tokens of the answer."""
         name, clock = f"{client.number}/{turn}", self._clock
-        wanted = TokenizedRequest(name, tuple(prompt), client.num_answer[turn], GREEDY, frozenset())
+        session = str(client.number) if len(client.num_new) > 1 else ""
+        wanted = TokenizedRequest(
+            name, tuple(prompt), client.num_answer[turn], GREEDY, frozenset(), session=session
+        )  # fmt: skip
         arrived, first_at, num_tokens, num_cached, error = clock.now, 0.0, 0, 0, ""
         try:
             with self._router.admit(1) as admitted:

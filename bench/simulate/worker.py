@@ -20,6 +20,7 @@ from worker.plan import TokenBudget, schedule
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Update
+from worker.tiers.kept_pages import KeptPages
 from worker.tiers.key_log import KeyLog
 
 MODEL = "simulated"  # fingerprint of the weights
@@ -44,7 +45,8 @@ class SimWorker:
     """Owns a scheduler. Callers change it within `changing`."""
 
     def __init__(self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, is_bulk: bool = True) -> None:
-        cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
+        order = KeptPages(limits.num_pages, limits.page_tokens, lambda: clock.now)
+        cache = PrefixCache(limits.num_pages, [0] * limits.num_pages, order)
         self.keys = KeyLog()
         cache.watchers.append(self.keys)
         kv = KVCacheManager(cache, limits.page_tokens, MODEL, max_offer_pages=limits.max_offer_pages)

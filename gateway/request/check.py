@@ -132,6 +132,7 @@ def build(
             session=checked.session,
             owner=checked.owner,
             images=prompts[at].images,
+            kept=prompts[at].kept,
             adapter=adapter,
             memo=memos[at],
         )

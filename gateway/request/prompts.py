@@ -1,13 +1,14 @@
 """Turns prompts into token ids, and back if they are echoed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
 from gateway.images.reader import FoundImage, Images
 from gateway.request.image_places import find_images, put_images
+from gateway.request.marks import find_end
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
 from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.offload import Check, Offload
@@ -21,6 +22,7 @@ from gateway.tools.dialect import Dialect
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
 from gateway.tools.request import ToolUse
 from wire.dialects import Format
+from wire.retention import KeptPart
 
 TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
@@ -172,7 +174,7 @@ class Prompts:
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
             before = model.last_with_text(ids) if content.is_open else ()
-            encoded = EncodedPrompt(ids, before, start)
+            encoded = EncodedPrompt(ids, before, start, kept=tuple(self._count_kept(content, text, len(ids), salt)))
         else:
             if isinstance(content, str):
                 content = model.encode(content, add_special_tokens=add_special_tokens is not False)
@@ -181,6 +183,13 @@ class Prompts:
             return encoded
         (token,) = model.pieces([self.images.token_id])
         return replace(encoded, images=find_images(encoded.ids, self.images.token_id, token, images, prompt.param))
+
+    def _count_kept(self, chat: Chat, text: str, num_tokens: int, salt: str) -> Iterator[KeptPart]:
+        """`text`: the chat's, of so many tokens."""
+        for mark in chat.marks:
+            end = find_end(text, chat.messages, mark.num_messages)
+            is_all = end == len(text)
+            yield KeptPart(num_tokens if is_all else len(self.segments.encode(text[:end], salt)), mark.seconds)
 
     def _pack(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> list[bytes]:
         """What `Templates.render` takes of a chat, twice if it has system messages that a template may refuse or leave

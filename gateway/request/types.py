@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from gateway.access.keys import Key
 from gateway.images.parts import ImagePart
+from gateway.request.marks import Mark
 from gateway.router.engine_client import Grammar, PromptImage, TokenizedRequest
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import RawTools, ToolUse
 from gateway.tools.template_options import Option
+from wire.retention import KeptPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Chat:
     wishes: Mapping[str, str] = field(default_factory=dict)  # field |-> the variable it sets; "": it asks for reasoning
     add_generation_prompt: bool = True  # end with the start of the answer
     is_open: bool = False  # the answer continues the last message, an assistant's
+    marks: Sequence[Mark] = ()  # of what is kept, the longest first
 
     @property
     def images(self) -> list[ImagePart]:
@@ -128,6 +131,7 @@ class EncodedPrompt:
     reasoning: ReasoningStart = "off"
     echo: Echo | None = None
     images: tuple[PromptImage, ...] = ()
+    kept: tuple[KeptPart, ...] = ()  # that its client marks, the longest first
 
 
 @dataclass(frozen=True, slots=True)

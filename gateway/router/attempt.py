@@ -18,7 +18,7 @@ from gateway.router.refusals import read_refusal
 from gateway.router.request import AttemptFailed, Request
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from wire.logprobs import TokenLogprobs
-from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
+from wire.messages import pack_retention, pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 from wire.timing import Timing
 
 NO_TIMING = Timing()
@@ -127,6 +127,7 @@ class Attempt:
             adapter=request.adapter,
             images=self._pack_images(with_data=self._prefill is None),
             source=None if self._prefill else self._pack_source(),
+            retention=pack_retention(request.retention),
         )
 
     def _pack_source(self) -> kv_pb2.PageSource | None:
@@ -156,6 +157,7 @@ class Attempt:
             num_prompt_logprobs=request.num_prompt_logprobs,
             images=self._pack_images(with_data=True),
             source=self._pack_source(),
+            retention=pack_retention(request.retention),
         )
         try:
             done = await worker.run(run, timeout_s=self._remaining_s(), on_lost=self._session.put)

@@ -10,6 +10,7 @@ from wire.images import ImageSpan
 from wire.logprobs import TokenLogprobs
 from wire.names import Speculate
 from wire.page_keys import PageKey
+from wire.retention import KeptPart
 from wire.sampling import SamplingParams
 from wire.timing import Timing
 
@@ -76,6 +77,7 @@ class TokenizedRequest:
     session: str = ""  # name of the conversation that it is a turn of; empty: unknown
     owner: str = ""  # short name of whoever's share of the service it counts for
     images: tuple[PromptImage, ...] = ()  # in the prompt, by position
+    kept: tuple[KeptPart, ...] = ()  # parts of the prompt that its client marks
     adapter: str = ""  # name of the adapter (LoRA) that computes it; empty: the base model alone
     emitted: tuple[int, ...] = ()  # tokens that its client has already: the answer goes on behind them
     computes: str = ""  # what has computed those (`Tokens.computes`)

@@ -11,6 +11,7 @@ from gateway.router.changes import Changes
 from gateway.router.decode_client import DecodeClient
 from gateway.router.prefill_client import PrefillClient
 from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_keys import KeyIndex
 from gateway.router.worker_view import Role, WorkerView
 from kvtransfer.layout import find_mismatch
 from runtime import rpc
@@ -52,6 +53,7 @@ class Fleet:
         self._compared: set[str] = set()  # incarnations compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = AdapterRegistry(self._wake_all)
+        self._index = KeyIndex()
         self.prefill: dict[str, PrefillClient] = {}
         self.decode: dict[str, DecodeClient] = {}
         for address in prefill:
@@ -75,6 +77,7 @@ class Fleet:
             worker = self.prefill[address] = PrefillClient(address, channel, *parts)
         else:
             worker = self.decode[address] = DecodeClient(address, channel, *parts)
+        worker.keys.index = self._index
         if source:
             log.info("worker found", role=role, address=address, source=source)
         if self._is_started:
@@ -84,6 +87,7 @@ class Fleet:
         """Forget a worker where no request runs. The caller closes it."""
         worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
         self._compared.discard(worker.status.peer.incarnation)
+        worker.keys.reset()
         if worker.model is not None:
             self.parts[worker.model]._drop(worker)
         log.info("worker left", role=role, address=address, source=worker.source)

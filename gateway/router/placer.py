@@ -7,15 +7,19 @@ That one has its places, so no two requests wait for each other.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from zlib import crc32
 
 from gateway.router.coming import Coming, ComingIndex
 from gateway.router.placement import (
+    MANY,
     NO_PREFILL,
     Need,
     Placement,
     Wait,
     choose_placement,
     explain_no_hand_off,
+    find_candidates,
     find_homes,
 )
 from gateway.router.readiness import Unready, find_unusable
@@ -98,6 +102,28 @@ class Placer:
             workers = [view for view in workers if view.role == "prefill" or view.incarnation in decodes]
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
+        homes = find_homes(request.wanted.session, workers) if self._uses_cache else frozenset[str]()
+        some = self._find_candidates(workers, request, homes)
+        choice = self._choose(some, homes, request)
+        if isinstance(choice, Wait) and len(some) < len(workers):
+            choice = self._choose(workers, homes, request)
+        if not request.adapter or isinstance(choice, Wait | Unready | Held) or choice.why != NO_PREFILL:
+            return choice
+        if any(view.is_alive for view in all_workers if view.role == "prefill"):
+            return replace(choice, why="no prefill worker that is alive has the adapter")
+        return choice
+
+    def _find_candidates(
+        self, workers: Sequence[WorkerView], request: Request, homes: frozenset[str] = frozenset()
+    ) -> Sequence[WorkerView]:
+        keys, page_tokens = self._find_keys(workers, request)
+        coming = {one.incarnation for one in islice(self._coming.find(keys, page_tokens).coming, MANY)}
+        draw = crc32(f"{request.wanted.request_id} {request.attempt}".encode())
+        return find_candidates(workers, keys, homes | coming, draw)
+
+    def _choose(
+        self, workers: Sequence[WorkerView], homes: frozenset[str], request: Request
+    ) -> Placement | Wait | Held | Unready:
         keys, page_tokens = self._find_keys(workers, request)
         overlap = self._coming.find(keys, page_tokens)
         known = [view for view in workers if view.incarnation not in request.mistaken]
@@ -114,16 +140,12 @@ class Placer:
         need = Need(
             request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached, stored,
             self._no_prefill_of(request), bool(request.wanted.images), frozenset(coming),
-            find_homes(request.wanted.session, workers) if self._uses_cache else frozenset(),
+            homes,
             draw=int.from_bytes(keys[-1][:4]) if keys else 0,
         )  # fmt: skip
         choice = choose_placement(workers, need)
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])
-        if not request.adapter or isinstance(choice, Wait | Unready) or choice.why != NO_PREFILL:
-            return choice
-        if any(view.is_alive for view in all_workers if view.role == "prefill"):
-            return replace(choice, why="no prefill worker that is alive has the adapter")
         return choice
 
     def count_cached(self, workers: Sequence[WorkerView], request: Request) -> int:
@@ -138,7 +160,7 @@ class Placer:
         is_there = placement.num_cached == len(keys) * page_tokens and placement.lender is None
         if not keys or is_there:
             return None
-        num_there = self.count_cached(workers, request)
+        num_there = self.count_cached(self._find_candidates(workers, request), request)
         return self._coming.begin(keys, page_tokens, placement.decode.incarnation, num_there)
 
     def end(self, coming: Coming) -> None:

@@ -238,8 +238,8 @@ class Queue:
                 continue
             choice = self.placer.choose(views, request, spared)
             if isinstance(choice, Placement):
-                self._place(waiter, choice, views)
-                views = self.views()
+                changed = {worker.address: worker.view() for worker in self._place(waiter, choice, views).held}
+                views = [changed.get(view.address, view) for view in views]
             elif isinstance(choice, Held):
                 held.add(choice.key)
             elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
@@ -267,7 +267,7 @@ class Queue:
         if now - waiter.without_since >= self._patience(lacking.role):
             self._refuse(waiter, not_ready(lacking.detail, lacking.code))
 
-    def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> None:
+    def _place(self, waiter: Waiter, choice: Placement, views: Sequence[WorkerView]) -> Places:
         """All that may fail comes first: then it still waits, and holds nothing."""
         request = waiter.request
         num_tokens = self._forecast.expect_tokens(request) - choice.num_cached
@@ -281,6 +281,7 @@ class Queue:
         waiter.places = places
         for worker in places.held:
             worker.num_mine += 1
+        return places
 
     def check(self) -> None:
         """Raises AssertionError where places are miscounted, or a request waits out of turn or has places."""

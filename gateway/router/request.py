@@ -11,6 +11,7 @@ from gateway.router.engine_client import TokenizedRequest
 from gateway.router.worker_view import Role, WorkerView
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
+from wire.retention import ALL_TOKENS, KeptPart, Retention
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
@@ -69,6 +70,7 @@ class Request:
     grammar_s: float = 0.0  # waited for its grammar in attempts that ended before it was compiled
     wake_s: float = 0.0  # waited for its model to be awake
     queue_s: float = 0.0  # spent waiting for places in all attempts
+    keep_s: float = 0.0  # for which its KV is worth keeping
     is_prompt_scored: bool = False  # the client has the log-probabilities of the prompt
     _prompt: bytes = field(init=False)  # packed
     _began_with: str = field(init=False)  # digest of the adapter that has computed `wanted.emitted`
@@ -134,6 +136,13 @@ class Request:
     def due(self) -> float:
         """When it is given up: a deadline for the first token never ends an answer that has begun."""
         return self.deadline if self.emitted or self.first_by is None else min(self.first_by, self.deadline)
+
+    @property
+    def retention(self) -> Retention | None:
+        """What of its KV is worth keeping; None: nothing more than others'."""
+        own = [KeptPart(ALL_TOKENS, self.keep_s)] if self.keep_s else []
+        parts = [*self.wanted.kept, *own]
+        return Retention(self.wanted.owner, parts) if parts else None
 
     def end_late(self) -> ApiError:
         """Its error when it is due."""

@@ -20,6 +20,7 @@ from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.readiness import find_no_prefill, find_unready
 from gateway.router.request import AttemptFailed, Request
+from gateway.router.session_gaps import SessionGaps
 from gateway.router.worker_client import WorkerClient
 from gateway.router.worker_view import Role
 from runtime.ops import SECONDS_BUCKETS
@@ -54,6 +55,7 @@ class Router:
         workers: dict[Role, Mapping[str, WorkerClient]] = {"prefill": fleet.prefill, "decode": fleet.decode}
         self.queue = Queue(workers, placer, patience_s, fleet.changes.mark, has_goal)
         fleet.changes.follow(lambda: self.queue.decide(clock()))
+        self._gaps = SessionGaps()
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._clock = clock
@@ -110,6 +112,7 @@ class Router:
         arrived = now - wanted.age_s
         first_by = None if wanted.deadline_s is None else arrived + wanted.deadline_s
         request = Request(wanted, arrived + self._request_timeout_s, self._patience_s, now, first_by)
+        request.keep_s = self._gaps.expect(wanted.session, wanted.call or wanted.request_id, now)
         with ExitStack() as held:
             with self.admission.waits(admitted):
                 await self._enter(request, admitted, held)

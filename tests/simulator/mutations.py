@@ -37,12 +37,13 @@ from worker.admission import AdmittingTable
 from worker.kv_cache import Hit, KVCacheManager, Restore
 from worker.params import SequenceParams
 from worker.peers import other_ranks
-from worker.prefix_cache import PrefixCache
+from worker.prefix_cache import EvictionOrder, PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import NO_STATE, Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
 from worker.tiers import plans
+from worker.tiers.kept_pages import KeptPages
 from worker.tiers.plans import RestorePlan
 
 Mutation = Callable[[], AbstractContextManager[object]]
@@ -117,6 +118,11 @@ def _allocate_with_drafts(self: PrefixCache, count: int) -> list[int]:
     for page in pages:
         self._has_draft[page] = before[page]
     return pages
+
+
+def _take_without_hint(self: KeptPages, page: int) -> None:
+    if not self._is_hinted(page):
+        EvictionOrder.take(self, page)
 
 
 def _evict_any(self: PrefixCache) -> int:
@@ -456,6 +462,7 @@ MUTATIONS: dict[str, Mutation] = {
     "offers of cached pages accept any generation": patched(
         (SimPrefill, "_generations_of", _promise_nothing_of_cached), (reader, "check_generations", _check_promised)
     ),
+    "a page with a hint can be evicted while it is held": patched((KeptPages, "take", _take_without_hint)),
     "a held page is evicted": patched((PrefixCache, "_evict", _evict_any)),
     "a shared page is free with its first holder": patched((PrefixCache, "release", _release_for_all)),
     "a key without salt": patched((kv_cache, "root_key", _root_without_salt)),

@@ -15,9 +15,11 @@ from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import PAGE_TOKENS, Offer, find_seed
 from tests.simulator.worker import BUDGET, LEASE_S, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
 from tests.simulator.world import Failure, ViolationError, World
+from wire.messages import unpack_retention
 from wire.sampling import SamplingParams
 from worker.params import SequenceParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.receiving import next_offer
 from worker.sequences import Sequence as Tokens
 from worker.sequences import Update
 
@@ -96,7 +98,7 @@ class SimPrefill(SimWorker):
             raise ViolationError(f"{request.request_id} is prefilled by another revision than decodes it")
         params = SequenceParams(
             request.request_id, request.prompt, ticket.end, 0, salt, ticket.adapter, attempt=ticket.attempt,
-            sampling=SamplingParams(0.0, seed=find_seed(salt)),
+            sampling=SamplingParams(0.0, seed=find_seed(salt)), retention=unpack_retention(request.retention),
         )  # fmt: skip
         if not 0 <= ticket.begin < ticket.end < params.num_prompt or ticket.begin % PAGE_TOKENS:
             answer(refusal(grpc.StatusCode.INVALID_ARGUMENT, f"positions [{ticket.begin}, {ticket.end})"))
@@ -192,7 +194,7 @@ class SimPrefill(SimWorker):
             self._finish(work, refusal(grpc.StatusCode.ABORTED, work.error))
         elif work.offered == work.ticket.end:
             self._finish(work, prefill_pb2.RunResponse())
-        elif (positions := self.scheduler.kv.next_offer(work.sequence, work.offered)) is not None:
+        elif (positions := next_offer(self.scheduler.kv, work.sequence, work.offered)) is not None:
             work.is_offering = True
             pages = self.scheduler.kv.pages_of(work.sequence, positions)
             slots = self.scheduler.kv.states.offered(work.sequence, positions)

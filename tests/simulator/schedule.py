@@ -17,6 +17,7 @@ from tests.simulator.model import PAGE_TOKENS, WEIGHTS, answer, find_seed, follo
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
 from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
+from wire.retention import KeptPart
 from wire.sampling import SamplingParams
 
 FAULTS_END_S = 2.0
@@ -203,6 +204,8 @@ class Schedule(Troubles):
                     decode.max_offer_pages = peers_rng.choice([1, 2, 9])
             if not self.is_calm:
                 faults.slow_reads = peers_rng.choice([faults.slow_reads, 0.5])
+        kept_rng = random.Random(f"kept {seed}")  # like states_rng
+        self._kept_rng = kept_rng if kept_rng.random() < 0.2 else None
         rollout_rng = random.Random(f"rollout {seed}")  # like states_rng
         self.has_revisions = len(decodes) > 1 and rollout_rng.random() < 0.3
         if self.has_revisions:
@@ -266,6 +269,9 @@ class Schedule(Troubles):
         )  # fmt: skip
         if self.has_goals:
             wanted = self._add_goals(wanted)
+        if self._kept_rng is not None:
+            part = KeptPart(self._kept_rng.randint(1, 2 * len(asked.prompt)), self._kept_rng.choice([0.3, 5.0]))
+            wanted = replace(wanted, kept=(part,))
         gateway = asked.gateway
         gateway.num_open += 1
         self.clients.append((client, asked.at))

@@ -27,6 +27,7 @@ from worker.sequences import Sequence as Tokens
 from worker.states.slots import HeldSlots, StateSlots
 from worker.table import num_rows_for
 from worker.thread import Progress
+from worker.tiers.kept_pages import KeptPages
 from worker.tiers.key_log import KeyLog
 
 LEASE_S = 4.0
@@ -161,7 +162,8 @@ class SimWorker(Process):
 
     def boot(self) -> None:
         self.memory = Memory(self.num_pages, self.num_ranks, self.num_slots)
-        cache = PrefixCache(self.num_pages, self.memory.generations)
+        self.order = KeptPages(self.num_pages, PAGE_TOKENS, lambda: self.world.now)
+        cache = PrefixCache(self.num_pages, self.memory.generations, self.order)
         slots = PrefixCache(self.num_slots, self.memory.slot_generations)
         states = StateSlots(slots, PAGE_TOKENS, SPACING) if self.num_slots else States()
         self.keys = KeyLog(max_lost=MAX_LOST)
@@ -205,6 +207,7 @@ class SimWorker(Process):
             return
         self.is_changed = False
         self.scheduler.check()
+        self.order.check()
         if any(self.scheduler.get(sequence.id) is None for sequence in self.loop.stepped()):
             raise ViolationError("a sequence is gone under a launched step")
 

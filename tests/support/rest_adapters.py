@@ -310,7 +310,8 @@ class Messages(Rest):
         outcome.choices[0].stop = ending["stop_sequence"]
         assert (ending["stop_reason"] == "stop_sequence") == (ending["stop_sequence"] is not None)
         cached = usage["cache_read_input_tokens"]
-        outcome.usage = usage["input_tokens"] + cached, usage["output_tokens"], cached
+        made = usage["cache_creation_input_tokens"]
+        outcome.usage = usage["input_tokens"] + cached + made, usage["output_tokens"], cached
 
     def fail(self, outcome: Outcome, body: Any) -> None:
         assert (body.keys(), body["error"].keys()) == ({"type", "error"}, {"type", "message"})

@@ -75,7 +75,7 @@ def test_check_finds_pages_in_no_state_or_two_and_holders_that_are_not_there() -
     twice_free, lost, twice, good = (PrefixCache(2, [0, 0]) for _ in range(4))
     twice_free._free.append(0)
     lost._free.pop()
-    twice._cached[0] = None
+    twice._cached[0] = 0.0
     with pytest.raises(AssertionError, match="free twice"):
         twice_free.check()
     for cache in (lost, twice):

@@ -26,7 +26,7 @@ from worker.admission import OverGoalError
 from worker.images.spans import fit_chunk, fit_images
 from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache
-from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read
+from worker.receiving import OfferRefusedError, begin_read, fail_read, finish_read, next_offer
 from worker.sequences import Phase, ScheduledSequence
 from worker.states.slots import StateSlots
 
@@ -103,10 +103,10 @@ def test_offers_are_of_so_many_pages_at_most() -> None:
     scheduler = build_scheduler(num_pages=20, page_tokens=4, max_running=1, max_offer_pages=2)
     sequence = scheduler.admit(prompt(1, 23), 0.0, is_kept=True)
     finish(scheduler, plan(scheduler, 11))
-    assert [scheduler.kv.next_offer(sequence, begin) for begin in (0, 8)] == [range(8), None]
+    assert [next_offer(scheduler.kv, sequence, begin) for begin in (0, 8)] == [range(8), None]
     finish(scheduler, plan(scheduler, 11))
-    assert scheduler.kv.next_offer(sequence, 8, factor=8) == range(8, 22), "over a fast transport all that is there"
-    assert [scheduler.kv.next_offer(sequence, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
+    assert next_offer(scheduler.kv, sequence, 8, factor=8) == range(8, 22), "over a fast transport all that is there"
+    assert [next_offer(scheduler.kv, sequence, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
 
 
 def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:

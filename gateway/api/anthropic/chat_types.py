@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -21,19 +21,34 @@ from gateway.api.http.body import (
 )
 from gateway.errors import bad_request
 from gateway.images.parts import ImagePart
+from gateway.request.marks import Mark
 from gateway.tools.history import join_parts, parts_of, template_call
 from gateway.tools.json_text import check_depth
 from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
-    **any_value("cache_control"),
     **only_null("toolset_name"),
     "caller": ({"type": "direct"},),
     "citations": ([],),
 }
 
 
-class TextBlock(Body):
+class CacheControl(Body):
+    """Keeps the KV of what goes before, and of this."""
+
+    ignored = any_value("scope")
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = Field("5m", description="For how long; within the key's share of a worker's memory.")
+
+
+class Markable(Body):
+    """Part of a prompt that can end what is kept."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Markable):
     """Text."""
 
     ignored = _BLOCK
@@ -63,7 +78,7 @@ class UrlSource(Body):
     url: str = Field(description="Of a host that is allowed, or a data URI.")
 
 
-class ImageBlock(ImageBody):
+class ImageBlock(Markable, ImageBody):
     """An image."""
 
     ignored = _BLOCK
@@ -84,7 +99,7 @@ _TextOrImage = Annotated[
 ]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Markable):
     """A call in an assistant's message."""
 
     ignored = _BLOCK
@@ -95,7 +110,7 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Markable):
     """The result of a call."""
 
     ignored = _BLOCK
@@ -189,11 +204,11 @@ class MessageParam(Body):
         return [*results, plain | ({"reasoning_content": "".join(reasoning)} if reasoning else {})]
 
 
-class MessagesTool(Body):
+class MessagesTool(Markable):
     """A function that an answer may call."""
 
     ignored = {
-        **any_value("cache_control", "eager_input_streaming"),
+        **any_value("eager_input_streaming"),
         "allowed_callers": (["direct"],),
         "defer_loading": (False,),
         "input_examples": ([],),
@@ -215,6 +230,20 @@ AnyTool = Annotated[
     Annotated[MessagesTool, Tag("~custom")] | Annotated[LeftOutTool, Tag("~left_out")],
     by_type("custom", left_out=re.compile(r"(web_search|web_fetch|code_execution)_\d{8}")),
 ]
+KEPT_S = {"5m": 300.0, "1h": 3600.0}
+
+
+def find_marks(parts: Iterable[tuple[int, Body]]) -> list[Mark]:
+    """`parts`: with the number of messages up to each. For each time the longest part, the longest first."""
+    found: dict[float, int] = {}
+    for num_messages, part in parts:
+        control = part.cache_control if isinstance(part, Markable) else None
+        if control is not None:
+            seconds = KEPT_S[control.ttl]
+            found[seconds] = max(found.get(seconds, 0), num_messages)
+    return sorted((Mark(count, seconds) for seconds, count in found.items()), reverse=True)
+
+
 _CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "none": "none"}
 
 

@@ -3,17 +3,20 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from gateway.api.anthropic.chat_types import (
     AnyTool,
+    Markable,
     MessageParam,
     MessagesTool,
     MessagesToolChoice,
     TextBlock,
     ToolResultBlock,
+    find_marks,
 )
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
@@ -24,7 +27,6 @@ from gateway.api.http.body import (
     TextOr,
     Texts,
     WordOr,
-    any_value,
     given_sampling,
     only_null,
     sampling_field,
@@ -104,11 +106,10 @@ class Metadata(Body):
     user_id: str | None = SESSION_FIELD
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(Markable):
     """Body of POST /v1/messages/count_tokens; null means not given."""
 
     ignored = {
-        **any_value("cache_control"),
         **only_null("container", "inference_geo", "user_profile_id"),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
@@ -131,9 +132,11 @@ class CountTokensRequest(Body):
         begin, num_headers = _HEADER.subn("", texts[0] if texts else "")
         text = "".join([begin, *texts[1:]])
         has_system = self.system is not None and (text or not num_headers)
-        said: Sequence[Message] = [
-            plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")
-        ]
+        turns = [message.plain(f"messages[{index}]") for index, message in enumerate(self.messages)]
+        said: Sequence[Message] = list(chain.from_iterable(turns))
+        num_before = int(bool(has_system))  # messages before the first turn
+        ends = accumulate(map(len, turns), initial=num_before)
+        marks = find_marks(self._list_parts(num_before, list(ends)[1:]))
         results = [
             f"messages[{index}].content[{rank}].tool_use_id"
             for index, message in enumerate(self.messages)
@@ -160,6 +163,7 @@ class CountTokensRequest(Body):
             reasoning_param="thinking" if thinking == "enabled" else None,
             wishes=wishes,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
+            marks=marks,
         )
         given = enumerate(self.tools or ())
         tools = [tool.tool(f"tools[{index}]") for index, tool in given if isinstance(tool, MessagesTool)]
@@ -178,6 +182,16 @@ class CountTokensRequest(Body):
             session_param="metadata.user_id",
             warnings=(*self.warnings(), *["x-anthropic-billing-header is left out of the prompt"] * num_headers),
         )
+
+    def _list_parts(self, num_before: int, ends: Sequence[int]) -> Iterator[tuple[int, Body]]:
+        """All that can be marked, with the messages up to its end. `ends`: those of turns."""
+        system = [] if self.system is None or isinstance(self.system, str) else self.system
+        yield from ((num_before, part) for part in (*(self.tools or ()), *system))
+        for end, message in zip(ends, self.messages, strict=True):
+            for block in message.content if not isinstance(message.content, str) else ():
+                inner = block.content if isinstance(block, ToolResultBlock) else None
+                yield from ((end, part) for part in (block, *(inner if isinstance(inner, list) else ())))
+        yield ends[-1], self
 
 
 class MessagesRequest(CountTokensRequest, OrderFields):

@@ -8,6 +8,7 @@ import msgspec
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Item, ItemReader
+from gateway.api.anthropic.chat_types import KEPT_S
 from gateway.api.http.answer import encode, named_event
 from gateway.api.http.errors import Tagged, build_messages_error
 from gateway.errors import ApiError
@@ -36,13 +37,21 @@ class ToolUseBody(Tagged, tag="tool_use"):
     input: msgspec.Raw  # a JSON object
 
 
+class CacheCreation(msgspec.Struct):
+    """`cache_creation_input_tokens` by how long they are kept."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessageUsage(msgspec.Struct):
-    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens` tokens."""
+    """Token counts. The prompt is all three kinds of input; created are those that it marks and that were computed."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation | msgspec.UnsetType = msgspec.UNSET  # where something is marked
 
 
 class MessageBody(Tagged, tag="message"):
@@ -123,7 +132,15 @@ class MessageWriter:
 
     def _usage(self) -> MessageUsage:
         totals = self._totals
-        return MessageUsage(totals.num_prompt - totals.num_cached, totals.num_completion, totals.num_cached)
+        (prompt,) = totals.job.prompts
+        num_read = totals.num_cached
+        kept = [(max(tokens - num_read, 0), seconds) for tokens, seconds in prompt.kept if totals.num_completion]
+        num_created = max((tokens for tokens, _ in kept), default=0)
+        usage = MessageUsage(totals.num_prompt - num_read - num_created, totals.num_completion, num_read, num_created)
+        if kept:
+            num_long = max((tokens for tokens, seconds in kept if seconds > KEPT_S["5m"]), default=0)
+            usage.cache_creation = CacheCreation(num_created - num_long, num_long)
+        return usage
 
     def _stop(self, last: OutputDelta) -> tuple[StopReason, str | None]:
         """(reason, the stop sequence that the answer ended with)."""

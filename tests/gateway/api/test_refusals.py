@@ -278,7 +278,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
         "metadata": {"user_id": "x"}, "service_tier": "auto", "container": None, "mcp_servers": [],
         "stop_sequences": None,
         "tool_choice": None, "output_config": {"effort": "high"}, "cache_salt": None,
-        "tools": [{"name": "now", "input_schema": {}, "type": "custom", "cache_control": {}, "defer_loading": False}]},
+        "tools": [{"name": "now", "input_schema": {}, "type": "custom", "defer_loading": False,
+                   "cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
 }
 SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
 NOT_HERE = "{} has no effect on this model"

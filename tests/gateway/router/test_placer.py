@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import NO_LIMIT, Placement
+from gateway.router.placement import NO_LIMIT, Placement, find_homes
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
-from gateway.router.worker_keys import WorkerKeys
+from gateway.router.worker_keys import KeyIndex, WorkerKeys
 from gateway.router.worker_view import WorkerView
 from protos import kv_pb2, worker_pb2
 from tests.support.fake_workers import PAGE_TOKENS
@@ -210,3 +212,82 @@ def test_three_gateways_place_a_conversation_alike(uses_sessions: bool) -> None:
             prompts[number] += [rng.randrange(1000) for _ in range(60)]
     assert num_same >= 0.95 * num_later, (num_same, num_later)
     assert {Counter(where.values())[name] for name in names} <= set(range(3, 10)), "and conversations spread"
+
+
+def build_many() -> list[WorkerView]:
+    """A hundred of each role, whose keys are in one index."""
+    index, views = KeyIndex(), []
+    for template in (PREFILL, DECODE):
+        for number in range(100):
+            name = f"{template.incarnation[0]}{number}"
+            view = replace(template, address=name, incarnation=name, keys=WorkerKeys(), max_running=64)
+            view.keys.index = index
+            view.keys.learn(report(name))
+            views.append(view)
+    return views
+
+
+def test_of_many_workers_those_are_found_that_have_most_that_are_idle_or_at_home() -> None:
+    views = build_many()
+    by_name = {view.incarnation: view for view in views}
+    prompt = tuple(range(200 * PAGE_TOKENS + 3))
+    turn = request(wanted(prompt=prompt))
+    keys = turn.page_keys(views[0])
+    for name, count in (("P7", 150), ("D31", 190), ("D32", 80), ("D33", 20)):
+        by_name[name].keys.learn(report(name, keys[:count]))
+    assert placed(Placer(0), views, turn) == ("D31", "P7")
+    by_name["D31"].keys.correct(keys[60:])
+    assert placed(Placer(0), views, turn)[0] == "D32", "it has the most now"
+    by_name["D32"].keys.learn(report("D32b"))
+    assert placed(Placer(0), views, turn)[0] == "D31"
+    homes = {placed(Placer(0), views, request(replace(wanted(prompt=range(99)), session="s", request_id=str(at))))
+             for at in range(20)}  # fmt: skip
+    assert homes == {tuple(sorted(find_homes("s", views)))}
+    only = {"P3", "D4"}
+    busy = [view if view.incarnation in only else replace(view, num_mine=64) for view in views]
+    where = {placed(Placer(0), busy, request(replace(wanted(prompt=range(99)), request_id=str(at)))) for at in range(9)}
+    assert where == {("D4", "P3")}, "they are the only ones with room, if no draw has them, too"
+    spread = Counter(placed(Placer(0), views, request(replace(wanted(), request_id=str(at)))) for at in range(300))
+    assert max(spread.values()) < 10
+
+
+def test_of_many_workers_the_one_that_is_about_to_have_the_prompt_is_waited_for() -> None:
+    views, placer = build_many(), Placer(0)
+    one = request(wanted(prompt=range(200 * PAGE_TOKENS)))
+    choice = placer.choose(views, one)
+    assert isinstance(choice, Placement)
+    coming = placer.begin(one, choice, views)
+    assert coming is not None
+    for at in range(9):
+        other = request(replace(wanted(prompt=(*range(199 * PAGE_TOKENS), *range(30))), request_id=str(at)))
+        assert isinstance(placer.choose(views, other), Held)
+    placer.end(coming)
+    assert isinstance(placer.choose(views, one), Placement)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["pool", "files", "expect", "ask", "correct", "restart"]),
+                          st.lists(st.integers(0, 9), max_size=5)), max_size=40))  # fmt: skip
+def test_the_index_knows_what_workers_have(steps: Sequence[tuple[int, str, Sequence[int]]]) -> None:
+    """One key alone each, of those that it samples."""
+    index, workers = KeyIndex(), [WorkerKeys() for _ in range(3)]
+    for worker in workers:
+        worker.index = index
+    for at, kind, numbers in steps:
+        worker, keys = workers[at], [bytes([16 * number]) * 16 for number in numbers]
+        match kind:
+            case "pool":
+                worker.learn(report(worker.incarnation, keys))
+            case "files":
+                worker.learn(report(worker.incarnation, saved=keys))
+            case "expect":
+                worker.expect(keys)
+            case "ask":
+                worker.ask()
+            case "correct":
+                worker.correct(keys)
+            case "restart":
+                worker.learn(report(f"{worker.incarnation}+"))
+    for number in range(10):
+        key = bytes([16 * number]) * 16
+        has = {worker for worker in workers if worker.count([key]) or key[:SENT_KEY_BYTES] in worker.files.keys}
+        assert index.find([key], 9) == has

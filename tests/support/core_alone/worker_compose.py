@@ -10,6 +10,7 @@ from worker.features import Features
 from worker.interfaces import Adapters, States
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.plan import TokenBudget
+from worker.prefix_cache import PrefixCache
 from worker.table import num_rows_for
 
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
@@ -25,6 +26,10 @@ def start_engine(
         place=Place(lends=isinstance(config, PrefillConfig)),
     )  # fmt: skip
     return config, engine, ALONE
+
+
+def build_cache(engine: Engine) -> PrefixCache:
+    return PrefixCache(engine.num_pages, engine.pool.generations)
 
 
 def build_states(engine: Engine) -> States:
