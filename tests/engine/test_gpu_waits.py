@@ -228,11 +228,12 @@ def test_steps_of_experts_are_captured_on_every_card(
 @pytest.mark.parametrize(
     ("way", "config", "dtype"),
     [
-        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
+        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", EXPERTS, BF16),
+        ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
     ],
-    ids=["dense", "experts", "sinks", "fp8"],
+    ids=["dense", "experts in float16", "experts", "sinks", "fp8"],
 )  # fmt: skip
-def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
+def test_steps_of_any_size_wait_for_nothing_multiply_no_float32_and_launch_little(
     way: str, config: ModelConfig, dtype: torch.dtype, choices: Choices
 ) -> None:
     gpu = ShapeGpu()
@@ -240,8 +241,12 @@ def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
         built = Built(gpu, way, config, dtype)
         for counts in ([1], [17], [32, 32], [43] * 12):  # 1, 17, 64 and 516 rows
             before = gpu.num_products
+            gpu.launched.clear()
             built.launch([ForwardRow(row, 0, count, 1) for row, count in enumerate(counts)])
             assert gpu.num_products > before
+            begins = [at for at, name in enumerate(gpu.launched) if name == "rope_and_write_kernel"]
+            most = 12 if way == "fp8" or config is CONFIG else 16
+            assert begins[1] - begins[0] <= most, gpu.launched[begins[0] : begins[1]]
         assert not gpu.wide
         wide = torch.zeros(2, 2, device=CUDA)
         wide.mm(wide)
