@@ -133,11 +133,19 @@ def mix_groups(
 ) -> Tensor:
     """`mix_many` of plain weights, without biases, by torch's products of groups, which some cards have."""
     order, starts, _, places = sort(ids, len(down), SLOT_TILES[-1], has_places=True)
-    by_expert = rows.index_select(0, order // ids.shape[1])
-    products = functional.grouped_mm(by_expert, gate_up.transpose(1, 2), offs=starts[1:])  # [T k, 2 I]
-    gated = gpu_layers.gate(products) if activation == "silu" else activate_twin(*products.chunk(2, -1), activation)
-    outputs = functional.grouped_mm(gated, down.transpose(1, 2), offs=starts[1:])  # [T k, H]
-    return add_slots(outputs, weights, places, rows.dtype)
+
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+        """[S, K], by expert; [E, N, K] |-> [S, N]"""
+        return functional.grouped_mm(rows, weight.transpose(1, 2), offs=starts[1:])
+
+    def activate_products(products: Tensor) -> Tensor:
+        gate, up = products.chunk(2, -1)
+        return gpu_layers.gate(products) if activation == "silu" else activate_twin(gate, up, activation)
+
+    gated = activate_products(
+        multiply(rows.index_select(0, order // ids.shape[1]), gate_up)
+    )  # what it is made of is free by now
+    return add_slots(multiply(gated, down), weights, places, rows.dtype)
 
 
 def sort(ids: Tensor, num_experts: int, tile: int, has_places: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -44,6 +45,7 @@ from tests.support.flashinfer_doubles import Wrapper, use_latent_module
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill, PlansRagged, ShapesLatents
 from tests.support.random_models import RandomCheckpoint
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
+from worker.startup.limits import Limits, estimate_step_bytes, shape_of
 
 CONFIG = build_config(
     tiny_config("llama", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024, tied=True).to_dict()
@@ -306,6 +308,36 @@ def test_a_worker_compiles_all_that_its_steps_launch_before_the_first_request(
         gate_up = torch.empty(9, 512, dtype=BF16, device=CUDA)
         CudaOps().norm(gate_up[:, 1:257].contiguous().flatten()[1:1281].view(5, 256), gate_up[0, :256], 1e-5)
         assert len(gpu.variants) == len(warm) + 1, "one is noticed"
+
+
+def large(family: str, **sizes: Any) -> ModelConfig:
+    """Two layers of it."""
+    return build_config(AutoConfig.for_model(family, num_hidden_layers=2, **sizes).to_dict())
+
+
+LARGE = {
+    "Llama 8B": large("llama", hidden_size=4096, intermediate_size=14_336, num_attention_heads=32,
+                      num_key_value_heads=8, vocab_size=128_256),
+    "Qwen3 30B-A3B": large("qwen3_moe", hidden_size=2048, moe_intermediate_size=768, num_experts=128,
+                           num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+                           vocab_size=151_936),
+    "gpt-oss": large("gpt_oss", vocab_size=201_088),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_largest_step_takes_what_is_planned_for_it(
+    name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launched, "collect", lambda _step: None)
+    gpu, config, largest = ShapeGpu(), LARGE[name], LargestStep(2048, len(SAMPLINGS), "")
+    with gpu.on():
+        built = Built(gpu, "flashinfer", config, BF16, context_tokens=2048)
+        shape = shape_of(config)
+        gpu.most_bytes = before = gpu.held_bytes
+        run(largest, built.runner, built.rows)
+        used, planned = gpu.most_bytes - before, estimate_step_bytes(shape, Limits(len(SAMPLINGS), 2048), 1)
+        assert 0.5 * planned < used <= planned, (used, planned)
 
 
 @pytest.mark.parametrize("way", ["flashinfer", "graphs"])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NoReturn
+from weakref import finalize
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.variants: set[tuple[Any, ...]] = set()  # of our kernels that Triton compiles
         self.num_products = 0  # matrix products launched
         self.wide: list[tuple[torch.Size, ...]] = []  # operands of those of float32
+        self.held_bytes = self.most_bytes = 0  # of tensors, now and at most; an allocator's fragments come on top
+        self._held: dict[int, list[int]] = {}  # by memory: bytes, tensors that view it
         self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._step_begin = 0  # products launched before the last step
@@ -137,7 +140,30 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launched.append(str(func))
         if func is aten.mm.dtype:  # torch knows its shape only on a real GPU
             return torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[2], device=CUDA)
-        return func(*args, **given)
+        result = func(*args, **given)
+        for made in tree_leaves(result):
+            if is_here(made):
+                self._hold(made)
+        return result
+
+    def _hold(self, tensor: Any) -> None:
+        """Count the memory of a tensor until its last view is gone."""
+        if hasattr(tensor, "is_counted"):
+            return
+        tensor.is_counted = True
+        memory = tensor.untyped_storage()
+        held = self._held.setdefault(memory._cdata, [memory.nbytes(), 0])
+        if not held[1]:
+            self.held_bytes += held[0]
+            self.most_bytes = max(self.most_bytes, self.held_bytes)
+        held[1] += 1
+        finalize(tensor, self._release, memory._cdata)
+
+    def _release(self, memory: int) -> None:
+        held = self._held[memory]
+        held[1] -= 1
+        if not held[1]:
+            self.held_bytes -= self._held.pop(memory)[0]
 
     def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         is_pinned = kwargs.pop("pin_memory", False)
