@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine.ranks import Ranks
 
-INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host and trust each other
+# Unless they are set. Ranks are on one host and trust each other. NCCL would register the memory of each of a thousand
+# captured sums with the peers, which takes time and memory at the start (not measured).
+VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_GRAPH_REGISTER": "0"}
 
 
 class GroupRanks(Ranks):
@@ -72,8 +74,8 @@ def join_group(
     `timeout_s`: for the meeting, and for each exchange. open_ranks: see `compose.open_ranks`. Raises RuntimeError if
     some do not come.
     """
-    for name, interface in INTERFACES.items():
-        os.environ.setdefault(name, interface)
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if is_cuda else "gloo", f"file://{rendezvous}", timedelta(seconds=timeout_s), world_size=size, rank=rank,

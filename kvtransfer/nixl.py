@@ -20,7 +20,7 @@ from kvtransfer.reader import Advert, Landing, Local, PageRef, ReadError, Transp
 from protos import kv_pb2
 
 log = structlog.get_logger()
-LANDING_BYTES = 64 << 20  # per transfer: the KV of a 512-token chunk of an 8B model
+LANDING_BYTES = 64 << 20  # of both halves: a half is the KV of a 256-token chunk of an 8B model
 MIN_PAUSE_S, MAX_PAUSE_S, PAUSE_SHARE = 20e-6, 2e-3, 0.1  # between polls: this share of the time waited so far
 MAX_METADATA_BYTES = 64 << 10  # typically a few hundred, plus some per network device
 MAX_PAGES = 1 << 22  # of a peer, divided by the runs read from each: a list takes 24 bytes per page here
@@ -56,11 +56,12 @@ class NixlMemory(Advert, frozen=True):
 class NixlReader(TransportReader):
     """Reads into a landing area, compares generations, and only then copies into the store.
 
-        landing:  free ──begin──► being written ──done, copied──► free
-                                       └──deadline──► stuck ──done──► free
+        a half of the landing:  free ──begin──► being written ──done, copied──► free
+                                                     └──deadline──► stuck ──done──► free
 
-    A transfer cannot be cancelled: a stopped peer's bytes arrive when it resumes. So they go to memory that nothing
-    else uses. While the landing is stuck, reads are refused. It is freed after the agent, whose end ends all transfers.
+    The next pages arrive in one half while those in the other are copied. A transfer cannot be cancelled: a stopped
+    peer's bytes arrive when it resumes. So they go to memory that nothing else uses. While a half is stuck, reads are
+    refused. The landing is freed after the agent, whose end ends all transfers.
 
     An agent and a thread per peer: a peer that hangs delays no other, and closing it ends its transfers.
     """
@@ -93,8 +94,8 @@ class NixlReader(TransportReader):
         self._executor = self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
         self._channel = local.open_channel(peer.address)  # only to check that the peer is alive
         self._timeout_s = local.timeout_s
-        self._num_slots = max(1, min(self._store.num_pages, LANDING_BYTES // self._store.page_bytes))  # of the landing
-        self._found: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)  # target of generations
+        self._half = max(1, min(self._store.num_pages, LANDING_BYTES // self._store.page_bytes) // 2)  # pages
+        self._found: NDArray[np.uint64] = np.zeros(2 * self._half, np.uint64)  # target of generations
         self._landing: Landing  # this, agent and lists exist after `_open_agent`
         self._agent: NixlAgent
         self._lists: list[tuple[int, int]]  # prepared lists of each run over all pages: (ours, theirs)
@@ -116,7 +117,7 @@ class NixlReader(TransportReader):
             raise ReadError("transport", f"UCX reads by {self._link}: set --nixl-allow-tcp, or use RDMA on both hosts")
 
     def _open_agent(self, name: str, is_local: bool, deadline: float) -> None:
-        store, num_pages, num_slots = self._store, self._peer.num_pages, self._num_slots
+        store, num_pages, num_slots = self._store, self._peer.num_pages, 2 * self._half
         entries = [NixlMemory.read(rank, self.name) for rank in self._peer.ranks]
         there = [memory for memory in entries if memory is not None]
         if len(there) < len(entries):
@@ -141,7 +142,7 @@ class NixlReader(TransportReader):
         rank = self._runs[0].rank  # all ranks have the same generations
         theirs = agent.prepare(names[rank], there[rank].generations_address, num_pages, size, size, -1)
         self._generations = agent.prepare(None, found, num_slots, size, size, -1), theirs
-        self._fetch(range(1), deadline)  # UCX logs its transport at the first read
+        self._transfer(self._lists, range(1), 0, deadline)  # UCX logs its transport at the first read
         self._link = agent.find_link()
 
     def _connect_rank(self, rank: int, memory: NixlMemory) -> str:
@@ -155,40 +156,52 @@ class NixlReader(TransportReader):
         self._check_bounds(sources)
 
         def read(deadline: float) -> None:
-            for first in range(0, len(sources), self._num_slots):
-                some = sources[first : first + self._num_slots]
-                check_generations(some, self._fetch([source.page for source in some], deadline))
-                self._landing.copy(range(len(some)), into[first : first + self._num_slots])
+            pages = [source.page for source in sources]
+            parts = [slice(begin, begin + self._half) for begin in range(0, len(pages), self._half)]
+            for number, part in enumerate(parts):
+                first = number % 2 * self._half
+                if not number:
+                    self._begin(self._lists, pages[part], first)
+                check_generations(sources[part], self._finish(pages[part], first, deadline))
+                if number + 1 < len(parts):
+                    self._begin(self._lists, pages[parts[number + 1]], self._half - first)
+                self._landing.copy(range(first, first + len(pages[part])), into[part])
 
         await self._run(read)
 
     async def probe(self, num_pages: int) -> None:
         def probe(deadline: float) -> None:
-            for first in range(0, num_pages, self._num_slots):
-                self._fetch(range(first, min(first + self._num_slots, num_pages)), deadline)
+            for first in range(0, num_pages, self._half):
+                self._transfer(self._lists, range(first, min(first + self._half, num_pages)), 0, deadline)
 
         await self._run(probe)
 
-    def _fetch(self, pages: Sequence[int], deadline: float) -> list[int]:
-        """Read pages into the landing, then their generations; returns these.
+    def _finish(self, pages: Sequence[int], first: int, deadline: float) -> list[int]:
+        """Wait for pages, then read their generations; returns these.
 
         The owner raises a generation before it writes to the page, so a read with new bytes sees the new generation.
         """
-        for lists in (self._lists, [self._generations]):
-            self._transfer(lists, pages, deadline)
-        return [int(generation) for generation in self._found[: len(pages)]]
+        self._wait(len(pages), deadline)
+        self._transfer([self._generations], pages, first, deadline)
+        return [int(generation) for generation in self._found[first : first + len(pages)]]
 
-    def _transfer(self, lists: Sequence[tuple[int, int]], pages: Sequence[int], deadline: float) -> None:
-        """Run all lists in parallel: from several ranks, perhaps over several network cards."""
+    def _transfer(self, lists: Sequence[tuple[int, int]], pages: Sequence[int], first: int, deadline: float) -> None:
+        self._begin(lists, pages, first)
+        self._wait(len(pages), deadline)
+
+    def _begin(self, lists: Sequence[tuple[int, int]], pages: Sequence[int], first: int) -> None:
+        """Begin reads of all lists, of several ranks perhaps by several network cards, into slots from `first` on."""
         if self._agent.is_reading():
             raise TimeoutError("an earlier read has not ended yet: the peer does not answer")
         for here, there in lists:
-            self._agent.begin_read(there, pages, here)
+            self._agent.begin_read(there, pages, here, first)
+
+    def _wait(self, num_pages: int, deadline: float) -> None:
         began = time.monotonic()
         while self._agent.is_reading():
             now = time.monotonic()
             if now >= deadline:
-                raise TimeoutError(f"{len(pages)} pages were not there in time: the peer does not answer")
+                raise TimeoutError(f"{num_pages} pages were not there in time: the peer does not answer")
             pause = min(max((now - began) * PAUSE_SHARE, MIN_PAUSE_S), MAX_PAUSE_S)
             if self._end.wait(min(pause, deadline - now)):
                 raise TimeoutError("closed during the read")

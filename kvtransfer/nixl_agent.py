@@ -133,9 +133,9 @@ class NixlAgent:
         whose = () if peer is None else (peer,)
         return int(self._call("prepXferDlist", *whose, listed))
 
-    def begin_read(self, remote: int, pieces: Sequence[int], local: int) -> None:
-        """Read these pieces of `remote` into the first pieces of `local`; both are handles from `prepare`."""
-        there, here = np.array(pieces, np.int32), np.arange(len(pieces), dtype=np.int32)
+    def begin_read(self, remote: int, pieces: Sequence[int], local: int, first: int) -> None:
+        """Read these pieces of `remote` into those of `local` from `first` on; both are handles from `prepare`."""
+        there, here = np.array(pieces, np.int32), np.arange(first, first + len(pieces), dtype=np.int32)
         handle = self._call("makeXferReq", self._nixl.NIXL_READ, local, here, remote, there)
         if self._is_running("postXferReq", handle):
             self.running.append(handle)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.gpu_checks.card import require, synchronize, time_calls
+from bench.gpu_checks.card import GIB, require, synchronize, time_calls
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
@@ -208,9 +208,14 @@ def time_fa3(device: torch.device) -> str:
 
 
 def time_layouts(device: torch.device) -> str:
-    """Decode attention over page-major pages against layer-major ones: 64 sequences of 4,000 tokens, an 8B's heads."""
+    """Decode attention over page-major pages against layer-major ones: 64 sequences of 4,400 tokens, an 8B's heads.
+
+    That is 34 GiB of distinct pages, more than a GPU's address caches reach; one of less than 80 GB gets fewer layers.
+    """
     is_gpu = device.type == "cuda"
-    num_sequences, context, num_layers = (64, 4000, DEEP) if is_gpu else (2, 100, NUM_LAYERS)
+    num_sequences, context, num_layers = (64, 4400, DEEP) if is_gpu else (2, 100, NUM_LAYERS)
+    if is_gpu and torch.cuda.get_device_properties(device).total_memory < 72 * GIB:
+        num_layers = NUM_LAYERS
     case = Case("", ((1, context),) * num_sequences, (32, 8), 128)
     problem = build_problem(case, device, dtype_for(device), num_layers)
     layer_major = problem.pool.movedim(LAYERS, PAGES).contiguous().movedim(PAGES, LAYERS)  # outermost in memory only

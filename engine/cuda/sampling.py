@@ -24,12 +24,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def upload_batch(batch: SamplingBatch, device: torch.device) -> SamplingTensors:
-    """Upload in one copy. `counts`, and extra ids that are a tensor, are not copied."""
+    """Upload in one copy. `counts`, and extra ids that are a tensor, are not copied, unless they are cut out of others:
+    where they begin at an odd place, Triton would compile the kernels anew, for seconds.
+    """
     rows = len(batch.params)
     fields = batch._asdict() | {"params": to_bytes(batch.params)}
     for name, field in fields.items():
         if field is None:
             fields[name] = _build_none(name, rows)
+        elif isinstance(field, Tensor) and field.storage_offset():
+            fields[name] = field.clone()
     arrays: dict[str, NDArray[Any]] = {name: field for name, field in fields.items() if not isinstance(field, Tensor)}
     fields |= dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
     return SamplingTensors(**fields)

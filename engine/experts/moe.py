@@ -80,17 +80,11 @@ class GroupedExperts:
     forms: tuple[Form, Form] = (PLAIN, PLAIN)  # of gate_up and down, with `kernels`; see weights.formats.Stack
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.forms != (PLAIN, PLAIN):
-            coded: Tensor = self.kernels.mix_many(
+        if self.kernels is not None:
+            mixed: Tensor = self.kernels.mix_experts(
                 rows, ids, weights, self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias,
                 *self.forms,
             )  # fmt: skip
-            return coded
-        if self.kernels is not None and not self.kernels.is_for_torch(rows, ids.numel(), self.down):
-            mix = self.kernels.mix if len(rows) <= self.kernels.MAX_ROWS else self.kernels.mix_many
-            mixed: Tensor = mix(
-                rows, ids, weights, self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias
-            )
             return mixed
         experts, order = ids.flatten().sort(stable=True)  # [T k] each: by expert, then by row
         all_experts = torch.arange(len(self.down), device=ids.device)
@@ -99,10 +93,8 @@ class GroupedExperts:
         gate, up = gate_up.chunk(2, dim=-1)
         gated = activate(gate, up, self.activation)  # [T k, I]
         outputs = _multiply(gated, self.down, self.down_bias, experts, ends)  # [T k, H]
-        add_up = add_slots if self.kernels is None else self.kernels.add_slots
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        total: Tensor = add_up(outputs, weights, places, rows.dtype)
-        return total
+        return add_slots(outputs, weights, places, rows.dtype)
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, ends: Tensor) -> Tensor:

@@ -218,13 +218,13 @@ class Decoder:
             inputs = None if inputs is None else _keep_rows(inputs, rows)
             self.additions.keep_outputs()
         sums = flow.sums
-        normed = self._add_product(sums, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
+        flow.normed = self._add_product(sums, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
         if layer.input_block is not None and inputs is not None:
-            normed = self._add(sums, layer.mlp(normed), layer.after_mlp, None)
+            normed = self._add(sums, layer.mlp(flow.normed), layer.after_mlp, None)
             delta = layer.input_block(normed, inputs[:, index])
             flow.normed = self._add(sums, delta, layer.after_input, next_norm, layer.scale)
         else:
-            flow.normed = self._add_product(sums, layer.mlp, normed, layer.after_mlp, next_norm, layer.scale)
+            flow.normed = self._add_product(sums, layer.mlp, flow.normed, layer.after_mlp, next_norm, layer.scale)
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         return rows if weight is None else self.ops.norm(rows, weight, self.config.rms_eps)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -24,15 +25,19 @@ from engine.cuda import sampling as gpu_sampling
 from engine.cuda.captured import capture_graphs
 from engine.cuda.flashinfer_latents import FlashInferLatents
 from engine.cuda.graph_shapes import choose_shapes
+from engine.cuda.largest_step import LargestStep, run
 from engine.cuda.ops import CudaOps
+from engine.cuda.warm_up import run_prompts
 from engine.input_batch import InputBatch
 from engine.latent.attention import LatentAttention
 from engine.latent.expand import RaggedExpansion
 from engine.models.assemble import build_decoder
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.runner import Runner
+from engine.ranks import ONE_RANK, Ranks
+from engine.runner import Launched, Runner
 from engine.weights.reader import ShardReader
+from engine.weights.table import Shard
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import tiny_config
 from tests.support.families import DEEPSEEK_V3
@@ -40,6 +45,7 @@ from tests.support.flashinfer_doubles import Wrapper, use_latent_module
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill, PlansRagged, ShapesLatents
 from tests.support.random_models import RandomCheckpoint
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
+from worker.startup.limits import Limits, estimate_step_bytes, shape_of
 
 CONFIG = build_config(
     tiny_config("llama", hidden=256, head_dim=64, intermediate=512, layers=2, vocab=1024, tied=True).to_dict()
@@ -64,13 +70,16 @@ class Built:
     """A runner, with a sequence of every kind of sampling in its rows."""
 
     def __init__(
-        self, gpu: ShapeGpu, way: str, config: ModelConfig = CONFIG, dtype: torch.dtype = BF16
+        self, gpu: ShapeGpu, way: str, config: ModelConfig = CONFIG, dtype: torch.dtype = BF16,
+        ranks: Ranks = ONE_RANK, context_tokens: int = 48,
     ) -> None:  # fmt: skip
         """way: an attention backend; or fp8 (weights and pages) or graphs (plain steps), both with FlashInfer."""
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(config, CUDA)
-        reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None)
-        decoder = build_decoder(config, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none"), LAYER_PARTS)
+        reader = ShardReader(checkpoint, dtype, CUDA, lambda *_: None, Shard(ranks.rank, ranks.size))
+        format = choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none")
+        decoder = build_decoder(config, format, LAYER_PARTS, ranks)
+        config = decoder.config
         attention: AttentionBackend = TorchSdpaAttention(config.attention_shapes[0])
         shape = config.attention_shapes[0]
         if shape.value_dim:
@@ -84,7 +93,7 @@ class Built:
         sizes = config.kv_parts[0].pool_sizes(PADDING_PAGE + 1, PAGE_TOKENS)
         pool = torch.zeros(sizes, dtype=torch.float8_e4m3fn if is_fp8 else dtype, device=CUDA)
         self.gpu, self.has_graphs = gpu, way == "graphs"
-        self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, config.vocab_size, CUDA)
+        self.rows = InputBatch(len(SAMPLINGS), context_tokens, PAGE_TOKENS, config.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
             capture_graphs(self.runner, choose_shapes(len(SAMPLINGS), 3, 256), gpu.capture, PADDING_PAGE)
@@ -221,11 +230,12 @@ def test_steps_of_experts_are_captured_on_every_card(
 @pytest.mark.parametrize(
     ("way", "config", "dtype"),
     [
-        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
+        ("flashinfer", CONFIG, BF16), ("flashinfer", EXPERTS, FP16), ("flashinfer", EXPERTS, BF16),
+        ("flashinfer", SINKS, BF16), ("fp8", CONFIG, BF16),
     ],
-    ids=["dense", "experts", "sinks", "fp8"],
+    ids=["dense", "experts in float16", "experts", "sinks", "fp8"],
 )  # fmt: skip
-def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
+def test_steps_of_any_size_wait_for_nothing_multiply_no_float32_and_launch_little(
     way: str, config: ModelConfig, dtype: torch.dtype, choices: Choices
 ) -> None:
     gpu = ShapeGpu()
@@ -233,12 +243,101 @@ def test_steps_of_any_size_wait_for_nothing_and_multiply_no_float32(
         built = Built(gpu, way, config, dtype)
         for counts in ([1], [17], [32, 32], [43] * 12):  # 1, 17, 64 and 516 rows
             before = gpu.num_products
+            gpu.launched.clear()
             built.launch([ForwardRow(row, 0, count, 1) for row, count in enumerate(counts)])
             assert gpu.num_products > before
+            begins = [at for at, name in enumerate(gpu.launched) if name == "rope_and_write_kernel"]
+            most = 12 if way == "fp8" or config is CONFIG else 16
+            assert begins[1] - begins[0] <= most, gpu.launched[begins[0] : begins[1]]
         assert not gpu.wide
         wide = torch.zeros(2, 2, device=CUDA)
         wide.mm(wide)
         assert gpu.wide, "one is noticed"
+
+
+class SecondOfTwo(Ranks):
+    """A rank whose peer is not there: exchanges have the right shapes."""
+
+    rank, size = 1, 2
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor], -1)
+
+    def own_rows(self, count: int) -> slice:
+        return slice(-(-count // 2), count)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(len(tensor) // 2, 2 * tensor.shape[1])
+
+    def gather_rows(self, tensor: Tensor, count: int) -> Tensor:
+        return tensor.new_empty(count)
+
+
+@pytest.mark.parametrize(
+    ("way", "config", "ranks"),
+    [
+        ("flashinfer", CONFIG, ONE_RANK), ("graphs", CONFIG, ONE_RANK), ("fp8", CONFIG, ONE_RANK),
+        ("flashinfer", EXPERTS, ONE_RANK), ("graphs", SINKS, ONE_RANK), ("flashinfer", CONFIG, SecondOfTwo()),
+        ("graphs", EXPERTS, SecondOfTwo()),
+    ],
+    ids=["dense", "graphs", "fp8", "experts", "sinks", "ranks", "ranks with graphs"],
+)  # fmt: skip
+def test_a_worker_compiles_all_that_its_steps_launch_before_the_first_request(
+    way: str, config: ModelConfig, ranks: Ranks, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel anew, for seconds, where a pointer is aligned otherwise or a number is one or odd."""
+    gpu, masks = ShapeGpu(), np.full((4, WORDS), -1, np.int32)
+    monkeypatch.setattr(Launched, "collect", lambda _step: None)
+    with gpu.on():
+        built = Built(gpu, way, config, BF16, ranks, context_tokens=600)
+        run(LargestStep(512, len(SAMPLINGS), ""), built.runner, built.rows)
+        run_prompts(built.runner, PADDING_PAGE)
+        gpu.finish()
+        warm = gpu.variants.copy()
+        assert warm
+        for counts in ([1], [3, 17], [16, 16], [33] * 3, [43] * 12):
+            built.launch([ForwardRow(row, 0, count, 1) for row, count in enumerate(counts)])
+        checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE]
+        drafted = [ForwardRow(row, 21, 1, 1, num_drafted=2) for row in EVERYONE]
+        for step in (
+            plain(20), plain(20, [0]), plain(20, [3, 4, 5, 6, 7, 8, 9]), plain(20, chosen_logprobs=3), checked,
+            checked[6:9], drafted, of_odd_rows(checked, mask=masks), [*plain(20, [0, 1, 2]), *PROMPTS[3:6]],
+        ):  # fmt: skip
+            built.launch(PROMPTS, step)
+        assert gpu.variants == warm, sorted(map(str, gpu.variants - warm))
+        gate_up = torch.empty(9, 512, dtype=BF16, device=CUDA)
+        CudaOps().norm(gate_up[:, 1:257].contiguous().flatten()[1:1281].view(5, 256), gate_up[0, :256], 1e-5)
+        assert len(gpu.variants) == len(warm) + 1, "one is noticed"
+
+
+def large(family: str, **sizes: Any) -> ModelConfig:
+    """Two layers of it."""
+    return build_config(AutoConfig.for_model(family, num_hidden_layers=2, **sizes).to_dict())
+
+
+LARGE = {
+    "Llama 8B": large("llama", hidden_size=4096, intermediate_size=14_336, num_attention_heads=32,
+                      num_key_value_heads=8, vocab_size=128_256),
+    "Qwen3 30B-A3B": large("qwen3_moe", hidden_size=2048, moe_intermediate_size=768, num_experts=128,
+                           num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+                           vocab_size=151_936),
+    "gpt-oss": large("gpt_oss", vocab_size=201_088),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_largest_step_takes_what_is_planned_for_it(
+    name: str, choices: Choices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launched, "collect", lambda _step: None)
+    gpu, config, largest = ShapeGpu(), LARGE[name], LargestStep(2048, len(SAMPLINGS), "")
+    with gpu.on():
+        built = Built(gpu, "flashinfer", config, BF16, context_tokens=2048)
+        shape = shape_of(config)
+        gpu.most_bytes = before = gpu.held_bytes
+        run(largest, built.runner, built.rows)
+        used, planned = gpu.most_bytes - before, estimate_step_bytes(shape, Limits(len(SAMPLINGS), 2048), 1)
+        assert 0.5 * planned < used <= planned, (used, planned)
 
 
 @pytest.mark.parametrize("way", ["flashinfer", "graphs"])

@@ -1,6 +1,7 @@
 """A model divided among ranks: each chooses the tokens of a single process and has its share of the weights; sums."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,10 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_captured_sums_register_no_memory(group: dist.ProcessGroup) -> None:
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_ranks_that_cannot_or_err_keep_to_nccl(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

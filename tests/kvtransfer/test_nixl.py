@@ -203,6 +203,36 @@ async def test_generations_are_read_after_the_pages(owner: Exporter, monkeypatch
     await reader.close()
 
 
+async def test_the_next_pages_arrive_while_the_last_ones_are_copied(
+    lasting: kv_pb2.Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the other half of the landing."""
+    reader, events = await open_reader(lasting), list[tuple[str, int]]()
+    begin_read, copy = NixlAgent.begin_read, HostPages.copy
+
+    def begin_noting(agent: NixlAgent, remote: int, pieces: Any, local: int, first: int) -> None:
+        kind = "generations" if remote == reader._generations[1] else "pages"
+        events.append((kind, first))
+        begin_read(agent, remote, pieces, local, first)
+
+    def copy_noting(landing: HostPages, pages: Any, into: Any) -> None:
+        events.append(("copy", pages[0]))
+        copy(landing, pages, into)
+
+    monkeypatch.setattr(NixlAgent, "begin_read", begin_noting)
+    monkeypatch.setattr(HostPages, "copy", copy_noting)
+    monkeypatch.setattr(reader, "_half", 4)
+    pages = [5, 40, 7, 63, 2, 1, 33, 12, 50]
+    await reader.read([ref(page) for page in pages], range(len(pages)))
+    assert events == [
+        ("pages", 0), ("generations", 0), ("pages", 4), ("copy", 0), ("generations", 4), ("pages", 0), ("copy", 4),
+        ("generations", 0), ("copy", 0),
+    ]  # fmt: skip
+    found = reader._store.load(range(len(pages)))
+    assert (found == np.stack([page_content(page, 1, 512) for page in pages])).all()
+    await reader.close()
+
+
 async def test_a_pool_on_a_gpu_gets_its_pages_by_a_landing_there(lasting: kv_pb2.Peer) -> None:
     before = count_opened()
     reader = await open_reader(lasting, gpu=FakeGpu())
@@ -241,12 +271,12 @@ async def test_an_owner_that_stops_ends_the_read_in_time_and_its_bytes_land_wher
     store, landing = reader._store, reader._landing
     assert isinstance(landing, HostPages)
     stop(owner)
-    pages, targets = [ref(page) for page in range(20)], list(range(20))
+    pages, targets = [ref(page) for page in range(12)], list(range(12))
     began = time.monotonic()
-    with pytest.raises(ReadError, match="20 pages were not there in time") as error:
+    with pytest.raises(ReadError, match="12 pages were not there in time") as error:
         await reader.read(pages, targets)
     assert error.value.reason == "transport" and time.monotonic() - began >= SHORT_S
-    store.store(targets, [np.full(512, 255, np.uint8)] * 20)  # the pages have another owner now
+    store.store(targets, [np.full(512, 255, np.uint8)] * 12)  # the pages have another owner now
     with pytest.raises(ReadError, match="an earlier read has not ended yet"):
         await reader.read(pages[:1], [21])
     assert not (landing._rows == page_content(5, 1, 512)).all(axis=1).any()

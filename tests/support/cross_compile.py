@@ -34,7 +34,7 @@ from engine.attention import qkv
 from engine.attention.qkv import RopeArgs
 from engine.cuda import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.cuda.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
-from engine.cuda.gpu_experts import add_slots, choose_experts, mix, mix_many
+from engine.cuda.gpu_experts import add_slots, choose_experts, mix, mix_many, sort
 from engine.cuda.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.cuda.gpu_linear import MAX_ROWS, multiply
 from engine.cuda.gpu_logits import BLOCK
@@ -177,7 +177,7 @@ def launch_experts(activation: str, hidden: int, width: int, has_bias: bool, top
     biases = (empty(32, 2 * width), empty(32, hidden)) if has_bias else (None, None)
     gate_up, down = empty(32, 2 * width, hidden), empty(32, hidden, width)
     mix(empty(MAX_EXPERT_ROWS, hidden), ids, weights, gate_up, down, activation, *biases)
-    add_slots(empty(ids.numel(), hidden), weights, ids, BF16)
+    add_slots(empty(ids.numel(), hidden), weights, ids.int(), BF16)
 
 
 def launch_many_experts(num_rows: int, activation: str, has_bias: bool, dtype: torch.dtype = BF16) -> None:
@@ -189,6 +189,7 @@ def launch_many_experts(num_rows: int, activation: str, has_bias: bool, dtype: t
     grouped = Routing(256, 8, "sigmoid", num_groups=8, top_groups=4, group_peaks=2)
     choose_experts(empty(num_rows, 256, dtype=torch.float32), grouped, empty(256, dtype=torch.float32))
     mix_many(empty(num_rows, 2048, dtype=dtype), ids, weights, gate_up, down, activation, *biases)
+    sort(ids, 32, 64, has_places=True)
 
 
 def launch_coded_experts(form: str) -> None:

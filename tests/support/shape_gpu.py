@@ -7,7 +7,9 @@ detected: FlashInfer's plan, cuBLAS, torch's allocator.
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NoReturn
+from weakref import finalize
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 aten = torch.ops.aten
+ALIGNMENT = 16  # bytes of a pointer, and divisor of a number, of which Triton makes use
 CUDA = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -47,8 +50,11 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capability = capability
         self.num_replays = 0
         self.launched: list[str] = []  # kernels of torch and ours, in order
+        self.variants: set[tuple[Any, ...]] = set()  # of our kernels that Triton compiles
         self.num_products = 0  # matrix products launched
         self.wide: list[tuple[torch.Size, ...]] = []  # operands of those of float32
+        self.held_bytes = self.most_bytes = 0  # of tensors, now and at most; an allocator's fragments come on top
+        self._held: dict[int, list[int]] = {}  # by memory: bytes, tensors that view it
         self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._step_begin = 0  # products launched before the last step
@@ -63,7 +69,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             patch.setattr(torch.cuda, "get_device_capability", lambda *_: self.capability)
             patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: Event(self))
             patch.setattr(torch.cuda, "synchronize", lambda *args: wait("torch.cuda.synchronize"))
-            patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel, self.launched))
+            patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel, self))
             with self._fake, self:
                 yield
 
@@ -134,7 +140,30 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.launched.append(str(func))
         if func is aten.mm.dtype:  # torch knows its shape only on a real GPU
             return torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[2], device=CUDA)
-        return func(*args, **given)
+        result = func(*args, **given)
+        for made in tree_leaves(result):
+            if is_here(made):
+                self._hold(made)
+        return result
+
+    def _hold(self, tensor: Any) -> None:
+        """Count the memory of a tensor until its last view is gone."""
+        if hasattr(tensor, "is_counted"):
+            return
+        tensor.is_counted = True
+        memory = tensor.untyped_storage()
+        held = self._held.setdefault(memory._cdata, [memory.nbytes(), 0])
+        if not held[1]:
+            self.held_bytes += held[0]
+            self.most_bytes = max(self.most_bytes, self.held_bytes)
+        held[1] += 1
+        finalize(tensor, self._release, memory._cdata)
+
+    def _release(self, memory: int) -> None:
+        held = self._held[memory]
+        held[1] -= 1
+        if not held[1]:
+            self.held_bytes -= self._held.pop(memory)[0]
 
     def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         is_pinned = kwargs.pop("pin_memory", False)
@@ -177,18 +206,32 @@ class Event:
 class Launch:
     """One of our kernels, with its grid."""
 
-    def __init__(self, kernel: Any, launched: list[str]) -> None:
-        self._names: list[str] = kernel.arg_names
-        self._name: str = kernel.fn.__name__
-        self._launched = launched
+    def __init__(self, kernel: Any, gpu: ShapeGpu) -> None:
+        self._kernel, self._gpu = kernel, gpu
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._launched.append(self._name)
-        for name, value in [*zip(self._names, args, strict=False), *kwargs.items()]:
+        name: str = self._kernel.fn.__name__
+        self._gpu.launched.append(name)
+        given = dict(zip(self._kernel.arg_names, args, strict=False)) | kwargs
+        params, plain = signature(self._kernel.fn).parameters, self._kernel.kwargs["do_not_specialize"] or ()
+        is_any = {key: key not in params or "constexpr" in str(params[key].annotation) for key in given}
+        self._gpu.variants.add((name, *(find_variant(one, is_any[key], key in plain) for key, one in given.items())))
+        for key, value in given.items():
             for leaf in tree_leaves(value):
-                assert not isinstance(leaf, Tensor) or leaf.is_cuda, f"{name} is on {leaf.device}"
-            if name in KERNEL_DTYPES:
-                assert value.dtype is KERNEL_DTYPES[name] and value.stride(-1) == 1, (name, value)
+                assert not isinstance(leaf, Tensor) or leaf.is_cuda, f"{key} is on {leaf.device}"
+            if key in KERNEL_DTYPES:
+                assert value.dtype is KERNEL_DTYPES[key] and value.stride(-1) == 1, (key, value)
+
+
+def find_variant(value: Any, is_constant: bool, is_plain: bool) -> Any:
+    """What Triton compiles an argument for. is_constant: for its value. is_plain: a number is of no interest."""
+    if isinstance(value, tuple):
+        return tuple(find_variant(one, is_constant, is_plain) for one in value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.storage_offset() * value.dtype.itemsize % ALIGNMENT == 0
+    if is_constant or not isinstance(value, int):
+        return value if isinstance(value, int | str) else type(value)
+    return value.bit_length() < 32, *(() if is_plain else (value == 1, value % ALIGNMENT == 0))
 
 
 def check(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:

@@ -284,6 +284,16 @@ def test_experts_of_many_rows_have_tiles_of_their_own(counts: list[int], monkeyp
     torch.testing.assert_close(mixed.double(), stacked.loop(rows, ids, weights), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_groups_are_sorted_by_a_kernel_where_torch_multiplies_them(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_experts, "is_for_torch", lambda *_: True)
+    stacked, rows, chosen = random_experts(activation, False), 2 * randn(ROWS, HIDDEN), choose(ROWS)
+    mixed = stacked.make("kernels")(rows, *chosen)
+    torch.testing.assert_close(mixed.double(), stacked.loop(rows, *chosen), rtol=1e-5, atol=1e-5)
+
+
 def test_where_torch_multiplies_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it waits for the sizes of groups, which no captured step can."""
     down, cuda = torch.empty(8, 64, 24, device="meta"), torch.device("cuda")
