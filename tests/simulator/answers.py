@@ -195,7 +195,8 @@ class AnswersSchedule(Troubles):
 
     def _as_chat(self, client: AnswerClient) -> AnswerClient:
         """A client that asks for the same as a chat."""
-        body = {name: client.body[name] for name in ("model", "cache_salt", "stream", "seed") if name in client.body}
+        names = "model", "cache_salt", "stream", "seed"
+        body: dict[str, Any] = {name: client.body[name] for name in names if name in client.body}
         body |= {"messages": [{"role": "user", "content": client.body["input"]}], "store": True}
         body |= {"max_tokens": client.body["max_output_tokens"]}
         body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
