@@ -22,7 +22,6 @@ from engine.cuda.gpu_choice import choose_experts as choose_experts
 from engine.cuda.gpu_stacks import load_weights
 from engine.cuda.sizes import SLOT_TILES
 from engine.layer_config import Activation
-from engine.ops.base import activate as activate_twin
 
 MAX_ROWS = 16  # of 8 slots each on 128 experts: 81 are hit on average, so weights are read 1.6 times, mostly from L2
 # Outputs and depth of a program's tile: 32 weights a thread, in four 16-byte loads.
@@ -55,7 +54,8 @@ def mix_experts(
     """See `mix` and `mix_many`; the fastest of all ways."""
     parts = rows, ids, weights, gate_up, down, activation
     is_plain = gate_up_form[0] == down_form[0] == PLAIN[0]
-    if is_plain and gate_up_bias is None and down_bias is None and is_for_torch(rows, ids.numel(), down):
+    is_bare = gate_up_bias is None and down_bias is None and activation != "clamped"
+    if is_plain and is_bare and is_for_torch(rows, ids.numel(), down):
         return mix_groups(*parts)
     if is_plain and len(rows) <= MAX_ROWS:
         return mix(*parts, gate_up_bias, down_bias)
@@ -131,7 +131,7 @@ def mix_many(
 def mix_groups(
     rows: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
 ) -> Tensor:
-    """`mix_many` of plain weights, without biases, by torch's products of groups, which some cards have."""
+    """`mix_many` of plain weights, without biases or clamps, by torch's products of groups, which some cards have."""
     order, starts, _, places = sort(ids, len(down), SLOT_TILES[-1], has_places=True)
 
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -139,8 +139,10 @@ def mix_groups(
         return functional.grouped_mm(rows, weight.transpose(1, 2), offs=starts[1:])
 
     def activate_products(products: Tensor) -> Tensor:
+        if activation == "silu":
+            return gpu_layers.gate(products)
         gate, up = products.chunk(2, -1)
-        return gpu_layers.gate(products) if activation == "silu" else activate_twin(gate, up, activation)
+        return functional.gelu(gate, approximate="tanh") * up
 
     gated = activate_products(
         multiply(rows.index_select(0, order // ids.shape[1]), gate_up)

@@ -25,7 +25,7 @@ from engine.latent.config import Latents
 from engine.latent.expand import Expansion, Up
 from engine.layers.linear import Linear
 from engine.models.assemble import LayerBuilder
-from engine.ops.base import Ops
+from engine.ops.base import Ops, widen_slow
 from engine.staging import find_starts, upload
 
 NORM_EPS = 1e-6  # of a latent's norm, whatever the model's
@@ -151,11 +151,13 @@ class LatentAttention:
         assert isinstance(up, Up)
         (num_tokens, num_heads, _), plain = query.shape, up.keys.shape[1]
         joined = query.new_empty(num_tokens, num_heads + 1, self._shape.head_dim)
-        joined[:, :-1, :rank] = torch.bmm(query[..., :plain].transpose(0, 1), up.keys).transpose(0, 1)
+        plain_query = widen_slow(query[..., :plain].transpose(0, 1))
+        joined[:, :-1, :rank] = torch.bmm(plain_query, widen_slow(up.keys)).transpose(0, 1)
         joined[:, :-1, rank:] = query[..., plain:]
         joined[:, -1:] = heads.value
         attended = self._absorbed.attend(layer, QKV(joined, heads.value), None)  # [n, Hq, K]
-        return torch.bmm(attended.transpose(0, 1), up.values.transpose(1, 2)).transpose(0, 1).contiguous()
+        values = widen_slow(up.values).transpose(1, 2)
+        return torch.bmm(widen_slow(attended.transpose(0, 1)), values).transpose(0, 1).to(query.dtype).contiguous()
 
 
 def select_sequences(batch: Batch, is_wanted: Bools) -> tuple[Batch, Tensor]:

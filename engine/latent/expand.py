@@ -19,6 +19,7 @@ from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import narrow
 from engine.batch import Batch
+from engine.ops.base import widen_slow
 from engine.staging import Ints, join_ranges, upload
 from wire.kv_layout import TOKENS, KvPart
 
@@ -191,7 +192,7 @@ def _expand(kept: Tensor, up: Up, own: slice, keys: Tensor, values: Tensor) -> N
     key_dim = plain + kept.shape[-1] - rank
     keys[..., plain:key_dim] = kept[..., None, rank:]
     keys[..., key_dim:] = 0
-    latents = kept[..., :rank].contiguous()
+    latents = widen_slow(kept[..., :rank].contiguous())
     for half, into in ((up.keys, keys[..., :plain]), (up.values, values[..., :value_dim])):
-        found = functional.linear(latents, half[own].flatten(0, 1))  # [..., heads * (N or V)]
+        found = functional.linear(latents, widen_slow(half[own].flatten(0, 1)))  # [..., heads * (N or V)]
         into.copy_(found.view(into.shape))

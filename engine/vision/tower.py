@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.json_values import Json
 from engine.models.assemble import OTHER_PARTS
+from engine.ops.base import HALVES
 from engine.vision.image_rows import Encoding
 from engine.vision.wholes import WHOLES
 from engine.weights.checkpoint import FLOATS, SafetensorsCheckpoint
@@ -24,10 +25,6 @@ from wire.image_files import read_image
 PixelInputs = Mapping[str, Tensor]  # arguments of get_image_features, of one image
 LARGEST = (4096, 4096)  # pixels; processors make larger ones smaller
 TEXT_PARTS = ("language_model", "text_model")
-HALVES = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-}  # whether torch multiplies them fast on this CPU
 
 
 class VisionTower:

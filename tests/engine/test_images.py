@@ -24,9 +24,9 @@ from engine.cuda.graph_shapes import choose_shapes
 from engine.cuda.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
+from engine.ops.base import HALVES
 from engine.prepared import lay_out
 from engine.runner import Runner
-from engine.vision import tower as vision
 from engine.vision.attention import WholeImageAttention
 from engine.vision.image_rows import Encoding, ImageRows, ImageRules, StepImages, gather
 from engine.vision.tower import VisionTower, load_tower
@@ -295,7 +295,7 @@ def test_older_names_of_weights_and_what_is_lacking(tmp_path: Path, monkeypatch:
     assert tower is not None and tower.num_bytes == case.tower.num_bytes
     pixels = tower.read(draw(0, 56, 40))
     assert torch.equal(tower.encode([pixels])[0].rows, case.images[0][1].rows)
-    monkeypatch.setitem(vision.HALVES, torch.bfloat16, lambda: False)  # a CPU without instructions for it
+    monkeypatch.setitem(HALVES, torch.bfloat16, lambda: False)  # a CPU without instructions for it
     widened = load_tower(tmp_path, torch.bfloat16, CPU)
     assert widened is not None and torch.equal(widened.encode([pixels])[0].rows, case.images[0][1].rows.bfloat16())
     assert load_model(tmp_path, "float32", CPU).config.image_token == IMAGE

@@ -26,6 +26,7 @@ from engine.latent import expand
 from engine.latent.attention import Costs, LatentAttention, choose_expanded, keep_bound
 from engine.latent.expand import Expansion, PagedExpansion, RaggedExpansion, Up, choose_num_heads
 from engine.models.table import build_table, shard_config
+from engine.ops.base import HALVES
 from engine.staging import Ints
 from engine.weights.table import Shard
 from kvtransfer.layout import plan_runs
@@ -66,6 +67,12 @@ class Mix:
             weights=Up(draw(HEADS, PLAIN, RANK), draw(HEADS, VALUE, RANK)),
         )  # fmt: skip
 
+    def to(self, dtype: torch.dtype) -> None:
+        query, value, up = self.heads.query_key, self.heads.value, self.heads.weights
+        assert isinstance(up, Up)
+        self.pool = self.pool.to(dtype)
+        self.heads = QKV(query.to(dtype), value.to(dtype), weights=Up(up.keys.to(dtype), up.values.to(dtype)))
+
     def run(self, costs: Costs, padding: int = 0) -> tuple[Tensor, Tensor]:
         """[T, Hq, V], and the pool afterwards. padding: of heads in pages, on a GPU (`Device.pad_head`)."""
 
@@ -73,7 +80,7 @@ class Mix:
             assert shape.head_dim == PLAIN + ROTATED + padding
             return TorchSdpaAttention(shape)
 
-        expansion = PagedExpansion(SHAPE, torch.float32, build_expanded, lambda dim: dim + padding)
+        expansion = PagedExpansion(SHAPE, self.pool.dtype, build_expanded, lambda dim: dim + padding)
         backend = LatentAttention(SHAPE, TorchSdpaAttention(SHAPE), expansion, costs)
         pool = functional.pad(self.pool, (0, padding))
         backend.plan(pool, self.batch)
@@ -94,6 +101,28 @@ def test_both_ways_have_one_result_on_every_mix(
         torch.testing.assert_close(found, absorbed, rtol=1e-4, atol=1e-4)
     ways = choose_expanded(mix.batch.query_lens_host, mix.batch.seq_lens_host, SHAPE, Costs(absorbed=2.0))
     assert 0 < ways.sum() < len(ways)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_halves_are_near_floats_whether_a_cpu_multiplies_them_or_not(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HALVES, torch.bfloat16, lambda: is_fast)
+    mix, multiplied, bmm = Mix(16), set[torch.dtype](), torch.bmm
+    mix.to(torch.bfloat16)
+    mix.to(torch.float32)  # rounded
+    exact, _ = mix.run(NEVER)
+
+    def bmm_noting(first: Tensor, second: Tensor) -> Tensor:
+        multiplied.add(second.dtype)
+        return bmm(first, second)
+
+    monkeypatch.setattr(torch, "bmm", bmm_noting)
+    mix.to(torch.bfloat16)
+    for costs in (NEVER, ALWAYS):
+        found, _ = mix.run(costs)
+        assert found.dtype is torch.bfloat16 and (found.float() - exact).norm() < 0.02 * exact.norm()
+    assert multiplied == {torch.bfloat16 if is_fast else torch.float32}
 
 
 def test_expanded_heads_of_long_contexts_come_in_groups() -> None:
