@@ -47,6 +47,7 @@ from wire.kv_layout import KvPart
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
+from wire.retention import Retention
 from worker.chunks import ChunkSizer
 from worker.params import SequenceParams
 from worker.peers.kv_peers import KVPeers
@@ -165,8 +166,8 @@ class TellingCache(PrefixCache):
         super().__init__(pool.num_pages, pool.generations)
         self._tell = partial(asyncio.get_running_loop().call_soon_threadsafe, signal.fire)
 
-    def release(self, pages: Sequence[int]) -> None:
-        super().release(pages)
+    def release(self, pages: Sequence[int], retention: Retention | None = None) -> None:
+        super().release(pages, retention)
         with suppress(RuntimeError):  # the event loop is closed
             self._tell()
 
