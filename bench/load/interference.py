@@ -33,7 +33,7 @@ class InterferenceOptions(Target):
 
     streams: int = 4
     """Concurrent streams."""
-    stream_tokens: int = 1024
+    stream_tokens: int = 3072
     """Most tokens per stream; streams end when the long prompts are done."""
     quiet_chunks: int = 24
     """Chunks of each stream before the long prompts are sent."""
