@@ -9,98 +9,32 @@ child of an actor, listens at its node's address, and the gateway reads the work
 
 import asyncio
 import logging
-import os
-import secrets
 import signal
 import socket
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import httpx
-import msgspec
 import ray
-from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cli.plan import Bounds, ProcessSpec, choose_prefill_workers, plan_gateway, plan_restart, plan_workers
-from cli.process import Process
+from cli.ray_holder import ASK_S, Addresses, Holder, Role
 from cli.screen import Screen
 from cli.supervisor import KILL_S, STOP_MARGIN_S, StartError, describe_failed_start
-from runtime.addresses import bare, bracketed, is_any, is_host_port
+from runtime.addresses import bare, is_host_port
 from runtime.child import describe_exit
 from runtime.config import ServeConfig
 from runtime.events import Ready
 from runtime.gpus import VISIBLE
-from runtime.logs import setup_logging
 from runtime.settings import ConfigError
 
-Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
-Addresses = Mapping[Role, Sequence[str]]
 LOOK_S = 5.0  # between two looks at what the load needs
 ROOM_S = 60.0  # without a place, after which that is said
-ASK_S = 10.0  # for an actor's answer that needs no time
 LOST = -signal.SIGKILL  # exit status of what ended with its node
-
-
-class Holder:
-    """An actor: starts one process on its node, which ends with it."""
-
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ray-"))  # of this user alone
-        self._process: Process | None = None
-
-    async def start(self, spec: ProcessSpec, addresses: Addresses) -> Ready | int:
-        """Its report, or the exit status of one that never was ready. `addresses`: see `name_workers`."""
-        node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: a process decides by its own settings
-        if spec.role == "gateway":
-            self.name_workers(addresses)
-            files = {role: (f"file:{self._folder / role}",) for role in addresses}
-            spec = replace(spec, settings=replace(spec.settings, **files))
-        else:
-            spec = replace(spec, environment={**spec.environment, "BATON_HOST": node, "BATON_ADVERTISE_HOST": node})
-        spec = replace(spec, program=(sys.executable, *spec.program[1:]))
-        self._process = Process(spec, lambda process, event: None, lambda name, line: print(line, file=sys.stderr))
-        ready = await asyncio.shield(self._process.ready)
-        if ready is None:
-            return await asyncio.shield(self._process.end)
-        host, _, port = ready.address.rpartition(":")
-        return msgspec.structs.replace(ready, address=f"{bracketed(node)}:{port}") if is_any(host) else ready
-
-    async def wait(self) -> int:
-        """Its exit status."""
-        assert self._process is not None
-        return await asyncio.shield(self._process.end)
-
-    def name_workers(self, addresses: Addresses) -> None:
-        """For the gateway: one file for each role."""
-        for role, named in addresses.items():
-            new = self._folder / f"{role}.new"
-            new.write_text("".join(f"{address}\n" for address in named))
-            new.replace(self._folder / role)
-
-    async def read_needed(self, ops_address: str) -> dict[str, int]:
-        """How many workers of each role the gateway's load needs."""
-        async with httpx.AsyncClient(timeout=ASK_S, trust_env=False) as client:
-            families = text_string_to_metric_families((await client.get(f"http://{ops_address}/metrics")).text)
-        samples = [one for family in families for one in family.samples if one.name == "baton:desired_workers"]
-        return {one.labels["role"]: int(one.value) for one in samples}
-
-    async def end(self, stop_s: float) -> None:
-        """It drains; after `stop_s` it is killed."""
-        if self._process is not None and not self._process.end.done():
-            self._process.terminate()
-            await asyncio.wait([self._process.end], timeout=stop_s)
-            self._process.kill()
-            await asyncio.wait([self._process.end], timeout=KILL_S)
 
 
 class RayFleet:
@@ -199,7 +133,7 @@ class RayFleet:
             await asyncio.sleep(delay_s)
 
     async def _hold(self, plan: ProcessSpec) -> tuple[int, str]:
-        """Its exit status, and why nobody knows that."""
+        """Place it once and follow it. Returns its exit status, and what happened where it could not tell that."""
         holder = self._holders[plan.name] = self._place(plan)
         try:
             ready = await self._start(plan, holder)
@@ -232,8 +166,8 @@ class RayFleet:
         return actor.remote()
 
     async def _start(self, plan: ProcessSpec, holder: Any) -> Ready | int:
-        starting = asyncio.ensure_future(_answer(holder.start.remote(plan, self._find_addresses())))
-        placed = asyncio.ensure_future(_answer(holder.name_workers.remote({})))
+        starting = asyncio.ensure_future(holder.start.remote(plan, self._find_addresses()))
+        placed = asyncio.ensure_future(holder.__ray_ready__.remote())
         placed.add_done_callback(lambda one: one.cancelled() or one.exception())  # which `starting` raises, too
         if not (await asyncio.wait([placed], timeout=ROOM_S))[0]:
             self._screen.say(f"{plan.name} waits until a node has room for it: `ray status` lists what all have")
@@ -252,7 +186,7 @@ class RayFleet:
 
     async def _ask(self, answer: Any) -> Any:
         with suppress(RayError, TimeoutError):
-            return await asyncio.wait_for(_answer(answer), ASK_S)
+            return await asyncio.wait_for(answer, ASK_S)
 
     async def _follow_load(self) -> None:
         """Add workers, or have one drain, as the gateway says that its load needs."""
@@ -278,7 +212,7 @@ class RayFleet:
             self._keeping[name].cancel()
         for names in (["gateway"], list(self._ready)):
             holders = [self._holders[name] for name in names if name in self._holders]
-            ends = [_answer(holder.end.remote(self._stop_s)) for holder in holders]
+            ends = [holder.end.remote(self._stop_s) for holder in holders]
             ended = asyncio.gather(*ends, return_exceptions=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended, self._stop_s + KILL_S + ASK_S)
@@ -288,18 +222,8 @@ class RayFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(reference: Any) -> Any:
-    """What an actor answers. Raises RayError."""
-    return await reference
-
-
-def serve_on_ray(config: ServeConfig) -> int:
+def serve_on_ray(config: ServeConfig, screen: Screen) -> int:
     """Run the service of `config` on its Ray cluster until it is stopped; returns the exit code. Raises ConfigError."""
-    setup_logging("serve", config.log_level, config.log_format)
-    if not config.tls_dir and not config.fleet_secret:
-        config = replace(config, fleet_secret=secrets.token_hex(32))
-    has_key, has_tls = bool(config.api_key or config.api_keys_file), bool(config.tls_cert)
-    screen = Screen(next(iter(config.served_name), ""), has_key, has_tls, config.log_format)
     try:
         if is_host_port(config.ray):  # Ray itself would try for minutes
             host, _, port = config.ray.rpartition(":")
@@ -308,10 +232,6 @@ def serve_on_ray(config: ServeConfig) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ray={config.ray!r} cannot be used: {error}; `ray start --head` starts a cluster") from error
     try:
-        return asyncio.run(_run(config, screen))
+        return asyncio.run(RayFleet(config, screen, config.drain_s + STOP_MARGIN_S).run())
     finally:
         ray.shutdown()
-
-
-async def _run(config: ServeConfig, screen: Screen) -> int:
-    return await RayFleet(config, screen, config.drain_s + STOP_MARGIN_S).run()

@@ -36,7 +36,7 @@ def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -
     if config.ray:
         from cli.ray_fleet import serve_on_ray
 
-        return serve_on_ray(resolve_models(config))
+        return serve_on_ray(*begin(resolve_models(config)))
     if find_spec("torch") is None:
         raise ModuleNotFoundError("workers compute with torch", name="torch")
     check_ports(config)  # these fail now rather than after minutes of loading
@@ -71,17 +71,23 @@ def check_ports(config: ServeConfig) -> None:
                 raise ConfigError(f"{name}={port} on host {host} cannot be used ({reason}): {advice}") from error
 
 
+def begin(config: ServeConfig) -> tuple[ServeConfig, Screen]:
+    """The settings with a secret for the processes, if they have no certificates, and where the service reports."""
+    setup_logging("serve", config.log_level, config.log_format)
+    needs_key = bool(config.api_key or config.api_keys_file)
+    model = next(iter(name_models(config.model, config.served_name)))
+    screen = Screen(model, needs_key, has_tls=bool(config.tls_cert), log_format=config.log_format)
+    if not config.tls_dir and not config.fleet_secret:
+        config = replace(config, fleet_secret=secrets.token_hex(32))
+    return config, screen
+
+
 async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float | None = None) -> int:
     """Run the service of `config` until it is stopped; returns the exit code.
 
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
-    setup_logging("serve", config.log_level, config.log_format)
-    names = name_models(config.model, config.served_name)
-    needs_key = bool(config.api_key or config.api_keys_file)
-    screen = Screen(next(iter(names)), needs_key, has_tls=bool(config.tls_cert), log_format=config.log_format)
-    if not config.tls_dir and not config.fleet_secret:
-        config = replace(config, fleet_secret=secrets.token_hex(32))
+    config, screen = begin(config)
     if stop_s is None:
         stop_s = config.drain_s + STOP_MARGIN_S
     gpus = visible_gpus()
@@ -94,6 +100,7 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
         return plan_gateway(config, prefill, decode, program)
 
+    names = name_models(config.model, config.served_name)
     by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
     with needing_files(host_folder()) if config.kv_host_gib else nullcontext():
         return await Supervisor(screen, config.start_timeout_s, stop_s).run(by_model, plan, config.max_awake)

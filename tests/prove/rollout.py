@@ -102,9 +102,9 @@ def run(minutes: float, num_workers: int = 2, earlier: Path | None = None) -> tu
             forks=not earlier,
             starts=False,
         ) as fleet:
-            for worker in fleet.workers() if earlier else ():
-                if "--revision=old" in worker.flags:
-                    worker.checkout = earlier or worker.checkout
+            if earlier is not None:
+                for worker in [one for one in fleet.workers() if "--revision=old" in one.flags]:
+                    worker.checkout = earlier
             fleet.start()
             cases = {}
             for name in ("old", "new"):
