@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,9 +58,17 @@ def drain(
             f"{worker} is the only decode worker of {model or url}: without it every request gets a 503. Start "
             "another one first, or add --force"
         )
-    if not fleet_secret and not tls_dir and worker in workers:
-        fleet_secret = read_secret(worker, workers[worker]["pid"])
-    return asyncio.run(_drain(worker, ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret), wait))
+    config = find_trust(worker, workers, tls_dir, fleet_secret)
+    return asyncio.run(_drain(worker, config, wait))
+
+
+def find_trust(
+    address: str, workers: Mapping[str, Mapping[str, Any]], tls_dir: str, fleet_secret: str
+) -> ProcessConfig:
+    """Settings to call a worker with. `workers`: by address, as GET /status describes them."""
+    if not fleet_secret and not tls_dir and address in workers:
+        fleet_secret = read_secret(address, workers[address]["pid"])
+    return ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret)
 
 
 def read_secret(address: str, pid: int) -> str:
@@ -79,22 +88,25 @@ async def _drain(address: str, config: ProcessConfig, is_waiting: bool) -> int:
         try:
             answer = await ask_twice(lambda: stub.Drain(worker_pb2.DrainRequest(), timeout=TIMEOUT_S))
         except grpc.aio.AioRpcError as error:
-            why = (
-                f"does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
-                "`baton status` lists them; the gateway itself is drained by SIGTERM"
-            )
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                why = "is no Baton worker: `baton status` lists the workers' addresses"
-            elif error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                why = (
-                    f"refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or send SIGTERM "
-                    "to the worker's process, whose pid `baton status` shows"
-                )
-            raise CommandError(f"{address} {why}") from error
+            raise explain(address, error, "; or send SIGTERM to the process whose pid `baton status` shows") from error
         print(f"{address} drains: {answer.num_left} requests left, for at most {answer.drain_s:g} s")
         if is_waiting:
             await _watch(address, stub, answer.drain_s)
     return 0
+
+
+def explain(address: str, error: grpc.aio.AioRpcError, or_else: str = "") -> CommandError:
+    """Why a worker did not take a call, and what to do. `or_else`: without the fleet's secret."""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return CommandError(f"{address} is no Baton worker: `baton status` lists the workers' addresses")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return CommandError(
+            f"{address} refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it{or_else}"
+        )
+    return CommandError(
+        f"{address} does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
+        "`baton status` lists them; a gateway is drained by SIGTERM"
+    )
 
 
 async def _watch(address: str, stub: worker_pb2_grpc.WorkerStub, drain_s: float) -> None:

@@ -31,7 +31,7 @@ A model of your own is a folder, a GGUF file or a name on the Hugging Face hub:
 
 baton --help lists all commands, baton serve --help the options of one."""
 COMMANDS = {  # a command's file is imported when it is run, or its --help is asked for
-    "serve": ("serve", "gateway", "prefill", "decode"),
+    "serve": ("serve", "gateway", "prefill", "decode", "worker"),
     "doctor": ("doctor",),
     "chat": ("chat",),
     "launch": ("launch",),
@@ -39,6 +39,7 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "certs": ("certs",),
     "keys": ("keys",),
     "drain": ("drain",),
+    "role": ("role",),
     "rollout": ("rollout",),
     "bench": ("plan", "bench"),
 }
@@ -85,7 +86,7 @@ def launch(
 
     Args:
         config: TOML file with options of the command; weaker than environment and command line. serve, gateway,
-            prefill, decode and doctor also take it from BATON_CONFIG.
+            prefill, decode, worker and doctor also take it from BATON_CONFIG.
     """
     use_sources(app, tokens[0] if tokens else "", config)
     try:

@@ -15,13 +15,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
+from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, find_addresses, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
 from kvtransfer.page_files import host_folder, needing_files
 from runtime import rpc
 from runtime.child import follow_parent
-from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
 from runtime.events import Ready
 from runtime.gpus import visible_gpus
 from runtime.hardware import wait_without_spinning
@@ -97,8 +97,7 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     workers = plan_workers(config, gpus, program)
 
     def plan(ready: list[Ready]) -> ProcessSpec:
-        prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
-        return plan_gateway(config, prefill, decode, program)
+        return plan_gateway(config, *find_addresses(ready), program)
 
     names = name_models(config.model, config.served_name)
     by_model = {name: [one for one in workers if one.settings.model_name in ("", name)] for name in names}
@@ -120,6 +119,15 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
     follow_parent(config.ready_fd)
     wait_without_spinning()
     from decode_worker.main import run
+
+    return run(locate(config))
+
+
+def worker(config: Annotated[RolesConfig, Parameter(name="*")] = RolesConfig()) -> int:  # noqa: B008  frozen
+    """Start one worker of both roles, each of which can be opened and closed while it serves."""
+    follow_parent(config.ready_fd)
+    wait_without_spinning()
+    from cli.both_roles import run
 
     return run(locate(config))
 

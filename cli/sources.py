@@ -15,7 +15,7 @@ from cyclopts import App
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict, Env
 
-from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
 from runtime.settings import ConfigError, Settings, field_names
 
 PREFIX = "BATON_"
@@ -24,6 +24,7 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings, each
     "gateway": GatewayConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "worker": RolesConfig,
     "doctor": ServeConfig,
 }
 # Of the program itself, of commands that call a service, of kernels and what they are given, of folders.

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
-from cli.plan import ProcessSpec, pin_ports, plan_restart
+from cli.plan import ProcessSpec, find_addresses, pin_ports, plan_restart
 from cli.process import Process
 from cli.screen import Screen
 from runtime.child import describe_exit
@@ -204,7 +204,7 @@ class Supervisor:
         woke_s = asyncio.get_running_loop().time() - began
         self._screen.say(f"{model} is awake after {woke_s:.1f} s", "awake", model=model, seconds=round(woke_s, 3))
         del self._changing[model]
-        prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
+        prefill, decode = find_addresses(ready)
         self._tell(model, "awake", prefill=prefill, decode=decode)
 
     async def _wake_worker(self, name: str) -> Ready:

@@ -1,10 +1,12 @@
 """The decode role: answers first, with a small budget for prompts. Wires its parts and decides nothing."""
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 
 from decode_worker.compose import build_drafts, build_grammars, build_masks
+from decode_worker.interfaces import Drafts, Masks
 from decode_worker.kv_receiver import KVReceiver
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
@@ -14,9 +16,10 @@ from protos import decode_pb2_grpc, worker_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
 from worker.compose import build_features, compose_budget
-from worker.loop import WorkerLoop
+from worker.loop import StepExtras, WorkerLoop
 from worker.peers.kv_peers import KVPeers
 from worker.role import Role, Worker
+from worker.scheduler import Scheduler
 from worker.sequences import Update
 
 
@@ -28,20 +31,25 @@ def run(config: DecodeConfig) -> int:
 class DecodeRole(Role):
     """The parts of a decode worker."""
 
-    def __init__(self, config: DecodeConfig, worker: Worker) -> None:
+    def __init__(
+        self, config: DecodeConfig, worker: Worker, build_metrics: Callable[[Scheduler], DecodeMetrics] = DecodeMetrics,
+        build_extras: Callable[[Drafts, Masks, Scheduler], StepExtras] = DraftsAndMasks,
+        build_service: Callable[..., DecodeService] = DecodeService,
+    ) -> None:  # fmt: skip
+        """A worker with more than this role builds some parts by itself."""
         engine, scheduler = worker.engine, worker.scheduler
-        self.metrics: DecodeMetrics = DecodeMetrics(scheduler)
-        self._streams = streams = GatewayStreams(worker.me.incarnation)
+        self.metrics: DecodeMetrics = build_metrics(scheduler)
+        self._streams = GatewayStreams(worker.me.incarnation)
         asyncio_loop = asyncio.get_running_loop()
 
         def publish(step: int, updates: list[Update]) -> None:
-            asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
+            asyncio_loop.call_soon_threadsafe(self._hear, step, updates)
 
         drafts = build_drafts(engine, config)
         budget = compose_budget(
             engine, config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", config.itl_goal_ms / 1e3
         )
-        extras = DraftsAndMasks(drafts, build_masks(), scheduler)
+        extras = build_extras(drafts, build_masks(), scheduler)
         self.loop = WorkerLoop(
             extras, scheduler, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
             worker.steps_ahead,
@@ -52,11 +60,15 @@ class DecodeRole(Role):
         self._peers = KVPeers(worker.me, worker.pools, config, self.metrics)
         self._receiver = KVReceiver(worker, self._peers, self.loop.thread, self.metrics)
         self._grammars = build_grammars(engine, config, self.metrics)
-        features = build_features(worker, config, self._peers, self.loop.thread, self.metrics)
-        self._service = DecodeService(
-            worker, self.loop.thread, features, self._receiver, streams, self.metrics, drafts, self._grammars,
-            self.loop.chunks,
+        self._features = build_features(worker, config, self._peers, self.loop.thread, self.metrics)
+        self._service = build_service(
+            worker, self.loop.thread, self._features, self._receiver, self._streams, self.metrics, drafts,
+            self._grammars, self.loop.chunks,
         )  # fmt: skip
+
+    def _hear(self, step: int, updates: list[Update]) -> None:
+        """What a step gave, on the asyncio thread."""
+        self._streams.publish(step, updates)
 
     async def start(self) -> None:
         await self._grammars.start()

@@ -37,6 +37,7 @@ from gateway.router.router import Router
 from gateway.router.worker_view import Role
 from gateway.scaling.autoscaling import FleetMetrics, Goals
 from gateway.scaling.discovery import Discovery
+from gateway.scaling.role_keeper import RoleKeeper
 from gateway.scaling.sleepers import Sleepers
 from gateway.store.adapters import SharedAdapters
 from gateway.store.database import StoreError
@@ -131,6 +132,7 @@ async def _serve(
         await runs.start()
     await discovery.start()
     following = [asyncio.create_task(return_freed_memory())]
+    following += _follow_roles(config, fleet, routers, runs)
     following += await _follow_sleep(config, fleet, [router.model for router in routers.values()])
     if tls:
         following.append(asyncio.create_task(tls.follow()))
@@ -282,6 +284,18 @@ def _build_fleet(
     for model, tokenizer in tokenizers.items() if len(tokenizers) > 1 else ():
         fleet.add_part(model, tokenizer.context_tokens)
     return fleet, Discovery(fleet, names, config.dns_server, registry)
+
+
+def _follow_roles(
+    config: GatewayConfig, fleet: Fleet, routers: Mapping[str, Router], runs: Runs | None
+) -> list[asyncio.Task[None]]:
+    """Have workers of both roles follow the load. With a store one gateway at a time decides."""
+    name = runs.id if runs else rpc.new_incarnation()
+    keepers = [
+        RoleKeeper(fleet.parts.get(model, fleet), router.queue, name, lambda: runs is None or runs.is_first)
+        for model, router in (routers.items() if config.roles == "auto" else ())
+    ]
+    return [asyncio.create_task(keep_running(keeper.run, "keeping roles")) for keeper in keepers]
 
 
 async def _follow_sleep(config: GatewayConfig, fleet: Fleet, gates: Sequence[ModelGate]) -> list[asyncio.Task[None]]:

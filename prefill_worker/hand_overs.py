@@ -13,7 +13,7 @@ import structlog
 from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
 from protos import kv_pb2, prefill_pb2
-from runtime.config import PrefillConfig
+from runtime.config_parts import HeartbeatConfig
 from wire.messages import pack_logprobs, pack_read
 from worker.kv_cache import KVCacheManager
 from worker.receiving import next_offer
@@ -28,7 +28,7 @@ class HandOvers:
     """Owns what steps report for each running one."""
 
     def __init__(
-        self, config: PrefillConfig, kv: KVCacheManager, thread: EngineThread, sender: KVSender,
+        self, config: HeartbeatConfig, kv: KVCacheManager, thread: EngineThread, sender: KVSender,
         metrics: PrefillMetrics,
     ) -> None:  # fmt: skip
         self._kv = kv

@@ -12,7 +12,7 @@ from prefill_worker.hand_overs import HandOvers
 from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
 from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
-from runtime.config import PrefillConfig
+from runtime.config_parts import HeartbeatConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_images, unpack_retention
 from wire.page_keys import TOKEN_BYTES
@@ -30,7 +30,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
     """Calls that change the scheduler hold the engine thread's lock for microseconds; others read without it."""
 
     def __init__(
-        self, worker: Worker, config: PrefillConfig, thread: EngineThread, features: Features, sender: KVSender,
+        self, worker: Worker, config: HeartbeatConfig, thread: EngineThread, features: Features, sender: KVSender,
         peers: KVPeers, metrics: PrefillMetrics,
     ) -> None:  # fmt: skip
         def transports() -> dict[str, str]:

@@ -60,6 +60,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.LendRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.LendResponse.FromString,
                 _registered_method=True)
+        self.SetRoles = channel.unary_unary(
+                '/baton.v1.Worker/SetRoles',
+                request_serializer=protos_dot_worker__pb2.SetRolesRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.SetRolesResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -106,6 +111,16 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRoles(self, request, context):
+        """Opens and closes roles, of a worker that has both (`baton worker`): a closed one takes nothing new, and what it has
+        goes on to its end. Pages, cache and incarnation stay. Idempotent.
+        UNIMPLEMENTED: this worker has one role; FAILED_PRECONDITION: another caller's order is younger than 60 s;
+        INVALID_ARGUMENT: no role, or one that does not exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +148,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Lend,
                     request_deserializer=protos_dot_worker__pb2.LendRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.LendResponse.SerializeToString,
+            ),
+            'SetRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRoles,
+                    request_deserializer=protos_dot_worker__pb2.SetRolesRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.SetRolesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +291,33 @@ class Worker:
             '/baton.v1.Worker/Lend',
             protos_dot_worker__pb2.LendRequest.SerializeToString,
             protos_dot_worker__pb2.LendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/SetRoles',
+            protos_dot_worker__pb2.SetRolesRequest.SerializeToString,
+            protos_dot_worker__pb2.SetRolesResponse.FromString,
             options,
             channel_credentials,
             insecure,

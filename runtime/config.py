@@ -13,6 +13,7 @@ from runtime.config_parts import (
     OnRevisionGone,
     PublicConfig,
     WorkerConfig,
+    WorkerRoles,
     at_least_a_page,
     check_shares,
     parse_share,
@@ -38,6 +39,14 @@ class DecodeConfig(DecodingConfig, WorkerConfig):
 
     max_running: Annotated[int, count(0)] = 0
     """Most sessions at once; 0 is by device: 64 on a CPU, 16 to 1024 by the memory of a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig(HeartbeatConfig, DecodeConfig):
+    """One worker of both roles. Its --local-prefill-chunk-tokens is by default that of a prefill worker."""
+
+    role: WorkerRoles = "both"
+    """What takes requests at first: prefill, decode or both. `baton role` and the gateway's --roles auto change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +131,9 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
         self.require("ray", not self.ray or find_spec("ray") is not None, "Ray: pip install 'baton[ray]'")
         self.require("ray", not self.ray or len(self.model) == 1, "one --model: with several, start each by itself")
+        for name, is_fit in (("roles", not self.ray), ("decode_tp", self.decode_tp == self.prefill_tp)):
+            wanted = "fixed with --ray" if name == "roles" else "the same as --prefill-tp where workers change roles"
+            self.require(name, self.roles == "fixed" or is_fit, wanted)
         for name in ("max_prefill_workers", "max_decode_workers"):
             self.require(name, bool(self.ray) or not getattr(self, name), "--ray, which adds workers by load")
         fits_all = len(self.model) == 1 or self.draft_model in ("auto", NO_DRAFT)

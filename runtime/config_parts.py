@@ -40,6 +40,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "text", "json"]
 NoPrefill = Literal["fallback", "wait", "fail"]
 OnRevisionGone = Literal["fail", "restart"]
+WorkerRoles = Literal["prefill", "decode", "both"]
+WhoChangesRoles = Literal["fixed", "manual", "auto"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
 SMOLLM2 = "smollm2"
@@ -266,6 +268,9 @@ class PublicConfig(GoalConfig):
     and prefill workers compute with the same CPU cores; on GPUs what costs less time there; else 0."""
     no_prefill: NoPrefill = "fallback"
     """When no prefill worker is alive: fallback has decode workers prefill; wait, for --patience-s; fail refuses."""
+    roles: WhoChangesRoles = "fixed"
+    """Who opens and closes roles of workers while they serve: nobody; people, by `baton role`; auto, the gateway, by
+    load. Unless fixed, `baton serve` starts workers that have both."""
     goal_prefill_wait_s: Seconds = 1.0
     """Seconds of prompts that may wait for each prefill worker; above it baton:desired_workers grows."""
     goal_kv_usage: Share = 0.8

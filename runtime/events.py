@@ -16,7 +16,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading", tag_field="event"):
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event"):
     """The process accepts requests from now on."""
 
-    role: str  # "gateway", "prefill" or "decode"
+    role: str  # "gateway", "prefill", "decode" or "worker", which has both
     address: str  # host:port where others reach it; for the gateway, its REST API
     ops_address: str  # host:port of /live, /ready and /metrics
     pid: int

@@ -7,7 +7,7 @@ from functools import partial
 from engine.compose import FullEngine, open_ranks
 from engine.engine import Engine, Place
 from engine.rank_group import join_group
-from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
 from worker.chunks import build_budget
@@ -49,7 +49,7 @@ def start_engine(
 def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> tuple[OtherRanks, Place]:
     """Starts the other ranks of this worker. Returns them, and what this process's engine has of that."""
     if config.tp == 1:
-        return ALONE, Place(lends=isinstance(config, PrefillConfig))
+        return ALONE, Place(lends=isinstance(config, PrefillConfig | RolesConfig))
     children = RankChildren(role, config, incarnation)
     leader = children.leader
     device = choose_rank_device(config, 0)

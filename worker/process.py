@@ -14,7 +14,7 @@ from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.page_files import host_folder, remove_unowned
 from protos import kv_pb2
 from runtime import rpc
-from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from runtime.hardware import find_unknown_limits, num_cores, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
@@ -30,7 +30,7 @@ from worker.scheduler import Scheduler
 log = structlog.get_logger()
 REVISION_CHARS = 12  # of a fingerprint, where no --revision is given
 LEND_ON_S = 2.0  # after a drain that cut requests off: they go on elsewhere, where their KV is read from here
-ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
+ConfigT = TypeVar("ConfigT", PrefillConfig, RolesConfig, DecodeConfig)
 
 
 @dataclass(frozen=True, slots=True)

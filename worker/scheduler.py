@@ -36,13 +36,13 @@ class Scheduler(AdmittingTable):
         """Extend an active sequence's pages to `num_tokens` positions, preempting the newest active ones if needed.
 
         False if there is no room in this step: the sequence itself was the newest and got preempted, it is the only
-        active one and receiving ones hold the pages, or others are in launched steps (`is_short`).
+        active one and others hold the pages, or others are in launched steps (`is_short`).
         """
         needed = self.kv.num_pages(num_tokens) - len(sequence.pages)
         if needed <= 0:
             return True
         while needed > self.kv.cache.num_spare:
-            active = self.in_phase(Phase.ACTIVE)
+            active = [one for one in self.in_phase(Phase.ACTIVE) if not one.is_kept]  # whose pages are being read
             if active == [sequence]:
                 return False
             if self.num_launched:

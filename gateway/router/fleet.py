@@ -10,7 +10,7 @@ from gateway.router.adapters import AdapterRegistry
 from gateway.router.changes import Changes
 from gateway.router.decode_client import DecodeClient
 from gateway.router.prefill_client import PrefillClient
-from gateway.router.worker_client import WorkerClient
+from gateway.router.worker_client import Identity, WorkerClient
 from gateway.router.worker_keys import KeyIndex
 from gateway.router.worker_view import Role, WorkerView
 from kvtransfer.layout import find_mismatch
@@ -50,7 +50,7 @@ class Fleet:
         self._is_started = False
         self._log = log  # with the model's name, of a part
         self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
-        self._compared: set[str] = set()  # incarnations compared with all others in the set
+        self._compared: set[Identity] = set()  # workers compared with all others in the set
         self.parts: dict[str, Fleet] = {}  # name of a model |-> its workers; none where there is one model
         self.adapters = AdapterRegistry(self._wake_all)
         self._index = KeyIndex()
@@ -86,7 +86,7 @@ class Fleet:
     def leave(self, role: Role, address: str) -> WorkerClient:
         """Forget a worker where no request runs. The caller closes it."""
         worker = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
-        self._compared.discard(worker.status.peer.incarnation)
+        self._compared.discard(worker.identity)
         worker.keys.reset()
         if worker.model is not None:
             self.parts[worker.model]._drop(worker)
@@ -130,7 +130,7 @@ class Fleet:
     def _drop(self, worker: WorkerClient) -> None:
         """It does not any more. No request runs there."""
         (self.prefill if worker.role == "prefill" else self.decode).pop(worker.address)
-        self._compared.discard(worker.status.peer.incarnation)
+        self._compared.discard(worker.identity)
 
     def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
         """Whether the worker gets no new requests, as DNS does not name it any more."""
@@ -141,21 +141,20 @@ class Fleet:
 
     def mark_duplicates(self) -> None:
         """A worker with two addresses gets requests at the first that answers, as long as that does."""
-        firsts: dict[str, str] = {}  # incarnation |-> address
+        firsts: dict[Identity, str] = {}  # worker |-> address
         for worker in self.workers():
             first = worker.address
             if worker.find_stall() is None and not worker.is_leaving:
-                first = firsts.setdefault(worker.status.peer.incarnation, first)
+                first = firsts.setdefault(worker.identity, first)
             worker.duplicate_of = first if first != worker.address else ""
 
     def _report_mismatches(self) -> None:
         """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
         for worker in self.workers():
             status = worker.status
-            incarnation = status.peer.incarnation
-            if incarnation in self._compared or worker.find_trouble():
+            if worker.identity in self._compared or worker.find_trouble():
                 continue
-            self._compared.add(incarnation)
+            self._compared.add(worker.identity)
             if status.context_tokens < self._context_tokens:
                 reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
                 self._log.error("a worker has less context than the gateway", there=worker.address, reason=reason)
@@ -166,7 +165,7 @@ class Fleet:
     def _report_pair(self, prefill: PrefillClient, decode: DecodeClient) -> None:
         """Unless one of them was not alive yet: it is compared when it is."""
         here, there = prefill.status.peer, decode.status.peer
-        if here.incarnation in self._compared and there.incarnation in self._compared:
+        if prefill.identity in self._compared and decode.identity in self._compared:
             mismatch = find_mismatch(here.layout, there.layout)
             if mismatch is not None:
                 of_two = here.revision != there.revision  # which a rollout has

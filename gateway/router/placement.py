@@ -45,6 +45,7 @@ NO_HAND_OFF = (
     "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
 )
 NO_PREFILL = "no prefill worker is alive"
+TAKES_BOTH = "the decode worker takes prompts, too, and no other one is better"
 SPARE_PAGES = 0.25  # of a pool: with fewer free, requests of no hurry could take pages from running ones
 NO_LIMIT = 2**32 - 1  # local prefill of any length
 
@@ -241,6 +242,8 @@ def _place_at(
     prefill = min(filter(_has_room, partners), key=lambda view: score(view, need), default=None)
     if prefill is None:
         return None
+    if prefill.incarnation == decode.incarnation:
+        return Placement(decode, None, NO_LIMIT, num_cached, False, TAKES_BOTH, *lent)
     why = why if need.local_prefill_max_tokens is None else ""
     lent = _find_lender(prefill, lenders, need)
     return Placement(decode, prefill, limit, need.find_there(decode), False, why, *lent)

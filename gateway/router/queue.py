@@ -97,6 +97,7 @@ class Queue:
         `has_goal`: requests that would wait for longer than that for a place are refused.
         """
         self.placer = placer
+        self.num_tokens_placed = 0  # of prompts, that workers lacked
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
         self._workers = workers
         self._mark = mark
@@ -117,6 +118,15 @@ class Queue:
     @property
     def num_placed(self) -> int:
         return len(self._placed)
+
+    @property
+    def num_answering(self) -> int:
+        """Placed requests that no prefill worker computes, or has still to compute."""
+        return sum(waiter.places is not None and len(waiter.places.held) == 1 for waiter in self._placed)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def views(self) -> list[WorkerView]:
         """Of all workers, each once."""
@@ -277,6 +287,7 @@ class Queue:
         places = Places(choice, decode, prefill, coming, num_tokens, len(request.emitted))
         self._waiting.place(waiter, num_tokens)
         self._placed.add(waiter)
+        self.num_tokens_placed += max(request.num_missing - choice.num_cached, 0)
         self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
         waiter.places = places
         for worker in places.held:

@@ -6,7 +6,7 @@ work until it answers again.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -30,6 +30,7 @@ RETRY_S = 0.2  # before a worker that did not answer is asked again
 QUIET_S = 1.5  # without an answer or an error to the first question, after which that is logged
 # How a call ends when no worker is there, or only an incarnation that drains or does not know our stream.
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
+Identity = tuple[Role, str]  # of a worker in one role: this and its incarnation
 
 
 class WorkerClient:
@@ -194,7 +195,18 @@ class WorkerClient:
             return self.stray_because
         if self.duplicate_of:
             return f"is the worker at {self.duplicate_of}"
+        if self.is_closed:
+            return f"takes {', '.join(self.status.roles)} requests only"
         return "did not take a call" if self._is_doubted else None
+
+    @property
+    def identity(self) -> Identity:
+        return self.role, self.status.peer.incarnation
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has this role, but takes no new requests in it."""
+        return bool(self.status.roles) and self.role not in self.status.roles
 
     def find_stall(self) -> str | None:
         """Why the work that it has makes no progress; None when it does."""
@@ -209,6 +221,11 @@ class WorkerClient:
     def find_stuck(self) -> str | None:
         """Why its engine was stuck when it last answered; None if it was not."""
         return find_stuck(self.status.step_age_s, self.status.step_predicted_s, self._stall_s)
+
+    async def set_roles(self, roles: Iterable[Role], caller: str, timeout_s: float) -> None:
+        """Returns when it takes only these, and this gateway will soon know. Raises AioRpcError."""
+        await self._worker.SetRoles(worker_pb2.SetRolesRequest(roles=roles, caller=caller), timeout=timeout_s)
+        self._poll_soon()
 
     @property
     def incarnation(self) -> str:
@@ -249,7 +266,8 @@ class WorkerClient:
             has_slots=self.adapters.has_slots,
             store=status.kv_store,
             takes_images=status.takes_images,
-            is_draining=status.draining and self.find_stall() is None,
+            is_draining=(status.draining or self.is_closed) and self.find_stall() is None,
+            is_closed=self.is_closed,
             host=peer.host,
             num_threads=status.threads,
             cpus=frozenset(status.cpus),

@@ -44,6 +44,7 @@ class WorkerView:
     store: str = ""  # where its KV is saved in files; empty: nowhere
     takes_images: bool = False  # it computes prompts with images
     is_draining: bool = False  # but answers, and lends
+    is_closed: bool = False  # it has this role, but takes no requests in it
     has_slots: bool = True  # for requests with an adapter; False: it refused one since its last answer
 
     @property

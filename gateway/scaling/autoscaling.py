@@ -110,7 +110,7 @@ class FleetMetrics(Collector):
         text = "Prompts computed by decode workers as no prefill worker was alive"
         yield CounterMetricFamily("baton:local_prefill_fallbacks", text, queue.num_fallbacks)
         workers = GaugeMetricFamily("baton:workers", "Workers that take requests, or not", labels=("role", "state"))
-        counts = Counter((view.role, "alive" if view.is_alive else "not_alive") for view in views)
+        counts = Counter((view.role, "alive" if view.is_alive else "not_alive") for view in views if not view.is_closed)
         for role in ("prefill", "decode"):
             for state in ("alive", "not_alive"):
                 workers.add_metric((role, state), counts[role, state])

@@ -275,10 +275,10 @@ class Database:
                     )  # fmt: skip
         return {change.answer.id for change in changes} - own
 
-    def renew(self, gateway: str, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str], int]:
+    def renew(self, gateway: str, lease_s: float, ids: Sequence[str]) -> tuple[set[str], set[str], list[str]]:
         """Keep those answers that the gateway works on: leases of its others end.
 
-        Returns ids of what it has of them, ids of what is to be cancelled, and how many other gateways were seen within
+        Returns ids of what it has of them, ids of what is to be cancelled, and the other gateways that were seen within
         `lease_s`.
         """
         with self.transaction(is_written=True), self._pipeline():
@@ -297,8 +297,8 @@ class Database:
                 gateway=gateway,
             )
             self.do(f"DELETE FROM gateways WHERE seen_s < {self.now} - :old_s", old_s=lease_s)
-            (others,) = self.do("SELECT count(*) FROM gateways WHERE id <> :gateway", gateway=gateway).fetchone()
-        return {row[0] for row in rows}, {row[0] for row in rows if row[1]}, others
+            others = self.do("SELECT id FROM gateways WHERE id <> :gateway", gateway=gateway).fetchall()
+        return {row[0] for row in rows}, {row[0] for row in rows if row[1]}, [row[0] for row in others]
 
     def claim(self, gateway: str, lease_s: float, most: int) -> list[Answer]:
         """Take answers whose lease has ended, oldest first: another gateway cannot get them, too."""

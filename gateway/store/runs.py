@@ -47,6 +47,7 @@ class Runs:
         self.id = new_id("responses").replace("resp_", "gateway_")
         self.running: dict[str, Run] = {}  # by id
         self.num_others = 0  # gateways with the same store
+        self._is_first = False  # of the gateways with the same store, by id
         self._held_until = 0.0  # leases that were renewed
         self._is_draining = False
         self._writing = asyncio.Lock()
@@ -187,13 +188,19 @@ class Runs:
         """No other gateway can have taken what this one has."""
         return time.monotonic() < self._held_until
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this gateway decides what one alone must, of those that live."""
+        return self._is_first and self.is_held()
+
     async def _hold(self) -> None:
         """Keep leases, look for answers to cancel and to take over."""
         while True:
             mine = {answer_id: run for answer_id, run in self.running.items() if not (run.is_new or run.is_over)}
             ids, began = [*mine, *self._taking], time.monotonic()
             try:
-                own, unwanted, self.num_others = await self.writes.call(Database.renew, self.id, self.lease_s, ids)
+                own, unwanted, others = await self.writes.call(Database.renew, self.id, self.lease_s, ids)
+                self.num_others, self._is_first = len(others), all(self.id < other for other in others)
                 self._held_until = began + self.lease_s
                 for answer_id, run in mine.items():
                     if answer_id in unwanted:

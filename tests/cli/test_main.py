@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from cli.plan import FEWER_S, PROGRAM, Bounds, build_flags, plan_gateway, plan_workers
+from cli.plan import FEWER_S, PROGRAM, Bounds, build_flags, find_addresses, plan_gateway, plan_workers
 from cli.screen import list_things_to_try, reachable, render_log_line
 from cli.sources import VARIABLES
 from demo.paths import TARGET_DIR
 from engine.adapters.peft import find_digest
 from engine.compose import resolve_model_folder
-from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.support.command_line import bind, call, parse
@@ -315,6 +315,22 @@ def test_each_model_has_its_workers_and_memory_is_for_those_awake() -> None:
             replace(config, **wrong)
 
 
+def test_workers_that_change_roles_have_both_and_begin_with_one() -> None:
+    config = replace(CONFIG, roles="auto", prefill_workers=1, decode_workers=2, chunk_tokens=64)
+    specs = plan_workers(config)
+    assert [(spec.name, spec.role) for spec in specs] == [(f"worker-{number}", "worker") for number in range(3)]
+    settings = [parse(*spec.command[len(PROGRAM) :]) for spec in specs]
+    assert all(isinstance(one, RolesConfig) and one.local_prefill_chunk_tokens == 64 for one in settings)
+    assert [getattr(one, "role", "") for one in settings] == ["prefill", "decode", "decode"]
+    ready = [Ready(spec.role, f"a:{number + 1}", "", 1, "i") for number, spec in enumerate(specs)]
+    assert find_addresses(ready) == (("a:1", "a:2", "a:3"),) * 2
+    gateway = parse(*plan_gateway(config, *find_addresses(ready)).command[len(PROGRAM) :])
+    assert isinstance(gateway, GatewayConfig) and gateway.roles == "auto"
+    for wrong in ({"decode_tp": 2, "prefill_tp": 1}, {"ray": "auto"}):
+        with pytest.raises(ConfigError):
+            replace(config, **wrong)
+
+
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:
     spec = plan_gateway(replace(CONFIG, served_name=("name", "*")), ("a:1", "b:1"), ("c:1",), ("baton",))
     config = parse(*spec.command[1:])
@@ -359,8 +375,9 @@ def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     own = {"model_name", "advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
     own |= {"kv_events", "kv_events_replay"}  # an endpoint is one worker's
     own |= {"revision_weight", "on_revision_gone"}  # one service, one revision
+    own |= {"role"}  # one worker's
     by_role = {"max_running", "tp"}  # such as prefill_tp
-    for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
+    for config_type in (PrefillConfig, DecodeConfig, RolesConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role
     assert {f"{role}_{name}" for role in ("prefill", "decode") for name in by_role} <= set(field_names(ServeConfig))
 

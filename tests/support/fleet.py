@@ -242,8 +242,9 @@ def run_fleet(
     starts: bool = True,
     forks: bool = False,
     python: str | Path = sys.executable,
+    num_both: int = 0,
 ) -> Iterator[ProcessFleet]:
-    """Processes that serve the demo model in float32; all are killed at the end.
+    """Processes that serve the demo model in float32; all are killed at the end. `num_both`: workers of both roles.
 
     `flags`: additional ones by role or name. `links`: worker name |-> the address at which the gateway reaches it.
     `ports`: two per process, in the order gateway, prefill, decode, and the gateway's for gRPC. `kv_memory_mib`: by
@@ -253,7 +254,8 @@ def run_fleet(
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
     decode_tp = os.environ.get("DECODE_TP", "1")
-    names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
+    counts = {"prefill": num_prefill, "decode": num_decode, "worker": num_both}
+    names = ["gateway", *(f"{role}-{i}" for role, count in counts.items() for i in range(count))]
     ports = ports or free_ports(2 * len(names) + 1)
     fleet = ProcessFleet(f"{HOST}:{ports[-1]}")
     with tempfile.TemporaryDirectory() as folder:
@@ -272,7 +274,11 @@ def run_fleet(
             fleet.processes[name] = Process(
                 name, role, port, ops_port, (*own, *extra), log, program, forks=forks, python=python
             )
-        peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
+        peers = [
+            f"--{role}={links.get(worker.name, worker.address)}"
+            for worker in fleet.workers()
+            for role in (("prefill", "decode") if worker.role == "worker" else (worker.role,))
+        ]
         gateway = fleet.gateway
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={ports[-1]}", *HAND_OFF_FLAGS)
         gateway.flags = (*gateway.flags, *waits, *peers)

@@ -72,6 +72,22 @@ def test_the_newest_sequence_is_preempted_and_resumes_with_its_tokens() -> None:
     assert scheduler.num_preemptions == new.num_preemptions == 1
 
 
+def test_a_prompt_that_is_handed_over_keeps_its_pages() -> None:
+    scheduler = build_scheduler(num_pages=14, page_tokens=2)
+    old = scheduler.admit(answer(1, 3, 20), 0.0)
+    handed = scheduler.admit(prompt(2, 9), 0.0, is_kept=True)
+    while old.phase is Phase.ACTIVE and len(old.tokens) < 20:
+        before = len(old.tokens)
+        step(scheduler)
+        if len(old.tokens) == before:
+            break
+    assert handed.phase is Phase.ACTIVE and handed.computed == handed.params.end
+    assert old.phase is Phase.ACTIVE, "it waits for room"
+    scheduler.end(handed)
+    while old in list(scheduler):
+        step(scheduler)
+
+
 def test_new_answers_that_would_break_the_goal_are_refused_and_started_ones_are_not() -> None:
     scheduler = build_scheduler(num_pages=40, page_tokens=4, max_running=8)
     asked = []

@@ -26,7 +26,7 @@ from kvtransfer.transports import describe_rank
 from protos import kv_pb2
 from runtime import rpc
 from runtime.child import serve_parent
-from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from runtime.lifecycle import spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
@@ -39,7 +39,9 @@ from worker.ranks.links import StepReceiver
 from worker.startup.build import build_rank_engine, choose_rank_device
 
 log = structlog.get_logger()
-CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {
+    "prefill": PrefillConfig, "decode": DecodeConfig, "worker": RolesConfig,
+}  # fmt: skip
 
 
 class Rank:

@@ -18,7 +18,7 @@ from engine.layer_config import MAX_LOGITS_AT_ONCE
 from engine.models.config import ModelConfig
 from engine.models.table import build_table
 from engine.weights.table import Vector, Weight
-from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT
 from runtime.gpus import Card
 from runtime.settings import ConfigError
@@ -223,15 +223,16 @@ def complete(config: ConfigT, shape: ModelShape | None, card: Card | None, memor
     `shape`, `card`, `memory_bytes`: of the GPU of a rank; None, None and 0 on a CPU. Limits that are set stay.
     """
     is_prefill = isinstance(config, PrefillConfig)
+    takes_prompts = is_prefill or isinstance(config, RolesConfig)
     name = "chunk_tokens" if is_prefill else "local_prefill_chunk_tokens"
     chunk: int = getattr(config, name)
     running = config.max_running
     if shape is None or card is None:
-        chunk = chunk or (CPU_CHUNK if is_prefill else CPU_LOCAL_CHUNK)
+        chunk = chunk or (CPU_CHUNK if takes_prompts else CPU_LOCAL_CHUNK)
         running = running or (CPU_PROMPTS if is_prefill else CPU_SESSIONS)
     else:
         shape = with_context(shape, config)
-        most = MOST_CHUNK if is_prefill else MOST_LOCAL_CHUNK
+        most = MOST_CHUNK if takes_prompts else MOST_LOCAL_CHUNK
         chunk = chunk or min(choose_chunk(shape, card, memory_bytes, config.tp), most)
         if isinstance(config, DecodeConfig):
             running = running or choose_sessions(config, chunk, shape, memory_bytes)

@@ -19,14 +19,14 @@ from engine.formats.gguf_folder import gguf_cache, make_gguf_folder
 from engine.formats.scheme import read_scheme
 from engine.heads.read_head import is_draft_head, read_head
 from engine.weights.files import GGUF, is_path, list_shards
-from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, MAX_NAME_CHARS, NO_DRAFT, SMOLLM2
 from runtime.settings import ConfigError, flag
 from wire.files import DeniedError, check_access, check_folder, named, read_text
 from wire.names import MTP
 from worker.startup.gguf_files import fetch_from_hub, fetch_head, fetch_smollm2
 
-WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
+WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, RolesConfig, DecodeConfig)
 Part = Literal["configuration", "tokenizer", "weights"]  # of a model's folder
 
 FILES: dict[Part, tuple[str, ...]] = {  # part |-> the patterns of which one must match

@@ -31,6 +31,7 @@ from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
 DRAINING: dict[str, Any] = DEAD | {"is_draining": True}
 OTHER: dict[str, Any] = {"layout": b"other"}
+BOTH = replace(PREFILL, address=DECODE.address, incarnation=DECODE.incarnation)  # DECODE in its other role
 LEAVING = replace(DECODE_2, **DRAINING)
 
 
@@ -45,6 +46,9 @@ def names(choice: Placement | Wait | Unready) -> object:
     ("case", "workers", "expected"),
     [
         ("a pair", [PREFILL, DECODE], ("D1", "P1")),
+        ("a worker of both roles that is best for both", [BOTH, DECODE], ("D1", None)),
+        ("a busy worker of both roles hands off", [replace(BOTH, num_mine=3), PREFILL, DECODE], ("D1", "P1")),
+        ("another one's prompts", [BOTH, replace(DECODE, **FULL), DECODE_2], ("D2", "D1")),
         ("no worker", [], Unready),
         ("no decode worker", [PREFILL], Unready),
         ("the only decode worker is dead", [PREFILL, replace(DECODE, **DEAD)], Unready),

@@ -49,8 +49,8 @@ def test_taken_over_when_the_lease_ends(database: Database, place: str | Path) -
     assert database.write([Change(answer(), False)], "g1", LEASE_S) == {"a"}
     assert database.renew("g1", LEASE_S, ["a"])[:2] == (set(), set())
     other.ask_cancel("a")
-    assert other.renew("g2", LEASE_S, ["a"]) == ({"a"}, {"a"}, 1)
-    assert other.renew("g2", LEASE_S, []) == (set(), set(), 1)
+    assert other.renew("g2", LEASE_S, ["a"]) == ({"a"}, {"a"}, ["g1"])
+    assert other.renew("g2", LEASE_S, []) == (set(), set(), ["g1"])
     other.close()
 
 

@@ -1,0 +1,76 @@
+"""`baton role WORKER prefill|decode|both`: what a worker of both roles takes from now on."""
+
+import asyncio
+from contextlib import closing
+from typing import Annotated, Any
+
+import grpc
+from cyclopts import Parameter
+
+from cli.drain import TIMEOUT_S, explain, find_trust
+from cli.plan import ROLES
+from cli.service import URL, ApiKey, CommandError, Service, Url
+from cli.status import read_status
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.config_parts import ProcessConfig, WorkerRoles
+from runtime.malformed import ask_twice
+from runtime.trust import load_trust
+
+CALLER = "baton role"
+
+
+def role(
+    worker: str,
+    role: WorkerRoles,
+    /,
+    *,
+    force: Annotated[bool, Parameter(negative="")] = False,
+    tls_dir: Annotated[str, Parameter(env_var="BATON_TLS_DIR")] = "",
+    fleet_secret: Annotated[str, Parameter(env_var="BATON_FLEET_SECRET", show=False)] = "",
+    url: Url = URL,
+    api_key: ApiKey = "",
+) -> int:
+    """Change what a worker takes, of those that `baton serve --roles manual` or `baton worker` started.
+
+    It keeps its model, pages and prefix cache. What it has in a closed role goes on to its end. A gateway with --roles
+    auto leaves it so for a minute.
+
+    Args:
+        worker: host:port of a worker, as `baton status` shows it.
+        role: prefill, decode or both.
+        force: Do it even if no other worker is left with the role that it loses.
+        tls_dir: Folder with ca.pem, cert.pem and key.pem, where the fleet uses TLS.
+        fleet_secret: Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton
+            serve` drew is found without.
+    """
+    wanted = ROLES if role == "both" else (role,)
+    workers: list[dict[str, Any]] = []
+    try:
+        with closing(Service(url, api_key)) as service:
+            workers = list(read_status(service)[0])
+    except CommandError as error:
+        print(f"it is not known whether other workers are left: {error}")
+    by_address = {one["address"]: one for one in workers}
+    model = by_address.get(worker, {}).get("model")
+    alive = [one for one in workers if one["alive"] and one.get("model") == model]
+    for lost in set(ROLES) - set(wanted) if not force else ():
+        if [one["address"] for one in alive if one["role"] == lost] == [worker]:
+            raise CommandError(f"no other worker takes {lost} requests: open that elsewhere first, or add --force")
+    return asyncio.run(_set_roles(worker, wanted, find_trust(worker, by_address, tls_dir, fleet_secret)))
+
+
+async def _set_roles(address: str, roles: tuple[str, ...], config: ProcessConfig) -> int:
+    request = worker_pb2.SetRolesRequest(roles=roles, caller=CALLER)
+    async with load_trust(config).open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            answer = await ask_twice(lambda: stub.SetRoles(request, timeout=TIMEOUT_S))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise CommandError(f"{address}: {error.details()}") from error
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                advice = "start it by `baton worker`, or the service by `baton serve --roles manual`"
+                raise CommandError(f"{address} has one role: {advice}") from error
+            raise explain(address, error) from error
+    print(f"{address} takes {' and '.join(roles)} requests; {answer.num_left} of others go on to their end")
+    return 0
