@@ -1,8 +1,9 @@
 """Channels of a real gateway to simulated workers. Hand-offs use the real scheduler; reads of one share its link."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -212,3 +213,38 @@ class PrefillChannel(WorkerChannel):
         for update in updates:
             if update.sequence.id in self._runs:
                 self._runs[update.sequence.id].set()
+
+
+class BothChannel(MemoryChannel):
+    """To a worker of both roles."""
+
+    def __init__(self, decode: DecodeChannel, prefill: PrefillChannel) -> None:
+        """Over the same worker."""
+        self._decode, self._prefill = decode, prefill
+        self._roles: Sequence[str] = ("prefill", "decode")
+        decode.worker.publish = self.publish
+
+    def unary_unary(self, path: str, *_: object, **__: object) -> Callable[..., Any]:
+        parts: Mapping[str, MemoryChannel] = {"Decode": self._decode, "Prefill": self._prefill}
+        part = parts.get(path.split("/")[1].rpartition(".")[2])
+        return part.unary_unary(path) if part is not None else super().unary_unary(path)
+
+    unary_stream = unary_unary
+
+    def publish(self, updates: Sequence[Update]) -> None:
+        answers = [update for update in updates if update.sequence.params.max_tokens]
+        self._prefill.publish([update for update in updates if not update.sequence.params.max_tokens])
+        if answers:
+            self._decode.publish(answers)
+
+    async def Status(self, request: worker_pb2.StatusRequest, timeout: float) -> worker_pb2.WorkerStatus:
+        status, worker = await self._decode.Status(request, timeout), self._decode.worker
+        status.num_running = worker.scheduler.num_running
+        status.prompt_tokens_waiting = worker.scheduler.num_tokens_waiting
+        status.prompt_tokens_per_second = worker.prompt_tokens / (worker.prompt_s or 1.0)
+        status.roles.extend(self._roles)
+        return status
+
+    async def SetRoles(self, request: worker_pb2.SetRolesRequest, timeout: float) -> worker_pb2.SetRolesResponse:
+        self._roles = tuple(request.roles)
+        return worker_pb2.SetRolesResponse()

@@ -47,7 +47,10 @@ def build_fleet(settings: FleetSettings, model: ModelShape, gpu: Card, costs: Co
         built.append(Workers(count, tp, costs or build_costs(model, gpu, tp), limits))
     wires = Wires(handoff_token_s(model, gpu, settings.decode_tp))
     prefill, decode = built
-    return Fleet(prefill, decode, wires, settings.local_prefill_max_tokens, settings.cache_routing)
+    if changes_roles := settings.roles == "auto":
+        limits = replace(decode.limits, chunk_tokens=chunks[0], beside_tokens=chunks[1])
+        decode = replace(decode, limits=limits)
+    return Fleet(prefill, decode, wires, settings.local_prefill_max_tokens, settings.cache_routing, changes_roles)
 
 
 def multiply(fleet: Fleet, factor: int) -> Fleet:

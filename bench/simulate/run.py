@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from bench.simulate.channels import DecodeChannel, PrefillChannel, Wires
+from bench.simulate.channels import BothChannel, DecodeChannel, PrefillChannel, Wires
 from bench.simulate.costs import Costs
 from bench.simulate.events import Clock
 from bench.simulate.figures import Answer, Outcome
@@ -34,6 +34,7 @@ from gateway.router.readiness import Unready
 from gateway.router.request import Request
 from gateway.router.router import Router
 from gateway.router.worker_view import WorkerView
+from gateway.scaling.role_keeper import RoleKeeper
 from wire.sampling import SamplingParams
 from worker.params import ANY_NUMBER
 
@@ -58,13 +59,14 @@ class Fleet:
     wires: Wires
     local_prefill_max_tokens: int = 0
     uses_cache: bool = True
+    changes_roles: bool = False  # all workers have both, and limits of decode workers
 
 
 def colocate(fleet: Fleet) -> Fleet:
     """The same GPUs, as decode workers that compute prompts between the steps of answers."""
     num_gpus = sum(role.count * role.num_gpus for role in (fleet.prefill, fleet.decode))
     decode = replace(fleet.decode, count=num_gpus // fleet.decode.num_gpus)
-    return replace(fleet, prefill=replace(fleet.prefill, count=0), decode=decode)
+    return replace(fleet, prefill=replace(fleet.prefill, count=0), decode=decode, changes_roles=False)
 
 
 class TimedPlacer(Placer):
@@ -91,20 +93,27 @@ class Simulation:
         self._clock = clock = Clock()
         self._loop = VirtualLoop(lambda: clock.now, clock.after)
         self._workload = workload
-        decodes = {
-            f"decode-{number}": DecodeChannel(f"decode-{number}", self._build(fleet.decode, is_bulk), fleet.wires)
-            for number in range(fleet.decode.count)
+        self._keeps_roles = fleet.changes_roles
+        names = {
+            role: [f"{role}-{number}" for number in range(count)]
+            for role, count in (("prefill", fleet.prefill.count), ("decode", fleet.decode.count))
         }
-        computing = {f"prefill-{number}": self._build(fleet.prefill, is_bulk) for number in range(fleet.prefill.count)}
-        lenders = computing | {name: channel.worker for name, channel in decodes.items()}
+        if fleet.changes_roles:
+            names = dict.fromkeys(names, names["prefill"] + names["decode"])
+        decodes = {
+            name: DecodeChannel(name, self._build(fleet.decode, is_bulk), fleet.wires) for name in names["decode"]
+        }
+        answering = {name: channel.worker for name, channel in decodes.items()}
+        computing = {name: answering.get(name) or self._build(fleet.prefill, is_bulk) for name in names["prefill"]}
         prefills = {
-            name: PrefillChannel(name, worker, fleet.wires, decodes, lenders) for name, worker in computing.items()
+            name: PrefillChannel(name, worker, fleet.wires, decodes, computing | answering)
+            for name, worker in computing.items()
         }
         channels: dict[str, Any] = {**prefills, **decodes}
-        self.workers = {
-            role: [channel.worker for channel in some.values()]
-            for role, some in (("prefill", prefills), ("decode", decodes))
-        }
+        self.workers = {"prefill": list(computing.values()), "decode": list(answering.values())}
+        if fleet.changes_roles:
+            channels = {name: BothChannel(decodes[name], prefills[name]) for name in decodes}
+            self.workers = {"both": self.workers["decode"]}
         self._fleet = gateway_fleet.Fleet(
             list(prefills), list(decodes), FOR_EVER, FOR_EVER, 0, lambda address, _name="": channels[address],
             self._loop.time,
@@ -121,6 +130,9 @@ class Simulation:
             self._loop.time,
         )
 
+    def _all_workers(self) -> list[SimWorker]:
+        return [worker for some in self.workers.values() for worker in some]
+
     def _build(self, role: Workers, is_bulk: bool) -> SimWorker:
         return SimWorker(self._clock, role.costs, role.limits, self.outcome.gaps, is_bulk)
 
@@ -128,24 +140,30 @@ class Simulation:
         began, outcome = time.perf_counter(), self.outcome
         with capture_logs():
             self._loop.run(self._fleet.start)
+            if self._keeps_roles:
+                self._loop.run(self._keep_roles)
             for conversation in build_conversations(self._workload):
                 self._clock.at(conversation.start, partial(self._start, conversation))
             self._clock.run(lambda: len(outcome.answers) == self._workload.num_requests)
             self._loop.kill()
         outcome.busy_s = {role: [worker.busy_s for worker in all_] for role, all_ in self.workers.items() if all_}
-        outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self.workers["decode"])
+        outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._all_workers())
         outcome.num_choices, outcome.choosing_s = self._placer.num_choices, self._placer.choosing_s
         outcome.ran_s = time.perf_counter() - began
         return outcome
 
     def check(self) -> None:
         """Check that every page is accounted for, and none is held."""
-        for worker in (*self.workers["prefill"], *self.workers["decode"]):
+        for worker in self._all_workers():
             worker.scheduler.check()
             if len(worker.scheduler) or worker.scheduler.kv.cache.num_held:
                 raise AssertionError(
                     f"{len(worker.scheduler)} sequences and {worker.scheduler.kv.cache.num_held} pages are left"
                 )
+
+    def _keep_roles(self) -> None:
+        keeper = RoleKeeper(self._fleet, self._router.queue, "gateway", clock=self._loop.time)
+        self._loop.create_task(keeper.run()).add_done_callback(lambda task: task.cancelled() or task.result())
 
     def _start(self, client: Conversation) -> None:
         # its end is an action of the loop: `result` there raises, so that what nobody foresaw ends the simulation

@@ -7,6 +7,7 @@ from runtime.config import ServeConfig
 from runtime.settings import SecondsOrZero, Settings
 
 Lengths = Literal["fixed", "lognormal"]
+Roles = Literal["fixed", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,14 @@ class Workload(Settings):
     """Mean new tokens of a prompt, excluding a shared prefix and earlier turns."""
     output_tokens: int = 200
     """Mean tokens of an answer."""
+    change_s: SecondsOrZero = 0.0
+    """Seconds after which lengths and rate are the next ones, then the first again, and so on; 0: they stay."""
+    then_input_tokens: int = 200
+    """The next mean of new tokens of a prompt."""
+    then_output_tokens: int = 800
+    """The next mean of tokens of an answer."""
+    then_rate: float = 4.0
+    """The next requests per second."""
     lengths: Lengths = "lognormal"
     """How lengths vary: not at all, or lognormally with a sigma of 0.6."""
     num_prefixes: int = 0
@@ -36,11 +45,19 @@ class Workload(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_requests", "input_tokens", "output_tokens", "turns"):
+        for name in (
+            "num_requests",
+            "input_tokens",
+            "output_tokens",
+            "then_input_tokens",
+            "then_output_tokens",
+            "turns",
+        ):
             self.require_count(name, 1)
         for name in ("num_prefixes", "prefix_tokens", "seed"):
             self.require_count(name, 0)
-        self.require("rate", self.rate > 0, "a number above 0")
+        for name in ("rate", "then_rate"):
+            self.require(name, getattr(self, name) > 0, "a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +76,8 @@ class FleetSettings(Settings):
     """Most prompt tokens in a step of a prefill worker."""
     prefill_max_running: int = 16
     """Most concurrent prompts on a prefill worker."""
+    roles: Roles = "fixed"
+    """auto: all have both roles, and the gateway says by load which takes which."""
     decode_max_running: int = 64
     """Most concurrent sessions on a decode worker."""
     local_prefill_chunk_tokens: int = 256

@@ -38,6 +38,7 @@ class Limits:
     max_running: int
     chunk_tokens: int  # of prompts per step
     page_tokens: int = 16
+    beside_tokens: int | None = None  # of prompts per step with answers; None: as many
     max_offer_pages: int = ANY_NUMBER
 
 
@@ -54,7 +55,8 @@ class SimWorker:
         self.busy_s = 0.0
         self._clock = clock
         self._costs = costs
-        self._budget = TokenBudget(limits.chunk_tokens, "chunk_tokens")
+        self._budget = TokenBudget(limits.chunk_tokens, "chunk_tokens", beside_answers=limits.beside_tokens)
+        self.prompt_tokens, self.prompt_s = 0, 0.0  # of all steps with prompts
         self._gaps = gaps
         self.publish: Publish = lambda _updates: None  # gets answers' first and last updates, and all of prompts
         self._is_bulk = is_bulk
@@ -123,6 +125,9 @@ class SimWorker:
         ends, updates = self._ends[:count], list[Update]()
         first, last = float(ends[0]), float(ends[-1])
         self.busy_s += last - self._began
+        if num_prompt := sum(step.count - step.wants_token for step in self._planned if step.count > 1):
+            self.prompt_tokens += num_prompt
+            self.prompt_s += last - (self._began if count == 1 else float(ends[-2]))
         self._began = last
         for step in self._planned:
             if count > 1:

@@ -41,9 +41,13 @@ def build_conversations(workload: Workload) -> list[Conversation]:
     """In order of their starts. The last one may be shorter, so that there are `num_requests`."""
     draw = np.random.default_rng(workload.seed)
     count = -(-workload.num_requests // workload.turns)
-    starts = np.cumsum(draw.exponential(workload.turns / workload.rate, count))
+    starts = _draw_starts(draw, workload, count)
     num_new = _draw_lengths(draw, workload, workload.input_tokens, count)
     num_answer = _draw_lengths(draw, workload, workload.output_tokens, count)
+    if workload.change_s:
+        is_next = np.array([[is_changed(workload, start)] for start in starts])
+        num_new = np.where(is_next, _draw_lengths(draw, workload, workload.then_input_tokens, count), num_new)
+        num_answer = np.where(is_next, _draw_lengths(draw, workload, workload.then_output_tokens, count), num_answer)
     pauses = draw.exponential(workload.think_s, (count, workload.turns))
     names = [f"{workload.seed}/prefix/{number}" for number in range(workload.num_prefixes)]
     prefixes = [draw_tokens(name, workload.prefix_tokens) for name in names]
@@ -55,6 +59,23 @@ def build_conversations(workload: Workload) -> list[Conversation]:
         prefix = prefixes[chosen[number]] if prefixes else b""
         built.append(Conversation(number, float(starts[number]), prefix, new, answer, think, workload.seed))
     return built
+
+
+def is_changed(workload: Workload, at: float) -> bool:
+    """Whether lengths and rate are the next ones then."""
+    return bool(workload.change_s) and int(at / workload.change_s) % 2 == 1
+
+
+def _draw_starts(draw: np.random.Generator, workload: Workload, count: int) -> NDArray[np.float64]:
+    """[count], of conversations."""
+    gaps = draw.exponential(workload.turns, count)
+    if not workload.change_s:
+        return np.cumsum(gaps / workload.rate)
+    starts, at = [], 0.0
+    for gap in gaps.tolist():
+        at += gap / (workload.then_rate if is_changed(workload, at) else workload.rate)
+        starts.append(at)
+    return np.array(starts)
 
 
 def _draw_lengths(draw: np.random.Generator, workload: Workload, mean: int, count: int) -> NDArray[np.int64]:

@@ -106,3 +106,17 @@ def test_a_file_without_steps(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="no measured steps"):
         load(path)
+
+
+def test_workers_that_change_roles_follow_a_load_that_turns() -> None:
+    costs = Costs(step=0.02, row=0.001, kv_token=0.0, token=0.001, pair=0.0)
+    load = Workload(
+        num_requests=150, rate=0.65, input_tokens=4000, output_tokens=50, lengths="fixed", change_s=100.0,
+        then_rate=0.75, then_input_tokens=200, then_output_tokens=800,
+    )  # fmt: skip
+    pair = Workers(2, 1, costs, Limits(1500, 10, 512, 64))
+    able = replace(pair, limits=replace(pair.limits, beside_tokens=128))
+    fleets = Fleet(pair, pair, Wires(1e-6)), Fleet(able, able, Wires(1e-6), changes_roles=True)
+    fixed, changing = (summarise(simulate(fleet, load), 8.0, 0.1) for fleet in fleets)
+    assert changing["failed"] == 0
+    assert changing["good_share"] > 1.5 * fixed["good_share"]
