@@ -255,7 +255,7 @@ def judge_hand_off(config: ServeConfig, prefill: WorkerPlan, decode: WorkerPlan,
 def describe_peer(config: ServeConfig, machine: Machine, model: Model, worker: WorkerPlan) -> kv_pb2.Peer:
     """As much of a worker's identity as the choice of a transport needs."""
     pool_fd = None if machine.memory_file_error else 0
-    peer = kv_pb2.Peer(address=worker.name, pid=int(worker.role == "prefill"), pool_fd=pool_fd)  # two processes
+    peer = kv_pb2.Peer(address=worker.name, pid=sum(worker.name.encode()), pool_fd=pool_fd)  # of each its own
     for index in worker.gpus:
         transports = peer.ranks.add().transports
         if config.transport == "nixl" and machine.nixl:
