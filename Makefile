@@ -84,13 +84,14 @@ prove: $(DEV_STAMP) ## Attack a service of real processes: 15 minutes, the table
 attack: $(DEV_STAMP) ## Attack a service with an ordinary key, and print what that cost the others: 6 minutes; ARGS= names cases
 	$(BIN)/python -m tests.attack $(ARGS)
 
-nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, schedules of faults, cards, families and tokens, faults, nvcc
+nightly: $(DEV_STAMP) ## What takes an hour: attacks, more examples of fuzzers, schedules of faults, cards, families and tokens, combinations, faults, nvcc
 	$(BIN)/python -m tests.attack.folders --seconds 600
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) tests/gateway/api/test_fuzz_public.py \
 	    tests/gateway/api/test_schemathesis.py tests/gateway/tools tests/gateway/batches tests/services/test_adversaries.py
 	TEST_SCHEDULES=10000 TEST_CARDS=all TEST_CONTEXT=128000 TEST_FAMILIES=all $(BIN)/python -m pytest -n $(JOBS) \
 	    tests/simulator tests/engine/test_gpu_compile.py tests/services/test_long_context.py \
 	    tests/engine/test_fallback.py tests/services/test_states.py tests/bench/test_gpu_check.py
+	$(BIN)/python -m pytest -n $(JOBS) -m combination
 	$(BIN)/python -m tests.prove --minutes $(or $(MINUTES),5)
 	$(BIN)/python -m pip install --quiet --upgrade --target build/cuda "cuda-toolkit[crt,curand,nvcc,nvvm]==13.0.*"
 	CUDA_HOME="$(CURDIR)/build/cuda/nvidia/cu13" $(BIN)/python -m bench.gpu_checks.prebuild build/nightly-aot \

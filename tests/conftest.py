@@ -30,14 +30,16 @@ settings.register_profile("baton", deadline=None, derandomize=True, suppress_hea
 settings.register_profile("nightly", settings.get_profile("baton"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "baton"))
 DEMO = "tests/services/demo/"
-LONGEST = (  # files, by the seconds that they take: 200 to 20
-    "test_surface_service", "test_fleet_service", "test_restart", "test_adapters_service", "test_long_context",
-    "test_rank_pairs", "test_many_models", "test_images", "test_ring_tokens", "test_kv_files", "test_wheel",
-    "test_gpu_compile", "test_draft_heads", "test_states", "test_gpu_check", "test_worker_ports", "test_families",
-    "test_templates", "test_adapters", "test_grammar_answers", "test_loop_ahead", "test_kernels", "test_flashinfer",
-    "test_train_head", "test_recurrent", "test_experts", "test_ranks", "test_order", "test_batches_service",
-    "test_gpu_sampling", "test_simulator", "test_keys", "test_grammar", "test_prove", "test_fallback", "test_serve",
-    "test_gpu_waits", "test_extremes", "test_event_loop", "test_sampling", "test_speculation_equality", "test_nixl",
+LONGEST = (  # files, by the seconds of CPU that they take with the processes they start: 100 to 8
+    "test_readme", "test_answers", "test_fleet_service", "test_surface_service", "test_simulator", "test_wheel",
+    "test_loop_ahead", "test_gpu_waits", "test_experts", "test_batches_service", "test_draft_heads", "test_restart",
+    "test_adapters", "test_images", "test_ranks", "test_ring_tokens", "test_gpu_compile", "test_gpu_sampling",
+    "test_recurrent", "test_gpu_check", "test_prove", "test_gpu_latents", "test_states", "test_adapters_service",
+    "test_long_context", "test_packed", "test_flashinfer", "test_grammar_answers", "test_rank_pairs", "test_families",
+    "test_kv_files", "test_fallback", "test_speculation_equality", "test_grammar", "test_many_models",
+    "test_fuzz_workers", "test_capacity", "test_serve", "test_lending", "test_worker_ports", "test_templates",
+    "test_train_head", "test_keys", "test_order", "test_fp8", "test_kernels", "test_event_loop", "test_sampling",
+    "test_extremes", "test_nixl",
 )  # fmt: skip
 PATIENCE_S = 180.0  # for a coroutine
 

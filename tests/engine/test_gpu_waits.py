@@ -40,6 +40,7 @@ from engine.weights.reader import ShardReader
 from engine.weights.table import Shard
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import tiny_config
+from tests.support.combinations import combination
 from tests.support.families import DEEPSEEK_V3
 from tests.support.flashinfer_doubles import Wrapper, use_latent_module
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill, PlansRagged, ShapesLatents
@@ -207,8 +208,8 @@ def test_a_layer_takes_few_launches(built: Built) -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "config"),
     [
-        ((8, 0), BF16, EXPERTS), ((8, 9), BF16, EXPERTS), ((9, 0), FP16, EXPERTS), ((9, 0), BF16, EXPERTS),
-        ((12, 0), BF16, EXPERTS), ((9, 0), BF16, SINKS),
+        ((8, 0), BF16, EXPERTS), combination((8, 9), BF16, EXPERTS), combination((9, 0), FP16, EXPERTS),
+        ((9, 0), BF16, EXPERTS), combination((12, 0), BF16, EXPERTS), ((9, 0), BF16, SINKS),
     ],
     ids=["sm_80", "sm_89", "float16", "sm_90", "sm_120", "sinks"],
 )  # fmt: skip
@@ -276,9 +277,9 @@ class SecondOfTwo(Ranks):
 @pytest.mark.parametrize(
     ("way", "config", "ranks"),
     [
-        ("flashinfer", CONFIG, ONE_RANK), ("graphs", CONFIG, ONE_RANK), ("fp8", CONFIG, ONE_RANK),
+        combination("flashinfer", CONFIG, ONE_RANK), ("graphs", CONFIG, ONE_RANK), ("fp8", CONFIG, ONE_RANK),
         ("flashinfer", EXPERTS, ONE_RANK), ("graphs", SINKS, ONE_RANK), ("flashinfer", CONFIG, SecondOfTwo()),
-        ("graphs", EXPERTS, SecondOfTwo()),
+        combination("graphs", EXPERTS, SecondOfTwo()),
     ],
     ids=["dense", "graphs", "fp8", "experts", "sinks", "ranks", "ranks with graphs"],
 )  # fmt: skip

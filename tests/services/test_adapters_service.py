@@ -19,7 +19,7 @@ from tests.support.lora import greedy, write_adapter
 from tests.support.oracle import random_prompt
 from tests.support.surface import Surface, Told, take
 
-VOCAB, COUNT, LONG = 320, 12, 300
+VOCAB, COUNT, LONG = 320, 12, 150
 ADMIN_KEY = "0123456789abcdef"
 CALM = ("--heartbeat-s=20", "--lease-s=60", "--stall-s=60")
 

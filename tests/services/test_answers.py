@@ -23,10 +23,10 @@ from tests.support.surface import MODEL
 
 # What reading a stream raises when its connection ends: the client's own error, or that of its HTTP library.
 BROKEN = openai.APIError, import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]).HTTPError
-NUM_STREAMS = 8
+NUM_STREAMS = 4
 NUM_BEFORE = 8  # events that each stream has at least when its gateway is killed
-NUM_TOKENS = 300
-STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 4000}}, "required": ["story"]}
+NUM_TOKENS = 120
+STORY = {"type": "object", "properties": {"story": {"type": "string", "minLength": 2000}}, "required": ["story"]}
 LEASE_S = 2.0
 
 

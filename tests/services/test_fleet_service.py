@@ -21,9 +21,9 @@ from tests.support.live import HTTP, WAIT_S, Live, serve_calmly, wait_until
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_prefilled, take, transferred_bytes
 
-NUM_TURNS = 5
-NEW_TOKENS, ANSWER_TOKENS = 60, 24  # per turn
-NUM, NUM_TOKENS = 4, 350  # long enough that work is left when a test looks, on any machine
+NUM_TURNS = 4
+NEW_TOKENS, ANSWER_TOKENS = 60, 12  # per turn
+NUM, NUM_TOKENS = 4, 200  # long enough that work is left when a test looks, on any machine
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.support.command_line import run
 from tests.support.fault_answers import answers, ask_several
 from tests.support.live import HTTP, WAIT_S, Live, serve, wait_until
 
-NUM, NUM_TOKENS = 4, 250
+NUM, NUM_TOKENS = 4, 100
 SECRET = "known-to-all-of-the-fleet"
 
 
@@ -94,7 +94,7 @@ def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[l
 
 def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[list[int]]) -> None:
     stranger = drain(live, "decode-0", "another-secret-that-is-long-enough")
-    asking = ask_several(live, NUM, 2 * NUM_TOKENS)  # longer than the command takes to start
+    asking = ask_several(live, NUM, 5 * NUM_TOKENS)  # longer than the command takes to start
     assert stranger.returncode == 1 and "set BATON_FLEET_SECRET" in stranger.stderr
     done = drain(live, "decode-0", SECRET)
     assert (done.returncode, done.stderr) == (0, "")

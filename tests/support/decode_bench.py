@@ -49,7 +49,7 @@ def build_requests(drafter: str) -> list[SequenceParams]:
         for kind, text in (("regex", r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"), ("ebnf", 'root ::= [a-z]+ ("," [a-z]+)* "."'))
     ]
     requests: list[SequenceParams] = []
-    for number in range(4 * len(SAMPLINGS)):
+    for number in range(3 * len(SAMPLINGS)):
         size = draw.choice((1, 4, 8, 9, 12, 30))
         prompt = np.array([draw.randrange(2, DEMO_SIZE) for _ in range(size)] * 2, np.int32).tobytes()
         if number % 4 == 3:

@@ -38,6 +38,7 @@ from engine.runner import Launched, Runner
 from runtime.config import DecodeConfig
 from tests.support.batches import SAMPLINGS
 from tests.support.checkpoints import write_checkpoint
+from tests.support.combinations import combination
 from tests.support.decode_bench import LATE, NUM_PAGES, build, build_requests, capture, run, speculators
 from tests.support.decoding import Answers, FixedCosts
 from tests.support.draft_heads import write_oracle
@@ -159,7 +160,7 @@ ABORTS = {2: 1, 3: 1, 14: 2, 20: 1, 30: 1, 33: 3}
     ("which", "steps_ahead", "drafter", "num_pages", "aborted"),
     [
         ("late", 1, "off", 26, ABORTS), ("late", 1, "ngram", 26, {}), ("late", 1, "draft", NUM_PAGES, {}),
-        ("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
+        combination("late", 1, "draft", 26, ABORTS), ("led", 0, "ngram", 26, {}), ("led", 1, "draft", 26, ABORTS),
         ("late_head", 1, "draft", 26, ABORTS), ("led_head", 1, "draft", NUM_PAGES, {}),
     ],
 )  # fmt: skip

@@ -21,6 +21,7 @@ from engine.formats.quantised_forms import MXFP4_CODES
 from engine.formats.stacks import stack_fp8, stack_groups, widen
 from engine.layer_config import Activation
 from engine.ops.base import activate
+from tests.support.combinations import combination
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts
 
@@ -216,7 +217,7 @@ def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("activation", "has_bias"), [("silu", False), ("silu", True), ("gelu_tanh", False), ("clamped", True)]
 )
-@pytest.mark.parametrize("num_rows", [1, 4, gpu_experts.MAX_ROWS + 1, 90])
+@pytest.mark.parametrize("num_rows", [1, gpu_experts.MAX_ROWS + 1, *map(combination, (4, 90))])
 def test_experts_add_up_like_a_loop(num_rows: int, activation: Activation, has_bias: bool, way: str) -> None:
     stacked, rows, chosen = random_experts(activation, has_bias), 2 * randn(num_rows, HIDDEN), choose(num_rows)
     mixed = stacked.make(way)(rows, *chosen)
@@ -242,7 +243,7 @@ def code(rows: Tensor, form: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", ["e4m3", "e4m3 blocks", "groups4", "groups8", "minimums4", "minimums8", "mxfp4"])
-@pytest.mark.parametrize("num_rows", [1, 33])
+@pytest.mark.parametrize("num_rows", [1, gpu_experts.MAX_ROWS + 1])
 def test_experts_in_few_bits_add_up_like_a_loop_of_their_values(form: str, num_rows: int) -> None:
     activation: Activation = "clamped" if form == "mxfp4" else "silu"
     plain, rows, chosen = random_experts(activation, True, 256, 128), 2 * randn(num_rows, 256), choose(num_rows)

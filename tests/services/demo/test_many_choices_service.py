@@ -17,7 +17,7 @@ from tests.support.live import HTTP, Live
 from tests.support.oracle import random_prompt
 from tests.support.surface import MODEL, VOCAB
 
-NUM_CHOICES = int(os.environ.get("TEST_MANY_CHOICES", "300"))
+NUM_CHOICES = int(os.environ.get("TEST_MANY_CHOICES", "120"))
 NUM_CLIENTS = 12
 PROMPTS = [random_prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 60, 130)]
 NUM_TOKENS = 24

@@ -22,6 +22,7 @@ from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import CHUNK, MODEL, PAGE_TOKENS, VOCAB, Surface, Told, transferred_bytes
 
 TOLERANCE = 1e-4
+NUM_MIXED = 16
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +194,13 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
 
 
 def mixed_requests() -> list[dict[str, Any]]:
-    """24 requests: greedy and sampled, prompts random and repetitive, of one chunk and of several."""
+    """NUM_MIXED requests: greedy and sampled, prompts random and repetitive, of one chunk and of several."""
     wanted = []
-    for number in range(24):
+    for number in range(NUM_MIXED):
         prompt = random_prompt((1, 16, 33, 90)[number % 4], VOCAB, seed=number)
-        fields: dict[str, Any] = {"prompt": prompt * (1 + number % 3), "max_tokens": 30 + number}
+        fields: dict[str, Any] = {"prompt": prompt * (1 + number % 3), "max_tokens": 20 + number}
         if number % 2:
-            fields |= {"temperature": 0.3 + number / 24, "seed": number, "top_p": 0.95}
+            fields |= {"temperature": 0.3 + number / NUM_MIXED, "seed": number, "top_p": 0.95}
         if number % 3 == 0:
             fields |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
         if number % 5 == 0:
@@ -211,7 +212,7 @@ def mixed_requests() -> list[dict[str, Any]]:
 
 
 def test_speculation_changes_no_token_of_a_mixed_batch(demo: Live, surface: Surface) -> None:
-    with ThreadPoolExecutor(24) as threads:
+    with ThreadPoolExecutor(NUM_MIXED) as threads:
 
         def ask_all(speculation: str) -> list[list[Told]]:
             asked = [threads.submit(surface.ask, **fields, speculation=speculation) for fields in mixed_requests()]
