@@ -108,10 +108,12 @@ def test_what_was_just_left_is_awaited_by_its_owner_beyond_the_share_and_by_othe
     for _ in range(2):
         cache.release(cache.allocate(5), (ALL_TOKENS, 60.0), owner="one")
     count, found = cache.order.count_awaited, cache.cache.find([(1).to_bytes(16, "big")])
-    assert count([], 2, Retention("one", [])) == 10 and count(found, 2, Retention("one", [])) == 9
-    assert count([], 2) == count([], 2, Retention("two", [])) == 6, "half of the pool"
+    one, two = (Retention(owner, [KeptPart(ALL_TOKENS, 9.0)]) for owner in ("one", "two"))
+    assert count([], 2, one) == 10 and count(found, 2, one) == 9
+    assert count([], 2) == count([], 2, two) == 6, "half of the pool"
+    assert count([], 2, Retention("one", [KeptPart(PAGE, 9.0)])) == 6, "no session's"
     cache.now = AWAIT_S
-    assert count([], 2, Retention("one", [])) == 0
+    assert count([], 2, one) == 0
 
 
 def test_a_prompt_waits_too_where_nothing_is_answered() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from wire.retention import Retention
+from wire.retention import ALL_TOKENS, Retention
 from worker.prefix_cache import EvictionOrder
 
 AWAIT_S = 5.0  # for so long others wait, at most, rather than evict what a session has just left
@@ -143,9 +143,9 @@ class KeptPages(EvictionOrder):
             self._owners.pop(owner, None)
 
     def count_awaited(self, found: Sequence[int], count: int, retention: Retention | None = None) -> int:
-        """Those of sessions that were here just now, of any share; of other owners' than the retention's a share.
+        """Those of sessions that were here just now: all of its owner's for a session, of the others' a share.
 
-        None where that leaves too little for `count`.
+        None where that leaves too little for `count`. `retention`: of what needs them.
         """
         if count > self._num_pages - self._most:
             return 0
@@ -154,7 +154,8 @@ class KeptPages(EvictionOrder):
             owner: sum(len(hint.pages) - own[hint] for hint in mine if now < hint.awaited_until)
             for owner, mine in self._owners.items()
         }
-        num_mine = num_awaited.pop(retention.owner, 0) if retention else 0
+        is_session = retention is not None and any(part.tokens == ALL_TOKENS for part in retention.parts)
+        num_mine = num_awaited.pop(retention.owner, 0) if retention and is_session else 0
         return num_mine + sum(min(num, self._most) for num in num_awaited.values())
 
     def _count_kept(self, hints: Iterable[_Hint]) -> int:

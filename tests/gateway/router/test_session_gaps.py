@@ -11,6 +11,9 @@ from gateway.router.session_gaps import (
     MAX_SESSIONS,
     SessionGaps,
 )
+from gateway.router.request import YIELDING_S
+from tests.gateway.router.test_placer import request
+from wire.retention import ALL_TOKENS, KeptPart
 
 
 def test_a_session_is_kept_for_twice_its_longest_gap_which_fades() -> None:
@@ -56,3 +59,12 @@ def test_a_first_turn_is_kept_while_most_sessions_come_back() -> None:
     assert see(1, 1, 1) == FIRST_KEEP_S, "most came back"
     assert see(1, 1) == 0.0
     assert see(*[2] * 9) == FIRST_KEEP_S
+
+
+def test_a_request_that_has_waited_long_is_no_session_to_workers() -> None:
+    one = request()
+    assert one.retention is None
+    one.keep_s = 7.0
+    assert one.retention is not None and one.retention.parts == [KeptPart(ALL_TOKENS, 7.0)]
+    one.queue_s = YIELDING_S
+    assert one.retention is None, "so it need not wait for its own key's sessions"
