@@ -4,7 +4,7 @@ A worker that comes or goes moves no sessions but its own.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from gateway.router.worker_view import Role, WorkerView
@@ -22,23 +22,26 @@ class Homes:
 
     def find(self, session: str, workers: Sequence[WorkerView]) -> frozenset[str]:
         """Incarnations of the living decode worker and prefill worker that are next behind the session's hash."""
-        roles: dict[str, Role] = {view.incarnation: view.role for view in workers if view.is_alive} if session else {}
-        if not roles.keys() <= self._names:
-            self._add(roles)
-        missing, homes = set(roles.values()), set[str]()
-        at = bisect_left(self._points, (_hash(session, 1)[0], ""))
-        while missing:
+        alive: dict[Role, set[str]] = {}
+        for view in workers if session else ():
+            if view.is_alive:
+                alive.setdefault(view.role, set()).add(view.incarnation)
+        self._add(set[str]().union(*alive.values()))
+        homes, at = set[str](), bisect_left(self._points, (_hash(session, 1)[0], ""))
+        while alive:
             name = self._points[at % len(self._points)][1]
-            if roles.get(name) in missing:
-                missing.remove(roles[name])
+            for role in [role for role, names in alive.items() if name in names]:
                 homes.add(name)
+                del alive[role]
             at += 1
         return frozenset(homes)
 
-    def _add(self, alive: Collection[str]) -> None:
+    def _add(self, alive: set[str]) -> None:
+        new = alive - self._names
+        if not new:
+            return
         if len(self._names) > len(alive) + MAX_GONE:
-            self._points, self._names = [], set()
-        new = set(alive) - self._names
+            self._points, self._names, new = [], set(), alive
         self._points += ((point, name) for name in new for point in _hash(name, POINTS))
         self._points.sort()
         self._names |= new

@@ -422,6 +422,10 @@ def test_every_gateway_finds_the_same_homes_which_spread_and_stay_when_others_co
         ring.find(one, left) == Homes().find(one, left) == home for one, home in homes.items() if "D0" not in home
     )
     assert not ring.find("", workers) and not ring.find("s", [])
+    both = [replace(view, incarnation="B") for view in (DECODE, PREFILL)]
+    assert ring.find("s", both) == {"B"}, "one worker of both roles"
+    found = {ring.find(one, [*both, DECODE]) for one in sessions}
+    assert found == {frozenset("B"), frozenset({"B", "D1"})}
 
 
 def test_the_ring_forgets_workers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
