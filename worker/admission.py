@@ -79,19 +79,17 @@ class AdmittingTable(SequenceTable):
         growing = self._count_answers()
         if params.max_tokens and not params.num_emitted and growing >= (most_answers := self.most_answers(growing + 1)):
             raise OverGoalError(f"{growing} answers run, and more than {most_answers} would break --itl-goal-ms")
-        self.check_spare(found, needed)
+        self.check_spare(found, needed, self.kv.cache.order.count_awaited(found, needed, params.retention))
 
     def _count_answers(self) -> int:
         return sum(other.params.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
 
-    def check_spare(self, found: Seq[int], needed: int) -> None:
-        """Raise NoRoomError unless this many pages are spare beside those `found`."""
-        cache = self.kv.cache
-        growing = self._count_answers()
-        others = growing + cache.order.count_awaited(found, needed)
-        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + others)
-        if (growing and is_tight) or not cache.can_take(found, needed):  # a growing sequence may soon need a page
-            raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - others, 0)} are spare")
+    def check_spare(self, found: Seq[int], needed: int, awaited: int = 0) -> None:
+        """Raise NoRoomError unless this many pages are spare beside those `found` and `awaited` ones."""
+        cache, growing = self.kv.cache, self._count_answers()
+        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not cache.can_take(found, needed + awaited + growing)
+        if (growing and is_tight) or not cache.can_take(found, needed + awaited):  # an answer may soon need a page
+            raise NoRoomError(f"{needed} pages are needed, {max(cache.num_spare - awaited - growing, 0)} are spare")
 
     def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
         """Whether nothing comes from another worker. A partial page does not justify a transfer.

@@ -16,6 +16,7 @@ from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
+from bench.simulate.workload import build_conversations
 from engine.compose import build_engine
 from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads
@@ -66,7 +67,7 @@ def simulate_all(
         wanted = replace(workload, num_requests=workload.num_requests * factor, rate=workload.rate * factor)
         one = multiply(fleet, factor)
         for each in [one, colocate(one)] if has_colocated else [one]:
-            simulation = Simulation(each, wanted)
+            simulation = Simulation(each, build_conversations(wanted))
             figures = summarise(simulation.run(), ttft_s, tpot_s)
             simulation.check()
             yield f"{each.prefill.count} + {each.decode.count}", figures

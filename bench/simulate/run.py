@@ -20,10 +20,9 @@ from bench.simulate.channels import BothChannel, DecodeChannel, PrefillChannel, 
 from bench.simulate.costs import Costs
 from bench.simulate.events import Clock
 from bench.simulate.figures import Answer, Outcome
-from bench.simulate.settings import Workload
 from bench.simulate.virtual_time import VirtualLoop
 from bench.simulate.worker import Limits, SimWorker
-from bench.simulate.workload import Conversation, build_conversations
+from bench.simulate.workload import Conversation
 from gateway.errors import ApiError
 from gateway.router import fleet as gateway_fleet
 from gateway.router.admission import Admission
@@ -88,11 +87,11 @@ class TimedPlacer(Placer):
 class Simulation:
     """One run. Call `check` after its end."""
 
-    def __init__(self, fleet: Fleet, workload: Workload, is_bulk: bool = True) -> None:
+    def __init__(self, fleet: Fleet, conversations: Sequence[Conversation], is_bulk: bool = True) -> None:
         self.outcome = Outcome()
         self._clock = clock = Clock()
         self._loop = VirtualLoop(lambda: clock.now, clock.after)
-        self._workload = workload
+        self._conversations = conversations
         self._keeps_roles = fleet.changes_roles
         names = {
             role: [f"{role}-{number}" for number in range(count)]
@@ -142,9 +141,10 @@ class Simulation:
             self._loop.run(self._fleet.start)
             if self._keeps_roles:
                 self._loop.run(self._keep_roles)
-            for conversation in build_conversations(self._workload):
+            for conversation in self._conversations:
                 self._clock.at(conversation.start, partial(self._start, conversation))
-            self._clock.run(lambda: len(outcome.answers) == self._workload.num_requests)
+            num_requests = sum(len(one.num_new) for one in self._conversations)
+            self._clock.run(lambda: len(outcome.answers) == num_requests)
             self._loop.kill()
         outcome.busy_s = {role: [worker.busy_s for worker in all_] for role, all_ in self.workers.items() if all_}
         outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self._all_workers())

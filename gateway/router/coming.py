@@ -38,13 +38,18 @@ class Overlap:
     def find_worth(self, num_there: int) -> list[Coming]:
         """Those for which a request waits whose first `num_there` tokens some worker has.
 
-        What it would compute again is long, and at least half of what the other computes: it waits no longer than
-        computing twice as much would take.
+        When the other began, the shared part was long, and at least half of what the other computes: the request waits
+        no longer than computing twice as much would take. It does not go on with half of the part, as all that wait
+        would compute the rest; with all of it only if the other is not about to end.
         """
-        num_shared = self.num_tokens - num_there
-        if num_shared < LEAST_LENT:
-            return []
-        return [one for one in self.coming if num_shared * 2 >= one.num_computed]
+        return [one for one in self.coming if self._is_worth(one) and not self._is_ahead(one, num_there)]
+
+    def _is_worth(self, one: Coming) -> bool:
+        num_shared = self.num_tokens - one.num_there
+        return num_shared >= LEAST_LENT and num_shared * 2 >= one.num_computed
+
+    def _is_ahead(self, one: Coming, num_there: int) -> bool:
+        return num_there >= self.num_tokens and one.num_tokens - num_there >= LEAST_LENT
 
     def find_equal(self, num_tokens: int) -> list[Coming]:
         """Those that have the same whole pages, which are so many tokens."""

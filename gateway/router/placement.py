@@ -13,13 +13,9 @@ So a request goes where its prefix is as long as that saves more than the queue 
 requests have spreads over all workers. The third lets several gateways choose alike where none knows what is cached.
 """
 
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from hashlib import blake2b
-from operator import attrgetter
-from typing import NamedTuple
 from zlib import crc32
 
 from gateway.router.local_prefill import Rate, prefers_local
@@ -34,8 +30,6 @@ from wire.page_keys import PageKey
 # prefill worker takes 16 prompts: 512 tokens each, a chunk.
 BUSY_TOKENS = 8192
 READ_SHARE = 0.25  # what it costs to read a token's KV, against computing it; workers measure, and decide
-ROLES: tuple[Role, ...] = ("decode", "prefill")
-RING_POINTS = 32  # of a worker: most have within a fifth of their share of sessions
 MANY = 64  # workers: of more, those that may be the best are looked for first
 DRAWN = 8  # of these, of each role, by chance; as many of those that have most of a prompt
 LEAST_LENT = 512  # tokens: for fewer a worker does not ask another one
@@ -115,44 +109,6 @@ def score(view: WorkerView, need: Need) -> tuple[float, int, int, int, int]:
     return cost, view.tokens_waiting, -view.free_pages, -view.empty_pages, draw
 
 
-class _Ring(NamedTuple):
-    """Workers by the hashes of their names."""
-
-    points: Sequence[tuple[bytes, int]]  # hash |-> number of a worker, by hash
-    numbers: Mapping[str, int]  # incarnation |-> number
-
-    @staticmethod
-    def of(workers: Sequence[WorkerView]) -> "_Ring":
-        return _build_ring(tuple(map(attrgetter("incarnation"), workers)))
-
-
-@lru_cache(8)
-def _build_ring(incarnations: tuple[str, ...]) -> _Ring:
-    hashes = ((at, number) for number, name in enumerate(incarnations) for at in _hash(name, RING_POINTS))
-    return _Ring(sorted(hashes), {name: number for number, name in enumerate(incarnations)})
-
-
-def _hash(name: str, count: int = 1) -> list[bytes]:
-    digests = (blake2b(f"{number} {name}".encode()).digest() for number in range(-(-count // 8)))
-    return [digest[at : at + 8] for digest in digests for at in range(0, 64, 8)][:count]
-
-
-def find_homes(session: str, workers: Sequence[WorkerView]) -> frozenset[str]:
-    """The living decode worker and prefill worker that all gateways give a session: the next ones on a ring of hashes.
-
-    So a worker that comes or goes moves no sessions but its own.
-    """
-    if not session:
-        return frozenset()
-    points = _Ring.of(workers).points
-    begin, homes = bisect_left(points, (_hash(session)[0], 0)), dict[Role, str]()
-    for at in range(begin, begin + len(points)):
-        view = workers[points[at % len(points)][1]]
-        if view.is_alive and homes.setdefault(view.role, view.incarnation) and len(homes) == len(ROLES):
-            break
-    return frozenset(homes.values())
-
-
 def find_candidates(
     workers: Sequence[WorkerView], keys: Sequence[PageKey], named: frozenset[str], draw: int
 ) -> Sequence[WorkerView]:
@@ -162,16 +118,14 @@ def find_candidates(
     """
     if len(workers) <= MANY:
         return workers
-    numbers, drawn = _Ring.of(workers).numbers, dict.fromkeys(ROLES, 0)
-    chosen = {numbers.get(holder.incarnation, -1) for holder in workers[0].keys.index.find(keys, DRAWN)}
-    chosen.update(numbers.get(name, -1) for name in named)
+    chosen = {holder.incarnation for holder in workers[0].keys.index.find(keys, DRAWN)} | named
+    drawn: Counter[Role] = Counter()
     for count in range(8 * DRAWN):
-        number = crc32(count.to_bytes(2, "big"), draw) % len(workers)
-        view = workers[number]
+        view = workers[crc32(count.to_bytes(2, "big"), draw) % len(workers)]
         if view.is_alive and _has_room(view) and drawn[view.role] < DRAWN:
             drawn[view.role] += 1
-            chosen.add(number)
-    return [workers[number] for number in sorted(chosen) if number >= 0]
+            chosen.add(view.incarnation)
+    return [view for view in workers if view.incarnation in chosen]
 
 
 def choose_placement(workers: Sequence[WorkerView], need: Need) -> Placement | Wait | Unready:

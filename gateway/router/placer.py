@@ -11,6 +11,7 @@ from itertools import islice
 from zlib import crc32
 
 from gateway.router.coming import Coming, ComingIndex
+from gateway.router.homes import Homes
 from gateway.router.placement import (
     MANY,
     NO_PREFILL,
@@ -20,7 +21,6 @@ from gateway.router.placement import (
     choose_placement,
     explain_no_hand_off,
     find_candidates,
-    find_homes,
 )
 from gateway.router.readiness import Unready, find_unusable
 from gateway.router.request import Request
@@ -56,6 +56,7 @@ class Placer:
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
         self._coming = ComingIndex()
+        self._homes = Homes()
 
     def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
         """Why decode workers compute all prompts; empty where prompts are handed off, or there is no prefill worker."""
@@ -102,7 +103,7 @@ class Placer:
             workers = [view for view in workers if view.role == "prefill" or view.incarnation in decodes]
         if request.adapter:
             workers = [view if view.has_slots else replace(view, is_full=True) for view in workers]
-        homes = find_homes(request.wanted.session, workers) if self._uses_cache else frozenset[str]()
+        homes = self._homes.find(request.wanted.session, workers) if self._uses_cache else frozenset[str]()
         some = self._find_candidates(workers, request, homes)
         choice = self._choose(some, homes, request)
         if isinstance(choice, Wait) and len(some) < len(workers):

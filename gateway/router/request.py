@@ -17,6 +17,7 @@ MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
 MAX_STUCK = 3  # in all, with new tokens or without, that ended at a stuck worker: the request may be what hangs it
 ADAPTER = " adapter "  # in `Tokens.computes`, before its digest
+YIELDING_S = 30.0  # how long it waits in all rather than evict what its key's other sessions have just left
 GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
 
 
@@ -140,7 +141,7 @@ class Request:
     @property
     def retention(self) -> Retention | None:
         """What of its KV is worth keeping; None: nothing more than others'."""
-        own = [KeptPart(ALL_TOKENS, self.keep_s)] if self.keep_s else []
+        own = [KeptPart(ALL_TOKENS, self.keep_s)] if self.keep_s and self.queue_s < YIELDING_S else []
         parts = [*self.wanted.kept, *own]
         return Retention(self.wanted.owner, parts) if parts else None
 

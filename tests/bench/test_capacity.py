@@ -17,6 +17,7 @@ from bench.simulate.figures import summarise
 from bench.simulate.run import Fleet, Simulation, Workers
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits
+from bench.simulate.workload import build_conversations
 from cli import main
 from cli.bench import load_shape
 from cli.service import CommandError
@@ -48,7 +49,7 @@ def simulate(proposal: Proposal, model: ModelShape, gpu: CardName, goals: Goals,
         num_requests=int(goals.rate * 6) + 60, rate=goals.rate, input_tokens=goals.input_tokens,
         output_tokens=goals.output_tokens, lengths="fixed",
     )  # fmt: skip
-    simulation = Simulation(fleet, workload)
+    simulation = Simulation(fleet, build_conversations(workload))
     figures = summarise(simulation.run(), goals.ttft_s, goals.tpot_s)
     simulation.check()
     return figures

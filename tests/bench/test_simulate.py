@@ -27,7 +27,7 @@ def build_fleet(prefill: int = 2, decode: int = 2, num_pages: int = 400, max_run
 
 
 def simulate(fleet: Fleet, workload: Workload, is_bulk: bool = True) -> Outcome:
-    simulation = Simulation(fleet, workload, is_bulk)
+    simulation = Simulation(fleet, build_conversations(workload), is_bulk)
     outcome = simulation.run()
     simulation.check()
     return outcome

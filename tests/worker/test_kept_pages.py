@@ -103,6 +103,34 @@ def test_an_answer_waits_rather_than_evict_what_a_session_has_just_left_but_not_
     assert order.count_awaited([], NUM_PAGES // 2 + 1) == 0, "whoever needs more than is left to others"
 
 
+def test_what_was_just_left_is_awaited_by_its_owner_beyond_the_share_and_by_others_within_it() -> None:
+    cache = Cache(share=0.5)
+    for _ in range(2):
+        cache.release(cache.allocate(5), (ALL_TOKENS, 60.0), owner="one")
+    count, found = cache.order.count_awaited, cache.cache.find([(1).to_bytes(16, "big")])
+    one, two = (Retention(owner, [KeptPart(ALL_TOKENS, 9.0)]) for owner in ("one", "two"))
+    assert count([], 2, one) == 10 and count(found, 2, one) == 9
+    assert count([], 2) == count([], 2, two) == 6, "half of the pool"
+    assert count([], 2, Retention("one", [KeptPart(PAGE, 9.0)])) == 6, "no session's"
+    cache.now = AWAIT_S
+    assert count([], 2, one) == 0
+
+
+def test_a_prompt_waits_too_where_nothing_is_answered() -> None:
+    order = KeptPages(NUM_PAGES, PAGE, lambda: 0.0)
+    scheduler = Scheduler(KVCacheManager(PrefixCache(NUM_PAGES, [0] * NUM_PAGES, order), PAGE, "model"), 8, 10.0)
+    kept = Retention("", [KeptPart(ALL_TOKENS, 60.0)])
+    for number in (1, 2):
+        scheduler.admit(answer(number, 5 * PAGE + 1, 0, first=100 * number, retention=kept), 0.0)
+        run(scheduler)
+        scheduler.end(scheduler[number])
+    assert order.count_awaited([], 4, kept) == 10
+    with pytest.raises(NoRoomError, match="4 pages are needed, 2 are spare"):
+        scheduler.admit(answer(3, 4 * PAGE, 0, first=900, retention=kept), 0.0)
+    again = scheduler.admit(answer(4, 6 * PAGE, 0, first=100, retention=kept), 0.0)
+    assert again.num_cached == 5 * PAGE, "its own pages are for it"
+
+
 ACT = st.tuples(
     st.sampled_from(["open", "close", "share", "wait"]), st.integers(0, 4), st.sampled_from([0.0, 3.0, 20.0]),
     st.integers(0, 20), st.sampled_from(["a", "b"]),

@@ -6,11 +6,11 @@ evicted from its end.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from wire.retention import Retention
+from wire.retention import ALL_TOKENS, Retention
 from worker.prefix_cache import EvictionOrder
 
 AWAIT_S = 5.0  # for so long others wait, at most, rather than evict what a session has just left
@@ -24,8 +24,14 @@ class _Hint:
     owner: str
     since: float
     until: float
+    awaited_until: float
     pages: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached ones, next to evict first
     num_pages: int = 0  # whose hint it is, held ones too
+
+    @property
+    def is_kept(self) -> bool:
+        """Within its owner's share."""
+        return self.until > self.since
 
 
 class KeptPages(EvictionOrder):
@@ -116,7 +122,7 @@ class KeptPages(EvictionOrder):
         hints: dict[float, _Hint] = {}
         for page, at in reversed(first):
             seconds = self._find_seconds(retention, at)
-            hint = hints.setdefault(seconds, _Hint(owner, now, now + seconds))
+            hint = hints.setdefault(seconds, _Hint(owner, now, now + seconds, now + min(seconds, AWAIT_S)))
             before = self._hints.get(page)
             if not seconds or (before is not None and before.until >= hint.until):
                 continue
@@ -131,18 +137,29 @@ class KeptPages(EvictionOrder):
                 self._insert(page, hint)
         mine = self._owners.setdefault(owner, {})
         mine.update(dict.fromkeys(hint for hint in hints.values() if hint.num_pages))
-        while sum(hint.num_pages for hint in mine) > self._most:
-            self._lapse(min(mine, key=lambda hint: hint.until))
+        while self._count_kept(mine) > self._most:
+            self._lapse(min((hint for hint in mine if hint.is_kept), key=lambda hint: hint.until))
         if not mine:
             self._owners.pop(owner, None)
 
-    def count_awaited(self, found: Sequence[int], count: int) -> int:
-        """Those of sessions that were here just now; none, where the other owners' share is too small for `count`."""
+    def count_awaited(self, found: Sequence[int], count: int, retention: Retention | None = None) -> int:
+        """Those of sessions that were here just now: all of its owner's for a session, of the others' a share.
+
+        None where that leaves too little for `count`. `retention`: of what needs them.
+        """
         if count > self._num_pages - self._most:
             return 0
         now, own = self._clock(), Counter(self._hints[page] for page in found if self._is_hinted(page))
-        hints = [hint for mine in self._owners.values() for hint in mine]
-        return sum(len(hint.pages) - own[hint] for hint in hints if now < min(hint.until, hint.since + AWAIT_S))
+        num_awaited = {
+            owner: sum(len(hint.pages) - own[hint] for hint in mine if now < hint.awaited_until)
+            for owner, mine in self._owners.items()
+        }
+        is_session = retention is not None and any(part.tokens == ALL_TOKENS for part in retention.parts)
+        num_mine = num_awaited.pop(retention.owner, 0) if retention and is_session else 0
+        return num_mine + sum(min(num, self._most) for num in num_awaited.values())
+
+    def _count_kept(self, hints: Iterable[_Hint]) -> int:
+        return sum(hint.num_pages for hint in hints if hint.is_kept)
 
     def _find_seconds(self, retention: Retention, at: int) -> float:
         end = (at + 1) * self._page_tokens
@@ -150,7 +167,6 @@ class KeptPages(EvictionOrder):
 
     def _lapse(self, hint: _Hint) -> None:
         """Its owner has too many: its pages count as used when they were."""
-        self._disown(hint)
         hint.until = hint.since
         if hint.pages:
             self._push(hint)
@@ -164,5 +180,5 @@ class KeptPages(EvictionOrder):
             if hint.num_pages != sum(one is hint for one in self._hints.values()):
                 raise AssertionError("a hint counts its pages wrongly")
         for owner, mine in self._owners.items():
-            if not mine or sum(hint.num_pages for hint in mine) > self._most:
+            if not mine or self._count_kept(mine) > self._most:
                 raise AssertionError(f"{owner} keeps more than its share, or nothing")

@@ -64,7 +64,10 @@ def test_a_request_waits_for_at_most_twice_what_it_would_compute_and_for_nothing
     after = prompt(shared, ("a", 700), ("b", 8))
     assert isinstance(placer.choose(ALL, after), Held)
     placer.remember(PREFILL, prompt(shared, ("a", 300)))
-    assert isinstance(placer.choose(ALL, after), Placement), "the rest that no worker has is short"
+    assert isinstance(placer.choose(ALL, after), Held), "or each that waits would compute the rest"
+    placer.remember(PREFILL, prompt(shared, ("a", 700)))
+    assert isinstance(placer.choose(ALL, prompt(shared, ("a", 500), ("b", 8))), Placement), "its part is there"
+    assert isinstance(placer.choose(ALL, prompt(shared, ("a", 690), ("b", 8))), Held), "almost"
     placer.begin(prompt(shared, ("a", 300), ("c", 1000)), Placement(DECODE_2, PREFILL, 0), ALL)
     fork = prompt(shared, ("a", 300), ("c", 600), ("d", 9))
     assert isinstance(placer.choose(ALL, fork), Held), "half of what was computed of it, not of all its tokens"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.router.homes import Homes
 from gateway.router.local_prefill import ChunkCosts
 from gateway.router.placement import (
     BUSY_TOKENS,
@@ -21,7 +22,6 @@ from gateway.router.placement import (
     Wait,
     choose_placement,
     explain_no_hand_off,
-    find_homes,
 )
 from gateway.router.readiness import Unready, find_unready
 from gateway.router.worker_view import WorkerView
@@ -410,12 +410,29 @@ def test_every_gateway_finds_the_same_homes_which_spread_and_stay_when_others_co
     workers = [replace(DECODE, incarnation=f"D{number}") for number in range(8)]
     workers += [replace(PREFILL, incarnation=f"P{number}") for number in range(4)]
     sessions = [f"session {number}" for number in range(400)]
-    homes = {one: find_homes(one, workers) for one in sessions}
-    assert all(find_homes(one, workers[::-1]) == home for one, home in homes.items()), "in any order"
+    ring = Homes()
+    homes = {one: ring.find(one, workers) for one in sessions}
+    assert all(Homes().find(one, workers[::-1]) == home for one, home in homes.items()), "in any order"
     assert all(sorted(name[0] for name in home) == ["D", "P"] for home in homes.values())
     for view in workers:
         fair = len(sessions) / sum(other.role == view.role for other in workers)
         assert fair / 2 < sum(view.incarnation in home for home in homes.values()) < fair * 2
     left = [replace(workers[0], **DEAD), *workers[1:]]
-    assert all(find_homes(one, left) == home for one, home in homes.items() if "D0" not in home)
-    assert not find_homes("", workers) and not find_homes("s", [])
+    assert all(
+        ring.find(one, left) == Homes().find(one, left) == home for one, home in homes.items() if "D0" not in home
+    )
+    assert not ring.find("", workers) and not ring.find("s", [])
+    both = [replace(view, incarnation="B") for view in (DECODE, PREFILL)]
+    assert ring.find("s", both) == {"B"}, "one worker of both roles"
+    found = {ring.find(one, [*both, DECODE]) for one in sessions}
+    assert found == {frozenset("B"), frozenset({"B", "D1"})}
+
+
+def test_the_ring_forgets_workers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.router.homes.MAX_GONE", 8)
+    ring, first = Homes(), replace(DECODE, incarnation="first")
+    home = ring.find("s", [first, PREFILL])
+    for number in range(30):
+        assert ring.find("s", [replace(DECODE, incarnation=f"D{number}")]) == {f"D{number}"}
+        assert len(ring._names) < 12
+    assert ring.find("s", [first, PREFILL]) == home == {"first", "P1"}, "they are back"

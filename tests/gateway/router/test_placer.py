@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.router.engine_client import TokenizedRequest
-from gateway.router.placement import NO_LIMIT, Placement, find_homes
+from gateway.router.homes import Homes
+from gateway.router.placement import NO_LIMIT, Placement
 from gateway.router.placer import Held, Placer
 from gateway.router.request import Request
 from gateway.router.worker_keys import KeyIndex, WorkerKeys
@@ -242,7 +243,7 @@ def test_of_many_workers_those_are_found_that_have_most_that_are_idle_or_at_home
     assert placed(Placer(0), views, turn)[0] == "D31"
     homes = {placed(Placer(0), views, request(replace(wanted(prompt=range(99)), session="s", request_id=str(at))))
              for at in range(20)}  # fmt: skip
-    assert homes == {tuple(sorted(find_homes("s", views)))}
+    assert homes == {tuple(sorted(Homes().find("s", views)))}
     only = {"P3", "D4"}
     busy = [view if view.incarnation in only else replace(view, num_mine=64) for view in views]
     where = {placed(Placer(0), busy, request(replace(wanted(prompt=range(99)), request_id=str(at)))) for at in range(9)}
