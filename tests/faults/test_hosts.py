@@ -1,0 +1,209 @@
+"""Workers of two ranks on two hosts, which are network namespaces with a cable between them and nothing else in common.
+
+Rows 30 and 31 of the fault list.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from demo.paths import TARGET_DIR
+from tests.support.fault_answers import Truth, ask
+from tests.support.fleet import find_ranks_of
+from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, START_S, WAIT_S, Service, build_environment, wait_until
+from tests.support.oracle import Oracle
+
+HERE, THERE = "10.99.0.1", "10.99.0.2"
+ALONE = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+OTHER = (
+    "unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "sh", "-c",
+    "ip link set lo up && mount -t tmpfs tmpfs /dev/shm && exec sleep infinity",
+)  # fmt: skip
+STALL_S = 12.0
+TIMEOUT_S = 900
+SECRET = "a-secret-of-two-hosts"
+
+
+def test_rows_30_and_31_a_worker_over_two_hosts_is_right_and_ends_by_name() -> None:
+    if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
+        pytest.skip(f"needs {', '.join(missing)} (Debian: util-linux, iproute2)")
+    command = [*ALONE, sys.executable, "-m", "tests.faults.test_hosts"]
+    tried = subprocess.run([*command, "try"], capture_output=True, text=True, timeout=60)
+    if tried.returncode:
+        pytest.skip(f"this system gives no two network namespaces: {tried.stderr.strip()[-300:]}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@contextmanager
+def other_host() -> Iterator[tuple[str, ...]]:
+    """What runs a command there. This process's own namespace is the first host."""
+    holder = subprocess.Popen(OTHER)
+    try:
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        wait_until(lambda: bool(children.read_text().split()), 30)
+        (pid,) = children.read_text().split()
+        enter = ("nsenter", f"--target={pid}", "--net", "--pid", "--mount", "--ipc")
+        wait_until(lambda: "tmpfs /dev/shm" in Path(f"/proc/{pid}/mounts").read_text(), 30)
+        for words in (
+            f"ip link add here type veth peer name there netns {pid}",
+            f"ip address add {HERE}/24 dev here",
+            "ip link set here up",
+            " ".join((*enter, f"ip address add {THERE}/24 dev there")),
+            " ".join((*enter, "ip link set there up")),
+        ):
+            subprocess.run(words.split(), check=True, timeout=30)
+        yield enter
+    finally:
+        holder.kill()
+        holder.wait(30)
+
+
+@dataclass
+class Part:
+    """A process of one host."""
+
+    name: str
+    words: Sequence[str]
+    folder: Path
+    enter: tuple[str, ...] = ()  # what runs it on the other host
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                [*self.enter, sys.executable, "-m", "cli.main", *self.words], stdout=out, stderr=out, cwd=CHECKOUT,
+                env=build_environment({"BATON_FLEET_SECRET": SECRET}),
+            )  # fmt: skip
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def pid(self) -> int:
+        """Of the worker's process, which is a child of what entered the other host."""
+        assert self.popen is not None
+        if not self.enter:
+            return self.popen.pid
+        (pid,) = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        return int(pid)
+
+    def wait_exited(self) -> int:
+        assert self.popen is not None
+        try:
+            return self.popen.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} still runs: {self.log.read_text()[-3000:]}") from None
+
+    def wait_logged(self, text: str) -> None:
+        wait_until(lambda: text in self.log.read_text(), explain=lambda: (self.name, self.log.read_text()[-3000:]))
+
+
+@dataclass
+class Fleet(Service):
+    """A prefill and a decode worker, one of them over both hosts, and a gateway here."""
+
+    folder: Path
+    enter: tuple[str, ...]
+    spread: str  # the role of the worker over both hosts
+    first_port: int
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ports = {role: self.first_port + number for number, role in enumerate(("prefill", "decode"))}
+        self.grpc_address = f"{HERE}:{self.first_port + 2}"
+        self._url = f"http://{HERE}:{self.first_port + 3}"
+        both = ["--dtype=float32", "--kv-memory-mib=64", "--lease-s=4", "--threads=1", f"--stall-s={STALL_S:g}"]
+        for role, port in ports.items():
+            words = [role, f"--host={HERE}", f"--port={port}", *both]
+            if role == self.spread:
+                meet = [f"--rendezvous={HERE}:{self.first_port + 4}", "--tp=2", "--num-hosts=2"]
+                words += meet
+                away = [role, f"--host={THERE}", *both, *meet, "--host-rank=1"]
+                self._add("away", away, self.enter)
+            self._add(role, words)
+        peers = [f"--{role}={HERE}:{port}" for role, port in ports.items()]
+        gates = [f"--port={self.first_port + 3}", f"--grpc-port={self.first_port + 2}", "--patience-s=60"]
+        self._add(
+            "gateway", ["gateway", f"--host={HERE}", *gates, "--lease-s=4", "--heartbeat-s=2", *HAND_OFF_FLAGS, *peers]
+        )
+
+    def _add(self, name: str, words: Sequence[str], enter: tuple[str, ...] = ()) -> None:
+        self.parts[name] = Part(f"{self.spread}-{name}", words, self.folder, enter)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def start(self, *names: str) -> None:
+        """Returns when the gateway considers both workers alive."""
+        for name in names or self.parts:
+            self.parts[name].start()
+
+        def are_alive() -> bool:
+            for part in self.parts.values():
+                assert part.popen is not None and part.popen.poll() is None, part.log.read_text()[-3000:]
+            try:
+                return all(worker["alive"] for worker in self.status())
+            except OSError:
+                return False
+
+        wait_until(are_alive, START_S, lambda: [part.log.read_text()[-1000:] for part in self.parts.values()])
+
+    @property
+    def first(self) -> Part:
+        """Of the spread worker, host 0's."""
+        return self.parts[self.spread]
+
+    @property
+    def away(self) -> Part:
+        return self.parts["away"]
+
+    def kill(self) -> None:
+        for part in self.parts.values():
+            if part.popen is not None and part.popen.poll() is None:
+                part.popen.kill()
+
+
+def check_answers(fleet: Fleet, truth: Truth, seed: int) -> None:
+    streams = [ask(fleet, num_prompt=40 + 150 * number, num_tokens=40, seed=seed + number) for number in range(4)]
+    for stream in streams:
+        truth.check(stream)
+
+
+def main() -> None:
+    truth = Truth(Oracle(TARGET_DIR))
+    with tempfile.TemporaryDirectory() as folder, other_host() as enter:
+        for number, role in enumerate(("prefill", "decode")):
+            fleet = Fleet(Path(folder), enter, role, 20000 + 100 * number)
+            try:
+                began = time.monotonic()
+                fleet.start()
+                print(role, "started", round(time.monotonic() - began, 1))
+                check_answers(fleet, truth, 1)
+                print(role, "right")
+            finally:
+                for part in fleet.parts.values():
+                    print("=====", part.name)
+                    print(part.log.read_text()[-2500:])
+                fleet.kill()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["try"]:
+        with other_host() as enter_other:
+            subprocess.run([*enter_other, "true"], check=True, timeout=30)
+    else:
+        main()

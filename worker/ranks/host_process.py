@@ -1,0 +1,97 @@
+"""A worker's process on a host other than the first: starts its ranks there, and ends with any of them or host 0."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry
+
+from kvtransfer.page_files import host_folder, remove_unowned
+from runtime.child import ChildProcess, describe_exit, open_stream, receive
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.ops import OpsServer, Probes
+from worker.ranks.children import NAMED_S
+from worker.ranks.meeting import OWN_SETTINGS, OWN_VARIABLE, Ended, HostMessage, visit
+
+log = structlog.get_logger()
+
+MARGIN_S = 30.0  # for host 0 to end, beyond its drain
+
+
+def run(role: str, config: PrefillConfig | DecodeConfig, ops: OpsServer) -> int:
+    """Until host 0 ends; returns the exit code. Raises ValueError if host 0 does not come, or refuses this host."""
+    return asyncio.run(_follow(config, visit(role, config), ops))
+
+
+async def _follow(config: PrefillConfig | DecodeConfig, links: list[socket.socket], ops: OpsServer) -> int:
+    control, *own = links
+    ranks = _start_ranks(config, own)
+    is_serving, is_asked = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # host 0 is asked, too, and drains first
+        asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
+
+    def find_obstacle() -> str | None:
+        return None if is_serving.is_set() else "host 0 does not serve yet"
+
+    ops.follow(Probes(lambda: None, find_obstacle, CollectorRegistry()))
+    hearing = asyncio.create_task(_hear(control, is_serving))
+    ends = [asyncio.create_task(_find_end(rank, process, hearing)) for rank, process in ranks.items()]
+    leaving = asyncio.create_task(_leave(is_asked, config.drain_s + MARGIN_S))
+    done, _ = await asyncio.wait([hearing, leaving, *ends], return_when=asyncio.FIRST_COMPLETED)
+    reason = next(iter(done)).result() if hearing not in done else hearing.result()
+    if reason and not is_asked.is_set():
+        log.error("the worker ends", reason=reason)
+    for process in ranks.values():
+        process.kill()
+    if config.kv_host_gib and config.ready_fd is None:
+        await asyncio.gather(*(process.wait() for process in ranks.values()))
+        remove_unowned(host_folder())
+    return int(bool(reason) and not is_asked.is_set())
+
+
+def _start_ranks(config: PrefillConfig | DecodeConfig, links: list[socket.socket]) -> dict[int, ChildProcess]:
+    """Rank |-> its process, which alone has its two connections then."""
+    own = msgspec.json.encode({name: getattr(config, name) for name in OWN_SETTINGS}).decode()
+    ranks: dict[int, ChildProcess] = {}
+    for number in range(config.ranks_here):
+        calls, steps = links[2 * number : 2 * number + 2]
+        with calls, steps:
+            fds = calls.fileno(), steps.fileno()
+            command = [sys.executable, "-P", "-m", "worker.ranks.main", *map(str, fds)]
+            rank = config.host_rank * config.ranks_here + number
+            ranks[rank] = ChildProcess(command, {**os.environ, OWN_VARIABLE: own}, fds)
+    return ranks
+
+
+async def _hear(control: socket.socket, is_serving: asyncio.Event) -> str:
+    """Until host 0 ends: why it is no more; empty if it was asked to end."""
+    decoder = msgspec.msgpack.Decoder(HostMessage)
+    reader, writer = await open_stream(control)
+    try:
+        while not isinstance(decoder.decode(await receive(reader)), Ended):
+            log.info("ready")
+            is_serving.set()
+        return ""
+    except EOFError:
+        return "host 0 hung up"
+    except (OSError, ValueError) as error:
+        return f"host 0 does not answer: {error}"
+    finally:
+        writer.close()
+
+
+async def _find_end(rank: int, process: ChildProcess, hearing: "asyncio.Task[str]") -> str:
+    """Why a rank ended. If host 0 is gone, that is why."""
+    code = await process.wait()
+    await asyncio.wait([hearing], timeout=NAMED_S)
+    return hearing.result() if hearing.done() else f"rank {rank} ended with {describe_exit(code)}"
+
+
+async def _leave(is_asked: asyncio.Event, timeout_s: float) -> str:
+    await is_asked.wait()
+    await asyncio.sleep(timeout_s)
+    return ""
