@@ -95,12 +95,12 @@ class Place:
     ranks: Ranks = ONE_RANK
     # empty memory files shared by all ranks, for pages and for slots; -1 with one rank, or several hosts
     pool_fds: tuple[int, int] = (-1, -1)
-    num_hosts: int = 1  # that have as many ranks each
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
     build_head_runner: Callable[..., Runner] | None = None  # None: heads.runner.HeadRunner
     lends: bool = True  # peers read its pages and slots
+    num_hosts: int = 1  # that have as many ranks each
 
 
 ALONE = Place()

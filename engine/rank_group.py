@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore
 
 from engine.ranks import Ranks
 
@@ -66,17 +68,17 @@ class GroupRanks(Ranks):
 OpenRanks = Callable[[dist.ProcessGroup], GroupRanks]
 
 
-def open_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, size: int, timeout_s: float) -> TCPStore:
     """Rank 0's, where ranks on other hosts find each other, on any port of an address of this host. Raises OSError."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
-    return dist.TCPStore(
+    return TCPStore(
         host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )  # fmt: skip
 
 
 def join_group(
-    rendezvous: str | dist.Store, rank: int, size: int, device: torch.device, timeout_s: float,
+    rendezvous: str | Store, rank: int, size: int, device: torch.device, timeout_s: float,
     open_ranks: OpenRanks = GroupRanks, interface: str = LOOPBACK,
 ) -> GroupRanks:  # fmt: skip
     """Meet the other ranks. One group per process.
@@ -93,7 +95,7 @@ def join_group(
     is_cuda, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
     if isinstance(rendezvous, str) and rendezvous.startswith(TCP):
         host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
-        rendezvous = dist.TCPStore(host.strip("[]"), int(port), size, False, timeout)
+        rendezvous = TCPStore(host.strip("[]"), int(port), size, False, timeout)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo", f"file://{rendezvous}" if isinstance(rendezvous, str) else None, timeout,
         world_size=size, rank=rank, store=None if isinstance(rendezvous, str) else rendezvous,

@@ -54,8 +54,8 @@ def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str
     leader = children.leader
     ranks = join_rank(config, 0, children.rendezvous, children.interface)
     place = Place(
-        ranks, children.pool_fds, config.num_hosts, partial(LedInputBatch, leader), partial(LedRunner, leader),
-        partial(LedHeadRunner, leader, 1),
+        ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
+        partial(LedHeadRunner, leader, 1), num_hosts=config.num_hosts,
     )  # fmt: skip
     return children, place
 

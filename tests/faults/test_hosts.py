@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 
 from demo.paths import TARGET_DIR
@@ -27,7 +28,7 @@ HERE, THERE = "10.99.0.1", "10.99.0.2"
 ALONE = ["unshare", "--map-root-user", "--net", "--mount", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 OTHER = (
     "unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "sh", "-c",
-    "ip link set lo up && mount -t tmpfs tmpfs /dev/shm && exec sleep infinity",
+    "ip link set lo up && mount -t tmpfs tmpfs /dev/shm; while sleep 60; do :; done",
 )  # fmt: skip
 STALL_S = 12.0
 TIMEOUT_S = 900
@@ -125,7 +126,7 @@ class Fleet(Service):
         ports = {role: self.first_port + number for number, role in enumerate(("prefill", "decode"))}
         self.grpc_address = f"{HERE}:{self.first_port + 2}"
         self._url = f"http://{HERE}:{self.first_port + 3}"
-        both = ["--dtype=float32", "--kv-memory-mib=64", "--lease-s=4", "--threads=1", f"--stall-s={STALL_S:g}"]
+        both = ["--dtype=float32", "--kv-memory-mib=64", "--lease-s=10", "--threads=1", f"--stall-s={STALL_S:g}"]
         for role, port in ports.items():
             words = [role, f"--host={HERE}", f"--port={port}", *both]
             if role == self.spread:
@@ -137,7 +138,7 @@ class Fleet(Service):
         peers = [f"--{role}={HERE}:{port}" for role, port in ports.items()]
         gates = [f"--port={self.first_port + 3}", f"--grpc-port={self.first_port + 2}", "--patience-s=60"]
         self._add(
-            "gateway", ["gateway", f"--host={HERE}", *gates, "--lease-s=4", "--heartbeat-s=2", *HAND_OFF_FLAGS, *peers]
+            "gateway", ["gateway", f"--host={HERE}", *gates, "--lease-s=10", "--heartbeat-s=2", *HAND_OFF_FLAGS, *peers]
         )
 
     def _add(self, name: str, words: Sequence[str], enter: tuple[str, ...] = ()) -> None:
@@ -157,7 +158,7 @@ class Fleet(Service):
                 assert part.popen is not None and part.popen.poll() is None, part.log.read_text()[-3000:]
             try:
                 return all(worker["alive"] for worker in self.status())
-            except OSError:
+            except httpx.TransportError:  # the gateway loads
                 return False
 
         wait_until(are_alive, START_S, lambda: [part.log.read_text()[-1000:] for part in self.parts.values()])
@@ -171,16 +172,62 @@ class Fleet(Service):
     def away(self) -> Part:
         return self.parts["away"]
 
+    def set_link(self, state: str) -> None:
+        """Of the cable's end there: this host keeps its address."""
+        subprocess.run([*self.enter, "ip", "link", "set", "there", state], check=True, timeout=30)
+
     def kill(self) -> None:
         for part in self.parts.values():
             if part.popen is not None and part.popen.poll() is None:
                 part.popen.kill()
 
 
-def check_answers(fleet: Fleet, truth: Truth, seed: int) -> None:
-    streams = [ask(fleet, num_prompt=40 + 150 * number, num_tokens=40, seed=seed + number) for number in range(4)]
-    for stream in streams:
+def check_answers(fleet: Fleet, truth: Truth) -> None:
+    for stream in [ask(fleet, num_prompt=40 + 150 * number, num_tokens=40, seed=number) for number in range(4)]:
         truth.check(stream)
+
+
+def check_cut(fleet: Fleet, truth: Truth) -> None:
+    """Under load. Each side names the other, and both come back."""
+    stream = ask(fleet, num_prompt=400, num_tokens=400)
+    if fleet.spread == "decode":
+        stream.wait_for_tokens(5)
+    began = time.monotonic()
+    fleet.set_link("down")
+    for part in (fleet.first, fleet.away):
+        assert part.wait_exited() == 1
+        print(f"{part.name} ended {time.monotonic() - began:.1f} s after the cut, --stall-s is {STALL_S:g}")
+    fleet.first.wait_logged(f"host 1 at {THERE} does not answer")
+    fleet.away.wait_logged("host 0 does not answer")
+    fleet.set_link("up")
+    fleet.start(fleet.spread, "away")
+    truth.check_clean(stream)
+    check_answers(fleet, truth)
+
+
+def check_death(fleet: Fleet, truth: Truth) -> None:
+    """Of the other host's process, or of its rank."""
+    rank = find_ranks_of(fleet.away.pid)[0]
+    is_host = fleet.spread == "prefill"
+    os.kill(fleet.away.pid if is_host else rank, signal.SIGKILL)
+    assert fleet.first.wait_exited() == 1
+    assert fleet.away.wait_exited() == (-signal.SIGKILL if is_host else 1)
+    fleet.first.wait_logged(f"host 1 at {THERE} hung up")
+    if not is_host:
+        fleet.away.wait_logged("rank 1 ended with signal SIGKILL")
+    wait_until(lambda: not Path(f"/proc/{rank}").exists())
+    fleet.start(fleet.spread, "away")
+    check_answers(fleet, truth)
+
+
+def check_end(fleet: Fleet, truth: Truth) -> None:
+    """As Kubernetes ends a group: all hosts are asked at once, and host 0 drains."""
+    stream = ask(fleet, num_prompt=100, num_tokens=200)
+    stream.wait_for_tokens(1)
+    for part in (fleet.away, fleet.first):
+        os.kill(part.pid, signal.SIGTERM)
+    truth.check(stream)
+    assert (fleet.first.wait_exited(), fleet.away.wait_exited()) == (0, 0)
 
 
 def main() -> None:
@@ -189,15 +236,14 @@ def main() -> None:
         for number, role in enumerate(("prefill", "decode")):
             fleet = Fleet(Path(folder), enter, role, 20000 + 100 * number)
             try:
-                began = time.monotonic()
                 fleet.start()
-                print(role, "started", round(time.monotonic() - began, 1))
-                check_answers(fleet, truth, 1)
-                print(role, "right")
+                check_answers(fleet, truth)
+                assert '"transport": "grpc"' in fleet.parts["decode"].log.read_text()
+                check_cut(fleet, truth)
+                check_death(fleet, truth)
+                check_end(fleet, truth)
+                print(f"{role} over two hosts: answers right, also after a cut link and a death")
             finally:
-                for part in fleet.parts.values():
-                    print("=====", part.name)
-                    print(part.log.read_text()[-2500:])
                 fleet.kill()
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgspec
 import structlog
-from torch.distributed import Store
 
 from engine.kv.memory import create_file
 from engine.out_of_memory import end_process
-from engine.rank_group import LOOPBACK, TCP, open_store
+from engine.rank_group import LOOPBACK, TCP, Store, open_store
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime.addresses import bracketed

@@ -81,7 +81,7 @@ class Rank:
         try:
             interface = find_interface(start.address) if start.address else LOOPBACK
             ranks = join_rank(config, start.rank, start.rendezvous, interface)
-            engine = build_rank_engine(config, Place(ranks, start.pool_fds, config.num_hosts))
+            engine = build_rank_engine(config, Place(ranks, start.pool_fds, num_hosts=config.num_hosts))
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
             end_process()

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.distributed import Store
 
 from engine.adapters.slots import AdapterLimits
 from engine.compose import FullEngine, build_engine, open_ranks
 from engine.engine import Place, choose_device
-from engine.rank_group import GroupRanks, join_group
+from engine.rank_group import GroupRanks, Store, join_group
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
