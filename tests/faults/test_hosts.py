@@ -1,6 +1,6 @@
 """Workers of two ranks on two hosts, which are network namespaces with a cable between them and nothing else in common.
 
-Rows 30 and 31 of the fault list.
+Row 34 of the fault list.
 """
 
 import os
@@ -35,7 +35,7 @@ TIMEOUT_S = 900
 SECRET = "a-secret-of-two-hosts"
 
 
-def test_rows_30_and_31_a_worker_over_two_hosts_is_right_and_ends_by_name() -> None:
+def test_row_34_a_worker_over_two_hosts_is_right_and_ends_by_name() -> None:
     if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} (Debian: util-linux, iproute2)")
     command = [*ALONE, sys.executable, "-m", "tests.faults.test_hosts"]

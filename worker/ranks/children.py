@@ -38,7 +38,7 @@ from worker.startup.build import RANKS_S
 
 log = structlog.get_logger()
 
-NAMED_S = 2.0  # until the end of another rank is known and said
+NAMED_S = 2.0  # until the end of another rank is known and said; of a host see `name_within`
 MARGIN_S = 10.0  # to answer, beyond the time that a read may take
 
 
@@ -133,6 +133,11 @@ Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAd
 Child = ChildServer[Ready | Done] | RemoteRank[Ready | Done]
 
 
+def name_within(config: PrefillConfig | DecodeConfig) -> float:
+    """Seconds after which all connections to a lost host have shown it, once one has (meeting.py: watch)."""
+    return max(NAMED_S, config.stall_s / 4)
+
+
 class RankChildren(OtherRanks):
     """Owns the processes of ranks 1 and up, and what they share with this one.
 
@@ -160,6 +165,7 @@ class RankChildren(OtherRanks):
         ]
         steps = [*ours, *(guest.links[calls + 1] for _host, guest, calls in far)]
         self.leader = Leader(StepSender(steps), lambda: self.is_closing, self.end_process)
+        self._named_s = name_within(config) if self._guests else NAMED_S
         self._timeout_s = 0.0
         self._weights: list[str] = []
         self._reader_numbers = itertools.count()
@@ -202,7 +208,7 @@ class RankChildren(OtherRanks):
 
     def end_process(self) -> None:
         """For a failed step. If a rank's end made it fail, `_on_end` names that rank, and ends this process, first."""
-        time.sleep(NAMED_S)
+        time.sleep(self._named_s)
         end_process()
 
     @property

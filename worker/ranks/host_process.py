@@ -14,7 +14,7 @@ from kvtransfer.page_files import host_folder, remove_unowned
 from runtime.child import ChildProcess, describe_exit, open_stream, receive
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.ops import OpsServer, Probes
-from worker.ranks.children import NAMED_S
+from worker.ranks.children import name_within
 from worker.ranks.meeting import OWN_SETTINGS, OWN_VARIABLE, Ended, HostMessage, visit
 
 log = structlog.get_logger()
@@ -39,7 +39,9 @@ async def _follow(config: PrefillConfig | DecodeConfig, links: list[socket.socke
 
     ops.follow(Probes(lambda: None, find_obstacle, CollectorRegistry()))
     hearing = asyncio.create_task(_hear(control, is_serving))
-    ends = [asyncio.create_task(_find_end(rank, process, hearing)) for rank, process in ranks.items()]
+    ends = [
+        asyncio.create_task(_find_end(rank, process, hearing, name_within(config))) for rank, process in ranks.items()
+    ]
     leaving = asyncio.create_task(_leave(is_asked, config.drain_s + MARGIN_S))
     done, _ = await asyncio.wait([hearing, leaving, *ends], return_when=asyncio.FIRST_COMPLETED)
     reason = next(iter(done)).result() if hearing not in done else hearing.result()
@@ -84,10 +86,10 @@ async def _hear(control: socket.socket, is_serving: asyncio.Event) -> str:
         writer.close()
 
 
-async def _find_end(rank: int, process: ChildProcess, hearing: "asyncio.Task[str]") -> str:
+async def _find_end(rank: int, process: ChildProcess, hearing: "asyncio.Task[str]", named_s: float) -> str:
     """Why a rank ended. If host 0 is gone, that is why."""
     code = await process.wait()
-    await asyncio.wait([hearing], timeout=NAMED_S)
+    await asyncio.wait([hearing], timeout=named_s)
     return hearing.result() if hearing.done() else f"rank {rank} ended with {describe_exit(code)}"
 
 
