@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from demo.paths import TARGET_DIR
-from tests.support.fault_answers import Truth, ask
+from tests.support.fault_answers import Truth, ask, read_events
 from tests.support.fleet import find_ranks_of
 from tests.support.live import CHECKOUT, HAND_OFF_FLAGS, START_S, WAIT_S, Service, build_environment, wait_until
 from tests.support.oracle import Oracle
@@ -80,8 +80,10 @@ class Part:
     folder: Path
     enter: tuple[str, ...] = ()  # what runs it on the other host
     popen: subprocess.Popen[bytes] | None = None
+    num_starts: int = 0
 
     def start(self) -> None:
+        self.num_starts += 1
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
                 [*self.enter, sys.executable, "-m", "cli.main", *self.words], stdout=out, stderr=out, cwd=CHECKOUT,
@@ -100,6 +102,11 @@ class Part:
             return self.popen.pid
         (pid,) = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
         return int(pid)
+
+    def read_incarnation(self) -> str:
+        """Of a worker that was ready; of its last start."""
+        ready = read_events(self.log.read_text(), "ready")
+        return str(ready[-1]["incarnation"]) if len(ready) == self.num_starts else ""
 
     def wait_exited(self) -> int:
         assert self.popen is not None
@@ -136,7 +143,12 @@ class Fleet(Service):
                 self._add("away", away, self.enter)
             self._add(role, words)
         peers = [f"--{role}={HERE}:{port}" for role, port in ports.items()]
-        gates = [f"--port={self.first_port + 3}", f"--grpc-port={self.first_port + 2}", "--patience-s=60"]
+        gates = [
+            f"--port={self.first_port + 3}",
+            f"--grpc-port={self.first_port + 2}",
+            "--patience-s=120",
+            "--no-prefill=wait",
+        ]
         self._add(
             "gateway", ["gateway", f"--host={HERE}", *gates, "--lease-s=10", "--heartbeat-s=2", *HAND_OFF_FLAGS, *peers]
         )
@@ -157,9 +169,10 @@ class Fleet(Service):
             for part in self.parts.values():
                 assert part.popen is not None and part.popen.poll() is None, part.log.read_text()[-3000:]
             try:
-                return all(worker["alive"] for worker in self.status())
+                known = {str(worker["incarnation"]) for worker in self.status() if worker["alive"]}
             except httpx.TransportError:  # the gateway loads
                 return False
+            return known == {self.parts[role].read_incarnation() for role in ("prefill", "decode")}
 
         wait_until(are_alive, START_S, lambda: [part.log.read_text()[-1000:] for part in self.parts.values()])
 
