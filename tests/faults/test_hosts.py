@@ -35,6 +35,7 @@ TIMEOUT_S = 900
 SECRET = "a-secret-of-two-hosts"
 
 
+@pytest.mark.timeout(TIMEOUT_S + 60)
 def test_row_34_a_worker_over_two_hosts_is_right_and_ends_by_name() -> None:
     if missing := [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} (Debian: util-linux, iproute2)")

@@ -372,10 +372,10 @@ async def test_of_ranks_on_several_hosts_rank_0_knows_the_generations_and_is_ask
         pool.store([3], [find_share_of_page(3, 7, pool)])
     load = other.load
 
-    def load_late(*parts: Any) -> NDArray[np.uint8]:
-        """While rank 0 has answered, the page gets a new owner."""
+    def load_late(pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
+        """When rank 0 has answered, the page gets a new owner."""
         first.generations[3] = 8
-        return load(*parts)
+        return load(pages, begin, num_bytes)
 
     async with serving(pages_of(first)) as here, serving(pages_of(other)) as there:
         ranks = [kv_pb2.Rank(address=here, host="a"), kv_pb2.Rank(address=there, host="b")]

@@ -18,7 +18,7 @@ from runtime.hardware import OWN_VERSION
 from tests.support.fleet import free_ports
 from tests.support.ipv6 import needs_ipv6
 from worker.ranks import meeting
-from worker.ranks.children import Done, Ready, Start
+from worker.ranks.calls import Done, Ready, Start
 from worker.ranks.links import LENGTH_BYTES, MAX_MESSAGE_BYTES, LinkError, StepReceiver, open_links
 from worker.ranks.meeting import Guest, Hello, Meeting, Welcome, find_interface, prove, read_message, visit, watch
 from worker.ranks.remote import RemoteRank

@@ -54,7 +54,8 @@ from worker.loop import StepExtras, WorkerLoop
 from worker.params import SequenceParams
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.ranks.children import RankChildren, Start
+from worker.ranks.calls import Start
+from worker.ranks.children import RankChildren
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
 from worker.receiving import begin_read, finish_read

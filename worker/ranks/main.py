@@ -35,7 +35,7 @@ from runtime.trust import load_trust
 from worker.adapters.loader import read_adapter
 from worker.peers.other_ranks import ALONE
 from worker.peers.pools import RankedPool, build_pools
-from worker.ranks import children as calls
+from worker.ranks import calls
 from worker.ranks.leader import follow
 from worker.ranks.links import StepReceiver
 from worker.ranks.meeting import OWN_VARIABLE, find_interface
