@@ -19,6 +19,7 @@ from tests.support.fleet import free_ports
 from tests.support.ipv6 import needs_ipv6
 from worker.ranks import meeting
 from worker.ranks.calls import Done, Ready, Start
+from worker.ranks.host_process import explain_end
 from worker.ranks.links import LENGTH_BYTES, MAX_MESSAGE_BYTES, LinkError, StepReceiver, open_links
 from worker.ranks.meeting import Guest, Hello, Meeting, Welcome, find_interface, prove, read_message, visit, watch
 from worker.ranks.remote import RemoteRank
@@ -195,6 +196,21 @@ def test_a_rank_on_another_host_ends_with_its_connection_and_is_named(is_reset: 
     theirs.close()
     assert rank.ended.result(WAIT_S) == 1 and rank.trouble == f"host 1 at 10.0.0.2 {why}"
     ours.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "codes", "reason"),
+    [
+        ("", {}, ""),
+        ("", {2: 0, 3: 0}, ""),
+        ("host 0 hung up", {2: -9, 3: 0}, "rank 2 ended with signal SIGKILL"),
+        ("host 0 hung up", {2: 0, 3: 0}, "host 0 hung up"),
+        ("host 0 hung up", {2: 1, 3: 0}, "host 0 hung up; rank 2 ended with exit status 1"),
+        ("", {3: 1}, "rank 3 ended with exit status 1"),
+    ],
+)
+def test_the_end_of_a_worker_is_put_down_to_what_ended_first(host: str, codes: dict[int, int], reason: str) -> None:
+    assert explain_end(host, codes) == reason
 
 
 def test_a_step_that_is_too_long_is_not_taken() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 
 import msgspec
 import structlog
@@ -39,12 +40,13 @@ async def _follow(config: PrefillConfig | DecodeConfig, links: list[socket.socke
 
     ops.follow(Probes(lambda: None, find_obstacle, CollectorRegistry()))
     hearing = asyncio.create_task(_hear(control, is_serving))
-    ends = [
-        asyncio.create_task(_find_end(rank, process, hearing, name_within(config))) for rank, process in ranks.items()
-    ]
+    ends = {rank: asyncio.create_task(process.wait()) for rank, process in ranks.items()}
     leaving = asyncio.create_task(_leave(is_asked, config.drain_s + MARGIN_S))
-    done, _ = await asyncio.wait([hearing, leaving, *ends], return_when=asyncio.FIRST_COMPLETED)
-    reason = next(iter(done)).result() if hearing not in done else hearing.result()
+    await asyncio.wait([hearing, leaving, *ends.values()], return_when=asyncio.FIRST_COMPLETED)
+    if not leaving.done() and (not hearing.done() or hearing.result()):  # the others show who was the first
+        await asyncio.wait([hearing, *ends.values()], timeout=name_within(config))
+    host = hearing.result() if hearing.done() else "host 0 has not said that it ended"
+    reason = explain_end(host, {rank: end.result() for rank, end in ends.items() if end.done()})
     if reason and not is_asked.is_set():
         log.error("the worker ends", reason=reason)
     for process in ranks.values():
@@ -86,11 +88,15 @@ async def _hear(control: socket.socket, is_serving: asyncio.Event) -> str:
         writer.close()
 
 
-async def _find_end(rank: int, process: ChildProcess, hearing: "asyncio.Task[str]", named_s: float) -> str:
-    """Why a rank ended. If host 0 is gone, that is why."""
-    code = await process.wait()
-    await asyncio.wait([hearing], timeout=named_s)
-    return hearing.result() if hearing.done() else f"rank {rank} ended with {describe_exit(code)}"
+def explain_end(host: str, codes: Mapping[int, int]) -> str:
+    """Why the worker ended; empty if it was asked to. `host`: what became of host 0; codes: rank |-> exit status.
+
+    Ranks end with host 0, but not by a signal, and host 0 with any rank. Pure.
+    """
+    killed = {rank: code for rank, code in codes.items() if code < 0}
+    failed = killed or {rank: code for rank, code in codes.items() if code}
+    ends = [f"rank {rank} ended with {describe_exit(code)}" for rank, code in failed.items()]
+    return "; ".join(ends if killed or not host else [host, *ends])
 
 
 async def _leave(is_asked: asyncio.Event, timeout_s: float) -> str:
