@@ -22,6 +22,7 @@ from kvtransfer.page_files import host_folder, needing_files
 from runtime import rpc
 from runtime.child import follow_parent
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
+from runtime.config_parts import find_hosts
 from runtime.events import Ready
 from runtime.gpus import visible_gpus
 from runtime.hardware import wait_without_spinning
@@ -111,7 +112,7 @@ def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfi
     wait_without_spinning()
     from prefill_worker.main import run
 
-    return run(locate(config))
+    return run(locate(find_hosts(config, os.environ)))
 
 
 def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
@@ -120,7 +121,7 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
     wait_without_spinning()
     from decode_worker.main import run
 
-    return run(locate(config))
+    return run(locate(find_hosts(config, os.environ)))
 
 
 def worker(config: Annotated[RolesConfig, Parameter(name="*")] = RolesConfig()) -> int:  # noqa: B008  frozen
@@ -129,7 +130,7 @@ def worker(config: Annotated[RolesConfig, Parameter(name="*")] = RolesConfig()) 
     wait_without_spinning()
     from cli.both_roles import run
 
-    return run(locate(config))
+    return run(locate(find_hosts(config, os.environ)))
 
 
 def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:

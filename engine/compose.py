@@ -263,7 +263,7 @@ def build_engine(
     """
     torch.set_num_threads(threads)
     ranks = place.ranks
-    device = choose_device(device_name, ranks.rank, ranks.size)
+    device = choose_device(device_name, ranks.rank, ranks.size, place.num_hosts)
     check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):

@@ -93,12 +93,14 @@ class Place:
     """An engine's position among the ranks of its worker, and how its rows and runners are built."""
 
     ranks: Ranks = ONE_RANK
-    pool_fds: tuple[int, int] = (-1, -1)  # empty memory files shared by all ranks, for pages and for slots; -1 with one
+    # empty memory files shared by all ranks, for pages and for slots; -1 with one rank, or several hosts
+    pool_fds: tuple[int, int] = (-1, -1)
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
     build_head_runner: Callable[..., Runner] | None = None  # None: heads.runner.HeadRunner
     lends: bool = True  # peers read its pages and slots
+    num_hosts: int = 1  # that have as many ranks each
 
 
 ALONE = Place()
@@ -124,11 +126,13 @@ def name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_device(wanted: str, rank: int = 0, size: int = 1) -> torch.device:
-    """The device of a rank: "auto" is cuda if there is one; rank n has the n-th GPU.
+def choose_device(wanted: str, rank: int = 0, size: int = 1, num_hosts: int = 1) -> torch.device:
+    """The device of a rank: "auto" is cuda if there is one; the n-th rank on a host has the n-th GPU.
 
     ValueError if there are fewer GPUs than ranks.
     """
+    size //= num_hosts
+    rank %= size
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not count:
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or install torch with CUDA")

@@ -1,18 +1,20 @@
 """Ranks as a group of torch.distributed, and how a process joins it."""
 
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore
 
 from engine.ranks import Ranks
 
-# Unless they are set. Ranks are on one host and trust each other. NCCL would register the memory of each of a thousand
-# captured sums with the peers, which takes time and memory at the start (not measured).
-VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_GRAPH_REGISTER": "0"}
+LOOPBACK = "lo"
+TCP = "tcp://"
 
 
 class GroupRanks(Ranks):
@@ -66,19 +68,37 @@ class GroupRanks(Ranks):
 OpenRanks = Callable[[dist.ProcessGroup], GroupRanks]
 
 
-def join_group(
-    rendezvous: str, rank: int, size: int, device: torch.device, timeout_s: float, open_ranks: OpenRanks = GroupRanks
-) -> GroupRanks:
-    """Meet the other ranks through a file that all name, on this host only. One group per process.
+def open_store(host: str, size: int, timeout_s: float) -> TCPStore:
+    """Rank 0's, where ranks on other hosts find each other, on any port of an address of this host. Raises OSError."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+    return TCPStore(
+        host, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )  # fmt: skip
 
-    `timeout_s`: for the meeting, and for each exchange. open_ranks: see `compose.open_ranks`. Raises RuntimeError if
-    some do not come.
+
+def join_group(
+    rendezvous: str | Store, rank: int, size: int, device: torch.device, timeout_s: float,
+    open_ranks: OpenRanks = GroupRanks, interface: str = LOOPBACK,
+) -> GroupRanks:  # fmt: skip
+    """Meet the other ranks. One group per process.
+
+    `rendezvous`: a file that all name, on one host; else rank 0's store or, for the others, tcp://HOST:PORT of that.
+    `timeout_s`: for the meeting, and for each exchange. open_ranks: see `compose.open_ranks`. `interface`: on which
+    ranks exchange, unless variables name another. Raises RuntimeError if some do not come.
     """
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
-    is_cuda = device.type == "cuda"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface)
+    # NCCL would register the memory of each of a thousand captured sums with the peers, which takes time and memory at
+    # the start (not measured).
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    is_cuda, timeout = device.type == "cuda", timedelta(seconds=timeout_s)
+    if isinstance(rendezvous, str) and rendezvous.startswith(TCP):
+        host, _, port = rendezvous.removeprefix(TCP).rpartition(":")
+        rendezvous = TCPStore(host.strip("[]"), int(port), size, False, timeout)
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo", f"file://{rendezvous}", timedelta(seconds=timeout_s), world_size=size, rank=rank,
+        "nccl" if is_cuda else "gloo", f"file://{rendezvous}" if isinstance(rendezvous, str) else None, timeout,
+        world_size=size, rank=rank, store=None if isinstance(rendezvous, str) else rendezvous,
         device_id=device if is_cuda else None,
     )  # fmt: skip
     group = dist.group.WORLD

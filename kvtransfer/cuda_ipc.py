@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from kvtransfer.layout import hosts_of
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import Advert, Local, PageRef, PeerPages, ReadError, TransportReader, check_generations
 from protos import kv_pb2
@@ -53,7 +54,7 @@ class CudaIpcReader(TransportReader):
             return "this worker's pool is not on a GPU"
         if not any(there):
             return "the peer's pool is not on a GPU"
-        if ours.host != theirs.host:
+        if len(hosts_of(ours) | hosts_of(theirs)) > 1:
             return "the workers share no host and PID namespace"
         if ours.pid == theirs.pid:
             return "the workers are one process, which cannot open its own handles"

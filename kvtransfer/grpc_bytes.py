@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from kvtransfer.layout import Run
+from kvtransfer.layout import Run, hosts_of
 from kvtransfer.reader import Local, PageRef, PageStore, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
@@ -21,6 +21,7 @@ METHOD = f"/{SERVICE}/Read"
 CHUNK_BYTES = 2 << 20  # 1-4 MiB measured fastest
 LOAD_BYTES = 16 << 20  # pages loaded at once: each copy from a GPU costs a wait, whatever its size
 DATA_TAG = b"\x0a"  # field 1, length-delimited
+FIRST_WORD = Run(rank=0, source=0, target=0, num_bytes=4)  # of a page, where only its generation is wanted
 Received = tuple[list[memoryview], Sequence[int]]  # bytes of all pages as they came; generations
 
 
@@ -137,13 +138,19 @@ class GrpcReader(TransportReader):
         super().__init__(local, peer)
         self._executor = None
         self._timeout_s = local.timeout_s
-        addresses = sorted({peer.ranks[run.rank].address for run in self._runs})
+        self._is_spread = len(hosts_of(peer)) > 1  # only rank 0 knows the generations
+        read = {run.rank for run in self._runs} | ({0} if self._is_spread else set())
+        addresses = sorted({peer.ranks[rank].address for rank in read})
         self._channels = {address: local.open_channel(address) for address in addresses}
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         self._check_bounds(sources)
-        received = await self._receive_all([source.page for source in sources])
-        for _parts, generations in received:
+        pages = [source.page for source in sources]
+        received = await self._receive_all(pages)
+        found = [generations for _parts, generations in received]
+        if self._is_spread:  # after the bytes of all ranks: rank 0 raises a generation before any rank writes
+            found = [(await self._receive(pages, FIRST_WORD))[1]]
+        for generations in found:
             check_generations(sources, generations)
 
         def store() -> None:

@@ -50,6 +50,11 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
     return None
 
 
+def hosts_of(peer: kv_pb2.Peer) -> set[str]:
+    """Where its ranks are, see Peer.host."""
+    return {rank.host or peer.host for rank in peer.ranks}
+
+
 def find_bad_states(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
     """Why the slots of `theirs` do not fit ours; None if they do, or if both have none."""
     if ours.HasField("states") != theirs.HasField("states"):

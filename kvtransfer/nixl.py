@@ -131,7 +131,7 @@ class NixlReader(TransportReader):
         found, size = int(self._found.ctypes.data), GENERATION_BYTES
         agent.register(self._landing.address, num_slots * store.page_bytes, store.device_index)
         agent.register(found, num_slots * size, -1)
-        names = {rank: self._connect_rank(rank, there[rank]) for rank in sorted({run.rank for run in self._runs})}
+        names = {rank: self._connect_rank(rank, there[rank]) for rank in sorted({0, *(run.rank for run in self._runs)})}
         self._lists = []
         for rank, source, target, count in self._runs:
             memory, here = there[rank], self._landing.address + target
@@ -139,8 +139,7 @@ class NixlReader(TransportReader):
             address, device = memory.pages_address + source, memory.device_index
             theirs = agent.prepare(names[rank], address, num_pages, self._page_bytes, count, device)
             self._lists.append((ours, theirs))
-        rank = self._runs[0].rank  # all ranks have the same generations
-        theirs = agent.prepare(names[rank], there[rank].generations_address, num_pages, size, size, -1)
+        theirs = agent.prepare(names[0], there[0].generations_address, num_pages, size, size, -1)  # rank 0 changes them
         self._generations = agent.prepare(None, found, num_slots, size, size, -1), theirs
         self._transfer(self._lists, range(1), 0, deadline)  # UCX logs its transport at the first read
         self._link = agent.find_link()

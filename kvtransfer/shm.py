@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.layout import hosts_of
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import Local, PageRef, TransportReader, check_generations
 from protos import kv_pb2
@@ -30,7 +31,7 @@ class ShmReader(TransportReader):
 
     @staticmethod
     def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
-        if ours.host != theirs.host:
+        if len(hosts_of(ours) | hosts_of(theirs)) > 1:
             return "the workers share no host and PID namespace"
         if not all(ShmReader.name in rank.transports for rank in theirs.ranks):
             return "the peer's pool is not shared memory"

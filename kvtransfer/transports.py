@@ -13,11 +13,11 @@ from protos import kv_pb2
 TRANSPORTS: tuple[type[TransportReader], ...] = (CudaIpcReader, ShmReader, NixlReader, GrpcReader)
 
 
-def describe_rank(local: Local, address: str) -> kv_pb2.Rank:
-    """How peers reach this process's pool. `address`: of the server of its pages."""
+def describe_rank(local: Local, address: str, host: str = "") -> kv_pb2.Rank:
+    """How peers reach this process's pool. `address`: of the server of its pages. `host`: see Rank.host."""
     entries = {one.name: one.advertise(local) for one in TRANSPORTS}
     taken = {name: entry for name, entry in entries.items() if entry is not None}
-    return kv_pb2.Rank(address=address, pid=os.getpid(), transports=taken)
+    return kv_pb2.Rank(address=address, pid=os.getpid(), transports=taken, host=host)
 
 
 async def open_reader(local: Local, transport: str, peer: kv_pb2.Peer) -> Reader:

@@ -59,7 +59,7 @@ class Peer(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., states: _Optional[_Union[Peer, _Mapping]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("address", "pid", "transports")
+    __slots__ = ("address", "pid", "transports", "host")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,10 +70,12 @@ class Rank(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     address: str
     pid: int
     transports: _containers.ScalarMap[str, bytes]
-    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., transports: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    host: str
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., transports: _Optional[_Mapping[str, bytes]] = ..., host: _Optional[str] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end", "adapter")

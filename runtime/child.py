@@ -98,26 +98,15 @@ def with_our_packages(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-class ChildServer(ChildProcess, Generic[AnswerT]):
-    """A child that answers calls. Its methods run on the asyncio thread."""
+class Answerer(Generic[AnswerT]):
+    """A process that answers calls over a socket. Its methods run on the asyncio thread."""
 
-    def __init__(
-        self,
-        module: str,
-        start: msgspec.Struct,
-        answers: Any,
-        fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """Start `python -m module FD` and send call 0, `start`; needs no event loop.
+    ended: Future[int]
 
-        answers: the type of all answers. environment: added to ours.
-        """
+    def __init__(self, sock: socket.socket, start: msgspec.Struct, answers: Any) -> None:
+        """Send call 0, `start`; needs no event loop. answers: the type of all answers."""
         self._decoder = msgspec.msgpack.Decoder(tuple[int, answers | None])
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-            super().__init__(command, {**os.environ, **(environment or {})}, (theirs.fileno(), *fds))
+        self._sock = sock
         self._sock.sendall(pack((0, start)))
         self._writer: asyncio.StreamWriter | None = None
         self._receiving: asyncio.Task[None] | None = None
@@ -125,9 +114,17 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         self._calls: dict[int, asyncio.Future[AnswerT]] = {}
         self.trouble = ""  # why it answers no more
 
+    async def wait(self, timeout_s: float | None = None) -> int:
+        """For its end. Raises TimeoutError."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """End it, or the connection to it."""
+        raise NotImplementedError
+
     async def wait_ready(self, timeout_s: float) -> AnswerT:
         """The answer to `start`. Raises ChildError like `ask`."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        reader, self._writer = await open_stream(self._sock)
         self._receiving = asyncio.create_task(self._receive(reader))
         return await self._wait_answer(0, timeout_s)
 
@@ -164,7 +161,7 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
                 waiting = self._calls.pop(number)
                 if answer is not None and not waiting.done():
                     waiting.set_result(answer)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             try:
                 self.fail(f"ended with {describe_exit(await self.wait(END_S))}")
             except TimeoutError:
@@ -197,6 +194,26 @@ class ChildServer(ChildProcess, Generic[AnswerT]):
         self.fail(self.trouble)
         with suppress(TimeoutError):
             await self.wait(END_S)
+
+
+class ChildServer(ChildProcess, Answerer[AnswerT]):
+    """A child that answers calls."""
+
+    def __init__(
+        self,
+        module: str,
+        start: msgspec.Struct,
+        answers: Any,
+        fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `python -m module FD FDS...`: see `Answerer`. environment: added to ours."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            passed = (theirs.fileno(), *fds)
+            command = [sys.executable, "-P", "-m", module, *map(str, passed)]
+            ChildProcess.__init__(self, command, {**os.environ, **(environment or {})}, passed)
+        Answerer.__init__(self, ours, start, answers)
 
 
 class StandingChild(Generic[AnswerT]):
@@ -255,14 +272,14 @@ class StandingChild(Generic[AnswerT]):
 async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[Any, Any, object]]) -> NoReturn:
     """In a child: answer calls, in parallel, until the parent hangs up, which ends this process at once.
 
-    fd: what `ChildServer` gave. calls: the type of all calls. `work` is cancelled with its call; its exceptions end
-    this process.
+    fd: the first that `ChildServer` gave. calls: the type of all calls. `work` is cancelled with its call; its
+    exceptions end this process.
     """
     follow_parent(fd)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent
         signal.signal(ignored, signal.SIG_IGN)
     decoder = msgspec.msgpack.Decoder(tuple[int, calls | None])
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    reader, writer = await open_stream(socket.socket(fileno=fd))
     running: dict[int, asyncio.Task[object]] = {}
 
     def answer(number: int, done: asyncio.Task[object]) -> None:
@@ -274,7 +291,7 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[An
         while True:
             try:
                 data = await receive(reader)
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):
                 os._exit(0)
             number, call = decoder.decode(data)
             if call is not None:
@@ -282,6 +299,12 @@ async def serve_parent(fd: int, calls: Any, work: Callable[[CallT], Coroutine[An
                 running[number].add_done_callback(partial(answer, number))
             elif number in running:
                 running[number].cancel()
+
+
+async def open_stream(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Of a connected socket."""
+    is_local = sock.family is socket.AF_UNIX
+    return await (asyncio.open_unix_connection if is_local else asyncio.open_connection)(sock=sock)
 
 
 def frame(data: bytes) -> bytes:

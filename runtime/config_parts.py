@@ -4,9 +4,9 @@ A name means the same in every process, so `baton serve` takes it once for all o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from runtime.addresses import bracketed, is_any, is_host_pattern, is_host_port, is_loopback
@@ -53,6 +53,8 @@ GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_NAME_CHARS = 200  # of a model in requests: each chunk of an answer has the name
 MAX_TP = 1024  # no model has more heads
+LWS_VARIABLES = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
+RENDEZVOUS_PORT = 29500  # torchrun's
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_ITL_GOAL_MS = 2000  # no step with prompts is meant to take longer anyway
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
@@ -373,6 +375,13 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     """Name of the model at a gateway that has several; empty: its folder's name or hub id, as there."""
     tp: Annotated[int, count(1, MAX_TP)] = 1
     """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
+    num_hosts: Annotated[int, count(0, MAX_TP)] = 1
+    """Hosts that share the ranks of --tp evenly: start the worker on each. 0: as a LeaderWorkerSet's variables say."""
+    host_rank: Annotated[int, count(0, MAX_TP)] = 0
+    """Which of them this is: 0 serves, and its settings are the others' too, except models, folders and addresses."""
+    rendezvous: str = ""
+    """host:port at which host 0 of several waits for the others; in a LeaderWorkerSet by default its leader's, port
+    29500."""
     port: Port = 0
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
@@ -399,11 +408,49 @@ class WorkerConfig(EngineConfig, ProcessConfig):
         self.require("kv_events", has_zmq, "pyzmq: pip install 'baton[kv-events]'")
         is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)
         self.require("host", is_safe, "127.0.0.1, or else --tls-dir or BATON_FLEET_SECRET: anyone could send requests")
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        most = max(self.num_hosts - 1, 0)
+        self.require("host_rank", self.host_rank <= most, f"{most} or less, as --num-hosts is {self.num_hosts}")
+        if self.num_hosts < 2:
+            return
+        self.require("num_hosts", self.tp % self.num_hosts == 0, f"a number that divides --tp, which is {self.tp}")
+        self.require("rendezvous", is_host_port(self.rendezvous), "the host:port at which host 0 waits for the others")
+        if not self.fleet_secret:
+            raise ConfigError(
+                f"num_hosts={self.num_hosts} cannot be used without BATON_FLEET_SECRET, equal on all hosts"
+            )
+        is_reached = not is_loopback(self.host) or is_loopback(self.rendezvous.rpartition(":")[0])
+        self.require("host", is_reached, "an address that the other hosts of --num-hosts reach")
+
+    @property
+    def ranks_here(self) -> int:
+        """How many of its ranks each of the worker's hosts has."""
+        return self.tp // max(self.num_hosts, 1)
 
     @property
     def reachable_host(self) -> str:
         """The host by which peers reach this worker, as it stands before :port."""
         return bracketed(self.advertise_host or self.host)
+
+
+WorkerT = TypeVar("WorkerT", bound=WorkerConfig)
+
+
+def find_hosts(config: WorkerT, variables: Mapping[str, str]) -> WorkerT:
+    """The settings with --num-hosts 0 resolved by a LeaderWorkerSet's variables. Raises ConfigError."""
+    if config.num_hosts:
+        return config
+    try:
+        size, index = int(variables["LWS_GROUP_SIZE"]), int(variables["LWS_WORKER_INDEX"])
+        leader = variables["LWS_LEADER_ADDRESS"]
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"num_hosts=0 cannot be used: it needs {', '.join(LWS_VARIABLES)} of a LeaderWorkerSet; or set the number"
+        ) from None
+    rendezvous = config.rendezvous or f"{bracketed(leader)}:{RENDEZVOUS_PORT}"
+    return replace(config, num_hosts=size, host_rank=index, rendezvous=rendezvous)
 
 
 def parse_share(text: str) -> tuple[str, float]:

@@ -4,9 +4,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from engine.compose import FullEngine, open_ranks
+from engine.compose import FullEngine
 from engine.engine import Engine, Place
-from engine.rank_group import join_group
 from runtime.config import DecodeConfig, PrefillConfig, RolesConfig
 from worker.adapters.loader import AdapterLoader
 from worker.adapters.slots import AdapterSlots
@@ -21,10 +20,11 @@ from worker.peers.kv_peers import KVPeers
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.ranks.children import RANKS_S, RankChildren
+from worker.ranks import host_process
+from worker.ranks.children import RankChildren
 from worker.ranks.leader import LedHeadRunner, LedInputBatch, LedRunner
 from worker.role import Worker
-from worker.startup.build import build_rank_engine, choose_rank_device
+from worker.startup.build import build_rank_engine, choose_rank_device, find_weights, join_rank
 from worker.startup.device_limits import complete_here
 from worker.startup.limits import ConfigT
 from worker.states.metrics import add_gauges
@@ -42,7 +42,7 @@ def start_engine(
     config = complete_here(config, choose_rank_device(config, 0))
     others, place = join_ranks(role, config, incarnation)
     engine = build_rank_engine(config, place, on_progress)
-    others.lead()
+    others.lead(find_weights(engine))
     return config, engine, others
 
 
@@ -52,13 +52,15 @@ def join_ranks(role: str, config: PrefillConfig | DecodeConfig, incarnation: str
         return ALONE, Place(lends=isinstance(config, PrefillConfig | RolesConfig))
     children = RankChildren(role, config, incarnation)
     leader = children.leader
-    device = choose_rank_device(config, 0)
-    ranks = join_group(children.rendezvous, 0, config.tp, device, RANKS_S, open_ranks(device))
+    ranks = join_rank(config, 0, children.rendezvous, children.interface)
     place = Place(
         ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader),
-        partial(LedHeadRunner, leader, 1),
+        partial(LedHeadRunner, leader, 1), num_hosts=config.num_hosts,
     )  # fmt: skip
     return children, place
+
+
+run_other_host = host_process.run  # of a worker's hosts
 
 
 def build_cache(engine: Engine) -> PrefixCache:

@@ -20,7 +20,7 @@ from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.compose import build_adapters, build_cache, build_states, start_engine
+from worker.compose import build_adapters, build_cache, build_states, run_other_host, start_engine
 from worker.kv_cache import KVCacheManager
 from worker.peers.other_ranks import ALONE, OtherRanks
 from worker.peers.pools import MAX_OFFER_BYTES, build_pools
@@ -50,23 +50,22 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
     reporter, code = ReadyReporter(config.ready_fd, role), 0
     try:
         with OpsServer(config.ops_host, config.ops_port) as ops:
-            built = _build(role, config, reporter)
-            spare_what_is_here()
-            uvloop.run(_serve(role, build_role, built, reporter, ops))
+            load_trust(config)  # reports a bad --tls-dir before loading
+            if config.advertise_host == rpc.OWN_ADDRESS:
+                config = replace(config, advertise_host=rpc.own_address())
+            if config.host_rank:
+                code = run_other_host(role, config, ops)
+            else:
+                incarnation = rpc.new_incarnation()
+                built = Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)
+                spare_what_is_here()
+                uvloop.run(_serve(role, build_role, built, reporter, ops))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         code = 1
     if config.tp > 1:
         end_group_member(code)
     return code
-
-
-def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
-    load_trust(config)  # reports a bad --tls-dir before loading
-    if config.advertise_host == rpc.OWN_ADDRESS:
-        config = replace(config, advertise_host=rpc.own_address())
-    incarnation = rpc.new_incarnation()
-    return Built(*start_engine(role, config, incarnation, reporter.loading), incarnation)
 
 
 async def _serve(

@@ -71,7 +71,7 @@ class PoolShare:
     rank: int
     size: int
     parts: tuple[PagePart, ...]  # of a page over all ranks
-    fd: int  # an empty memory file that all ranks have open
+    fd: int  # an empty memory file that all ranks have open; -1: they are on several hosts and have none
     barrier: Callable[[], object]  # returns when all ranks have called it
 
 
@@ -85,8 +85,9 @@ class Pool:
                  `tensor` is a view of all first parts    `draft_tensor` of all second parts
 
     A memory file that peers on this host can map. It holds generations (uint64 per page, padded to 4096 bytes), then
-    pages: rank 0's, rank 1's and so on if ranks share it. If the system has no such file: plain memory, which peers
-    read over the network. Only rank 0 changes generations. On a GPU: engine/cuda/pool.py.
+    pages: rank 0's, rank 1's and so on if ranks share it. If the system has no such file, or the ranks are on several
+    hosts: plain memory, which peers read over the network. Only rank 0 changes generations.
+    On a GPU: engine/cuda/pool.py.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Pool:
         self.gpu_uuid, self.readable_gpus = "", tuple[str, ...]()
         self.ipc_handle = b""
         self.test_checksum = 0
-        elements = self._allocate(lends or share is not None)
+        elements = self._allocate(lends if share is None else share.fd >= 0)
         self.pages = elements.view(shape.num_pages, self.page_bytes // shape.dtype.itemsize)
         self.tensor: Tensor = self.pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor = self.pages[:, shape.page_elements :].view(models[1].sizes) if draft_shape else None
@@ -169,6 +170,8 @@ class Pool:
         Sealed: if it shrank, readers that map it would die of SIGBUS. Of several ranks, rank 0 sizes it.
         """
         share, fd = self._share, None
+        if share and share.fd < 0:
+            return None
         try:
             fd = share.fd if share else create_file()
             if self.rank == 0:

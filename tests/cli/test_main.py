@@ -374,6 +374,7 @@ def test_workers_follow_the_load_at_once_when_it_grows_and_later_when_it_falls()
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     own = {"model_name", "advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
     own |= {"kv_events", "kv_events_replay"}  # an endpoint is one worker's
+    own |= {"num_hosts", "host_rank", "rendezvous"}  # a service is on one machine
     own |= {"revision_weight", "on_revision_gone"}  # one service, one revision
     own |= {"role"}  # one worker's
     by_role = {"max_running", "tp"}  # such as prefill_tp

@@ -364,6 +364,31 @@ async def test_one_rank_that_is_gone_fails_the_whole_read() -> None:
     assert np.array_equal(local.load(range(1, NUM_LOCAL)), before[1:])
 
 
+async def test_of_ranks_on_several_hosts_rank_0_knows_the_generations_and_is_asked_last() -> None:
+    (local,), (first, other) = build_ranks(NUM_LOCAL, 1), build_ranks(NUM_REMOTE, 2, is_spread=True)
+    assert first.fd is None and other.fd is None
+    first.generations[3] = 7
+    for pool in (first, other):
+        pool.store([3], [find_share_of_page(3, 7, pool)])
+    load = other.load
+
+    def load_late(pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
+        """When rank 0 has answered, the page gets a new owner."""
+        first.generations[3] = 8
+        return load(pages, begin, num_bytes)
+
+    async with serving(pages_of(first)) as here, serving(pages_of(other)) as there:
+        ranks = [kv_pb2.Rank(address=here, host="a"), kv_pb2.Rank(address=there, host="b")]
+        theirs = kv_pb2.Peer(address=here, incarnation="exporter", num_pages=NUM_REMOTE, ranks=ranks)
+        reader = GrpcReader(build_local(local, "reader"), theirs)
+        await reader.read([PageRef(3, 7)], [1])
+        assert np.array_equal(local.load([1])[0], find_share_of_page(3, 7, local))
+        other.load = load_late  # type: ignore[method-assign]
+        with pytest.raises(ReadError, match="page 3 was recycled: offered at generation 7, now 8"):
+            await reader.read([PageRef(3, 7)], [2])
+        await reader.close()
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 async def test_a_read_that_hangs_can_be_ended(end: str) -> None:
     has_begun, local = asyncio.Event(), build_filled()

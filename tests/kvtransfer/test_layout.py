@@ -60,7 +60,7 @@ def test_protocol_ranges_must_overlap(ours: tuple[int, int], theirs: tuple[int, 
 
 def build(
     pid: int, uuid: str | None = None, *, host: str = "near", handle: bytes = bytes(64), fd: int | None = 5,
-    nixl: bool = False,
+    nixl: bool = False, rank_host: str = "",
 ) -> kv_pb2.Peer:  # fmt: skip
     """`uuid`: its pool's GPU, which can read itself and the GPU `near`. All have NIXL; `nixl`: and let it read."""
     entries = {"nixl": b"open" if nixl else b"", "grpc": b""}
@@ -68,7 +68,7 @@ def build(
         entries["cuda_ipc"] = GpuMemory(uuid, (uuid, "near"), handle).pack()
     elif fd is not None:
         entries["shm"] = b""
-    rank = kv_pb2.Rank(address="p:1", pid=pid, transports=entries)
+    rank = kv_pb2.Rank(address="p:1", pid=pid, transports=entries, host=rank_host)
     return kv_pb2.Peer(address="p:1", pid=pid, host=host, pool_fd=fd, ranks=[rank])
 
 
@@ -85,6 +85,9 @@ GOOD = build(2, "near")
 CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, str, str, str | None]] = [  # ..., auto's choice, the obstacle
     (build(1), build(2), "shm", "shm", None),
     (build(1), build(2, host="far"), "shm", "grpc", NO_HOST),
+    (build(1), together(build(2, rank_host="near"), build(4, rank_host="far")), "shm", "grpc", NO_HOST),
+    (together(build(1), build(3, rank_host="far")), build(2), "shm", "grpc", NO_HOST),
+    (together(build(1, "a"), build(3, "a", rank_host="far")), build(2, "near"), "cuda_ipc", "grpc", NO_HOST),
     (build(1), build(2, fd=None), "shm", "grpc", NO_FILE),
     (build(1, "a"), GOOD, "shm", "cuda_ipc", NO_FILE),
     (build(1), build(2, host="far", nixl=True), "nixl", "nixl", None),

@@ -5,10 +5,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config_parts import find_hosts
 from runtime.settings import ConfigError, Settings, field_names, flag
 from worker.startup.limits import complete
 from worker.startup.pool_size import resolve_pools
@@ -95,6 +97,8 @@ NO_NAMES = ("", "//x", "a b", "a..b", "10.0.0.1", "[::1]", "a" * 64)
         (GatewayConfig, "no_prefill", "wait", "--no-prefill needs fallback, or a --prefill worker"),
         (ServeConfig, "goal_kv_usage", 0.0, "--goal-kv-usage needs a number above 0 and at most 1"),
         (GatewayConfig, "prefill", ("a:0",), "--prefill needs host:port"),
+        (DecodeConfig, "host_rank", 1, "--host-rank needs 0 or less, as --num-hosts is 1"),
+        (DecodeConfig, "num_hosts", 2, "--num-hosts needs a number that divides --tp, which is 1"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_would_do(
@@ -127,6 +131,38 @@ def test_peers_are_told_an_ipv6_address_in_brackets(config_type: type[PrefillCon
     assert anywhere.reachable_host == "[fd00::7]"
     assert config_type(host="::", advertise_host="worker", fleet_secret=secret).reachable_host == "worker"
     assert GatewayConfig(decode=("[::1]:9001",)).decode == ("[::1]:9001",)
+
+
+SPREAD: dict[str, Any] = {
+    "tp": 4, "num_hosts": 2, "rendezvous": "10.0.0.1:9", "host": "10.0.0.2", "fleet_secret": "s" * 16,
+}  # fmt: skip
+
+
+def test_a_worker_over_several_hosts_needs_an_address_and_a_secret() -> None:
+    assert PrefillConfig(**SPREAD, host_rank=1).ranks_here == 2 and PrefillConfig(tp=4).ranks_here == 4
+    assert PrefillConfig(**SPREAD | {"host": "127.0.0.1", "rendezvous": "127.0.0.1:9"}).num_hosts == 2
+    for wrong, wanted in (
+        ({"rendezvous": ""}, "--rendezvous needs the host:port at which host 0 waits"),
+        ({"fleet_secret": "", "tls_dir": "tls"}, "without BATON_FLEET_SECRET"),
+        ({"host": "127.0.0.1"}, "--host needs an address that the other hosts"),
+        ({"host_rank": 2}, "--host-rank needs 1 or less"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            PrefillConfig(**SPREAD | wrong)
+
+
+def test_a_leader_worker_set_says_how_many_hosts_there_are() -> None:
+    asked = PrefillConfig(**SPREAD | {"num_hosts": 0, "rendezvous": ""})
+    variables = {"LWS_LEADER_ADDRESS": "p-0.p.baton", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    found = find_hosts(asked, variables)
+    assert (found.num_hosts, found.host_rank, found.rendezvous) == (2, 1, "p-0.p.baton:29500")
+    own = dataclasses.replace(asked, rendezvous="other:1")
+    assert find_hosts(own, variables).rendezvous == "other:1"
+    assert find_hosts(PrefillConfig(), variables).num_hosts == 1, "only where that is asked for"
+    with pytest.raises(ConfigError, match="LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX"):
+        find_hosts(asked, variables | {"LWS_GROUP_SIZE": "two"})
+    with pytest.raises(ConfigError, match="--num-hosts needs a number that divides --tp, which is 4"):
+        find_hosts(asked, variables | {"LWS_GROUP_SIZE": "3"})
 
 
 def test_shares_of_revisions_are_read_and_wrong_ones_named() -> None:

@@ -148,9 +148,9 @@ def build_large_pool(num_layers: int, num_pages: int, device: torch.device) -> P
     return open_device(device).build_pool(PoolShape(num_pages, (KvPart(num_layers, 8, 128),), 16, torch.bfloat16))
 
 
-def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]:
-    """The pools of all ranks of a worker, with pages of PARTS in one file."""
-    fd, pools = create_file(), []
+def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None, is_spread: bool = False) -> list[Pool]:
+    """The pools of all ranks of a worker, with pages of PARTS in one file; `is_spread`: on hosts of their own."""
+    fd, pools = -1 if is_spread else create_file(), []
     for rank in range(size):
         shape, draft_shape = (
             PoolShape(num_pages, (KvPart(layers, max(part.num_heads // size, 1), 8),), 4, torch.float32)

@@ -54,7 +54,8 @@ from worker.loop import StepExtras, WorkerLoop
 from worker.params import SequenceParams
 from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.ranks.children import RankChildren, Start
+from worker.ranks.calls import Start
+from worker.ranks.children import RankChildren
 from worker.ranks.leader import Leader, LedHeadRunner, LedInputBatch, LedRunner
 from worker.ranks.links import SEND_BYTES, LinkError, StepReceiver, StepSender, open_links
 from worker.receiving import begin_read, finish_read
@@ -313,23 +314,23 @@ def test_a_rank_and_rank_0_see_that_the_other_is_gone(monkeypatch: pytest.Monkey
         ended: Future[int] = Future()
 
         def __init__(self, _module: str, start: Start, _answers: object, fds: Sequence[int]) -> None:
-            assert start.link_fd in fds
+            assert fds[1:] == start.pool_fds
             inherited.append([os.dup(fd) for fd in fds])
 
     monkeypatch.setattr(worker.ranks.children, "ChildServer", Child)
     monkeypatch.setattr(worker.ranks.children, "open_links", open_kept)
     ranks = RankChildren("decode", DecodeConfig(model="m", tp=3), "w")
-    ranks.lead()
+    ranks.lead(("weights", ""))
     first, second = inherited
     for fd in second:
         os.close(fd)
     with pytest.raises(LinkError, match="Broken pipe"):
         ranks.leader.flush()
-    follower = StepReceiver(socket.socket(fileno=first.pop()))
+    follower = StepReceiver(socket.socket(fileno=first.pop(0)))
     follower.read(timeout_s=END_S)
     for end in leaders:
         end.close()
-    with pytest.raises(LinkError, match="rank 0 is gone"):
+    with pytest.raises(LinkError, match="the other process is gone"):
         follower.read(timeout_s=END_S)
     for fd in (*first, *ranks.pool_fds):
         os.close(fd)

@@ -13,11 +13,14 @@ from wire.page_keys import NamedPage
 class OtherRanks:
     """The ranks of a worker beside this process's: there are none."""
 
-    def lead(self) -> None:
-        """Warm-up is over: from now on they follow this process's steps."""
+    def lead(self, weights: Sequence[str]) -> None:
+        """Warm-up is over: from now on they follow this process's steps. `weights`: its fingerprints, also theirs."""
 
     async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
-        """Wait until all serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
+        """Wait until all serve their pages and slots; returns how peers reach them. `timeout_s`: of a read.
+
+        Raises ValueError if one has other weights.
+        """
         return []
 
     async def join(self, own: Reader, transport: str, peer: kv_pb2.Peer, is_states: bool) -> Reader:

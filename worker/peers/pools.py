@@ -59,7 +59,7 @@ class RankedPool:
         return kv_pb2.Peer(
             role=role, address=address, incarnation=self.incarnation, pid=os.getpid(), host=rpc.host_identity(),
             layout=self.layout, num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
-            ranks=[describe_rank(self.local, address), *others],
+            ranks=[describe_rank(self.local, address, rpc.host_identity()), *others],
         )  # fmt: skip
 
     async def open(self, transport: str, peer: kv_pb2.Peer) -> Reader:

@@ -1,7 +1,8 @@
 """Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
 
 A worker is one incarnation: if a rank ends, this process ends at once, and its supervisor restarts it. Steps go through
-`links.py`; the calls here, beside the steps, through `runtime/child.py`.
+`links.py`; the calls here, beside the steps, through `runtime/child.py`. Ranks on other hosts are started there
+(host_process.py) and reached by the connections of meeting.py.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,111 +21,47 @@ import structlog
 
 from engine.kv.memory import create_file
 from engine.out_of_memory import end_process
+from engine.rank_group import LOOPBACK, TCP, Store, open_store
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
-from runtime.child import ChildServer, describe_exit
+from runtime.addresses import bracketed
+from runtime.child import ChildServer, describe_exit, pack
 from runtime.config import DecodeConfig, PrefillConfig
 from wire.page_keys import NamedPage
 from worker.peers.other_ranks import OtherRanks, run_all
+from worker.ranks.calls import (
+    Call,
+    CloseReader,
+    ComputeChecksums,
+    Done,
+    LoadAdapter,
+    OpenReader,
+    ProbePages,
+    ReadPages,
+    Ready,
+    RestorePages,
+    SavePages,
+    Start,
+)
 from worker.ranks.leader import Leader
 from worker.ranks.links import StepSender, open_links
+from worker.ranks.meeting import OWN_SETTINGS, Ended, HostMessage, Meeting, Serving, find_interface
 from worker.ranks.reader import RanksReader
+from worker.ranks.remote import RemoteRank
+from worker.startup.build import RANKS_S
 
 log = structlog.get_logger()
 
-RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
-NAMED_S = 2.0  # until the end of another rank is known and said
+NAMED_S = 2.0  # until the end of another rank is known and said; of a host see `name_within`
 MARGIN_S = 10.0  # to answer, beyond the time that a read may take
 
 
-class Start(msgspec.Struct, tag=True):
-    """Configures a child; the answer is `Ready`."""
-
-    role: str
-    config: bytes  # PrefillConfig or DecodeConfig as JSON
-    incarnation: str  # of the worker
-    rank: int
-    size: int
-    rendezvous: str  # a file's path
-    link_fd: int  # inherited: its end of its link
-    pool_fds: tuple[int, int]  # of pages and of slots
+Child = ChildServer[Ready | Done] | RemoteRank[Ready | Done]
 
 
-class OpenReader(msgspec.Struct, tag=True):
-    reader: int  # its number in later calls
-    transport: str
-    peer: bytes  # kv_pb2.Peer
-    is_states: bool  # it reads slots
-
-
-class ReadPages(msgspec.Struct, tag=True):
-    reader: int
-    pages: list[int]
-    generations: list[int]
-    into: list[int]  # pages of the rank's pool
-
-
-class ProbePages(msgspec.Struct, tag=True):
-    """Read pages and drop them."""
-
-    reader: int
-    num_pages: int
-
-
-class CloseReader(msgspec.Struct, tag=True):
-    reader: int
-
-
-class ComputeChecksums(msgspec.Struct, tag=True):
-    """Of bytes of pages, or slots, in the rank's pool."""
-
-    pages: list[int]
-    begin: int
-    num_bytes: int
-    is_states: bool
-
-
-class SavePages(msgspec.Struct, tag=True):
-    """The rank's part of pages, or slots, to its files."""
-
-    entries: list[NamedPage]
-    is_states: bool
-
-
-class RestorePages(msgspec.Struct, tag=True):
-    """Files into pages, or slots, of the rank's pool."""
-
-    keys: list[bytes]
-    into: list[int]
-    is_states: bool
-
-
-class LoadAdapter(msgspec.Struct, tag=True):
-    """The rank's part of an adapter, under a key; the links say when to drop it (DropAdapter in leader.py)."""
-
-    key: str
-    folder: str
-    digest: str
-
-
-class Ready(msgspec.Struct, tag=True):
-    """The child has its part of the model and of the pages."""
-
-    ranks: list[bytes]  # kv_pb2.Rank: how peers reach its pages, and its slots if it has any
-
-
-class Done(msgspec.Struct, tag=True):
-    """A call is over; the child no longer works on it."""
-
-    reason: str = ""  # of the ReadError, or "adapter"; empty on success
-    detail: str = ""
-    is_gone: bool = False  # the reader cannot be used any more
-    checksums: list[int] = []
-    drafts: list[bool] = []  # of the pages restored
-
-
-ReaderCall = OpenReader | ReadPages | ProbePages | CloseReader
-Call = Start | ReaderCall | ComputeChecksums | SavePages | RestorePages | LoadAdapter
+def name_within(config: PrefillConfig | DecodeConfig) -> float:
+    """Seconds after which all connections to a lost host have shown it, once one has (meeting.py: watch)."""
+    return max(NAMED_S, config.stall_s / 4)
 
 
 class RankChildren(OtherRanks):
@@ -133,33 +71,61 @@ class RankChildren(OtherRanks):
     """
 
     def __init__(self, role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> None:
-        """Starts them; they begin to load their parts of the model. Raises ValueError if memory cannot be shared."""
+        """Starts them; they begin to load their parts of the model. Waits for other hosts.
+
+        Raises ValueError if ranks cannot share memory, or a host does not come.
+        """
+        self._guests = Meeting(role, config).gather() if config.num_hosts > 1 else []
         try:
-            meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
-            self.pool_fds = create_file(), create_file()
-            ours, theirs = open_links(config.tp - 1)
+            ours, theirs = open_links(config.ranks_here - 1)
+            address, meeting = self._open_meeting(config.tp)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
-            raise ValueError(
-                f"{config.tp} ranks need shared memory files: {error}; allow memfd_create, or set --tp 1"
-            ) from error
-        self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # disappears with this process, however it ends
+            needed = "a network" if self._guests else "shared memory files"
+            advice = "see the error" if self._guests else "allow memfd_create, or set --tp 1"
+            raise ValueError(f"{config.tp} ranks need {needed}: {error}; {advice}") from error
         self.is_closing = False  # failures after this are expected
-        self.leader = Leader(StepSender(ours), lambda: self.is_closing, self.end_process)
+        far = [
+            (host, guest, 1 + 2 * number)
+            for host, guest in enumerate(self._guests, start=1)
+            for number in range(config.ranks_here)
+        ]
+        steps = [*ours, *(guest.links[calls + 1] for _host, guest, calls in far)]
+        self.leader = Leader(StepSender(steps), lambda: self.is_closing, self.end_process)
+        self._named_s = name_within(config) if self._guests else NAMED_S
         self._timeout_s = 0.0
+        self._weights: list[str] = []
         self._reader_numbers = itertools.count()
-        self._children: list[ChildServer[Ready | Done]] = []
+        self._children: list[Child] = []
+        settings = asdict(config)
+        build = partial(Start, role, incarnation=incarnation, rendezvous=meeting, pool_fds=self.pool_fds)
         for rank, end in enumerate(theirs, start=1):
             with end:  # the child alone has it then
-                start = Start(
-                    role, msgspec.json.encode(asdict(config)), incarnation, rank, config.tp, self.rendezvous,
-                    end.fileno(), self.pool_fds,
-                )  # fmt: skip
-                fds = (*self.pool_fds, end.fileno())
-                child: ChildServer[Ready | Done] = ChildServer("worker.ranks.main", start, Ready | Done, fds)
-            child.ended.add_done_callback(partial(self._on_end, rank, child))
-            self._children.append(child)
+                start = build(msgspec.json.encode(settings), rank=rank, address=address)
+                fds = (end.fileno(), *(fd for fd in self.pool_fds if fd >= 0))
+                self._add(rank, ChildServer("worker.ranks.main", start, Ready | Done, fds))
+        shared = msgspec.json.encode({name: value for name, value in settings.items() if name not in OWN_SETTINGS})
+        for rank, (host, guest, calls) in enumerate(far, start=config.ranks_here):
+            start = build(shared, rank=rank, address=guest.address)
+            self._add(rank, RemoteRank(guest.links[calls], start, Ready | Done, f"host {host} at {guest.address}"))
 
-    def _on_end(self, rank: int, child: ChildServer[Ready | Done], ended: Future[int]) -> None:
+    def _open_meeting(self, tp: int) -> tuple[str, str]:
+        """This host's address for others, empty if there are none, and where ranks meet. Raises OSError."""
+        self.rendezvous: str | Store
+        if not self._guests:
+            file, self.interface = os.memfd_create("baton-meeting", os.MFD_CLOEXEC), LOOPBACK
+            self.pool_fds = create_file(), create_file()
+            self.rendezvous = f"/proc/{os.getpid()}/fd/{file}"  # disappears with this process, however it ends
+            return "", self.rendezvous
+        address = self._guests[0].our_address
+        self.pool_fds, self.interface = (-1, -1), find_interface(address)
+        self.rendezvous = store = open_store(address, tp, RANKS_S)
+        return address, f"{TCP}{bracketed(address)}:{store.port}"
+
+    def _add(self, rank: int, child: Child) -> None:
+        child.ended.add_done_callback(partial(self._on_end, rank, child))
+        self._children.append(child)
+
+    def _on_end(self, rank: int, child: Child, ended: Future[int]) -> None:
         """On a thread of its own: while this process loads, there is no event loop."""
         if not self.is_closing:
             reason = child.trouble or f"ended with {describe_exit(ended.result())}"
@@ -168,24 +134,36 @@ class RankChildren(OtherRanks):
 
     def end_process(self) -> None:
         """For a failed step. If a rank's end made it fail, `_on_end` names that rank, and ends this process, first."""
-        time.sleep(NAMED_S)
+        time.sleep(self._named_s)
         end_process()
 
     @property
     def _ranks(self) -> range:
         return range(1, len(self._children) + 1)
 
-    def lead(self) -> None:
+    def lead(self, weights: Sequence[str]) -> None:
+        self._weights = list(weights)
         self.leader.is_leading = True
 
     async def connect(self, timeout_s: float) -> list[list[kv_pb2.Rank]]:
         self._timeout_s = timeout_s + MARGIN_S
         ranks: list[list[kv_pb2.Rank]] = []
-        for child in self._children:
+        for number, child in enumerate(self._children, start=1):
             ready = await child.wait_ready(RANKS_S)
             assert isinstance(ready, Ready)
+            if ready.weights != self._weights:
+                raise ValueError(
+                    f"rank {number} has other weights than rank 0, {ready.weights} and {self._weights}: give all hosts "
+                    "the same --model and --draft-model"
+                )
             ranks.append([kv_pb2.Rank.FromString(rank) for rank in ready.ranks])
+        self._tell_hosts(Serving())
         return ranks
+
+    def _tell_hosts(self, message: HostMessage) -> None:
+        for guest in self._guests:
+            with suppress(OSError):  # its ranks say that it is gone
+                guest.links[0].sendall(pack(message))
 
     async def ask(self, rank: int, call: Call, timeout_s: float | None = None) -> Done:
         """Send a call and return its answer. Afterwards the child no longer works on it, even if this is cancelled.
@@ -265,6 +243,7 @@ class RankChildren(OtherRanks):
 
     async def close(self) -> None:
         self.is_closing = True
+        self._tell_hosts(Ended())
         await asyncio.gather(*(child.close() for child in self._children))
 
 

@@ -1,10 +1,11 @@
-"""Messages from one process to several, over a pair of sockets for each; they carry steps to ranks."""
+"""Messages from one process to several, over a connection to each; they carry steps to ranks."""
 
 import socket
 from collections.abc import Sequence
 
 SEND_BYTES = 1 << 22  # that the kernel holds for a follower, or as many as it allows: the masks of a few steps
 LENGTH_BYTES = 8  # of a message
+MAX_MESSAGE_BYTES = 1 << 32  # a step's images are the largest part
 
 
 class LinkError(Exception):
@@ -46,15 +47,21 @@ class StepReceiver:
         """The next message. LinkError if none comes within `timeout_s`; None: wait forever."""
         self._end.settimeout(timeout_s)
         try:
-            return self._take(int.from_bytes(self._take(LENGTH_BYTES), "little"))
+            length = int.from_bytes(take(self._end, LENGTH_BYTES), "little")
+            if length > MAX_MESSAGE_BYTES:
+                raise LinkError(f"a step of {length} bytes is too long")
+            return take(self._end, length)
         except TimeoutError as error:
-            raise LinkError(f"no step came for {timeout_s:g} s") from error
+            waited = "rank 0 does not answer" if timeout_s is None else f"no step came for {timeout_s:g} s"
+            raise LinkError(waited) from error
 
-    def _take(self, size: int) -> bytes:
-        taken = bytearray(size)
-        left = memoryview(taken)
-        while left:
-            if not (count := self._end.recv_into(left)):
-                raise LinkError("rank 0 is gone")
-            left = left[count:]
-        return bytes(taken)
+
+def take(end: socket.socket, size: int) -> bytes:
+    """The next `size` bytes. Raises LinkError or OSError."""
+    taken = bytearray(size)
+    left = memoryview(taken)
+    while left:
+        if not (count := end.recv_into(left)):
+            raise LinkError("the other process is gone")
+        left = left[count:]
+    return bytes(taken)

@@ -1,24 +1,26 @@
 """A rank of a worker other than 0: follows rank 0's steps, and serves its part of the pages or reads into it.
 
-    python -m worker.ranks.main FD
+    python -m worker.ranks.main CALLS_FD STEPS_FD
 
-It ends when rank 0 hangs up, and with the thread that started it.
+Both are connections to rank 0. It ends when rank 0 hangs up, and with the thread that started it.
 """
 
 import asyncio
+import os
 import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
 import torch
 
-from engine.compose import FullEngine, open_ranks
+from engine.compose import FullEngine
 from engine.engine import Place
 from engine.out_of_memory import end_process
-from engine.rank_group import join_group
+from engine.rank_group import LOOPBACK
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.reader import PageRef, Reader, ReadError
@@ -33,10 +35,11 @@ from runtime.trust import load_trust
 from worker.adapters.loader import read_adapter
 from worker.peers.other_ranks import ALONE
 from worker.peers.pools import RankedPool, build_pools
-from worker.ranks import children as calls
+from worker.ranks import calls
 from worker.ranks.leader import follow
 from worker.ranks.links import StepReceiver
-from worker.startup.build import build_rank_engine, choose_rank_device
+from worker.ranks.meeting import OWN_VARIABLE, find_interface
+from worker.startup.build import build_rank_engine, find_weights, join_rank
 
 log = structlog.get_logger()
 CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {
@@ -47,7 +50,10 @@ CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {
 class Rank:
     """Answers rank 0's calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_fd: int, own: dict[str, Any]) -> None:
+        """`own`: settings of this host, where it is not rank 0's."""
+        self._steps_fd = steps_fd
+        self._own = own
         self._pools: list[RankedPool] = []  # of pages and of slots
         self._readers: dict[int, Reader] = {}  # that rank 0 has opened here
         self._engine: FullEngine | None = None
@@ -70,18 +76,18 @@ class Rank:
         return done
 
     async def _start(self, start: calls.Start) -> calls.Ready:
-        config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
+        config = msgspec.convert(msgspec.json.decode(start.config) | self._own, CONFIGS[start.role])
         setup_logging(f"{start.role} rank {start.rank}", config.log_level, config.log_format)
         try:
-            device = choose_rank_device(config, start.rank)
-            ranks = join_group(start.rendezvous, start.rank, start.size, device, calls.RANKS_S, open_ranks(device))
-            engine = build_rank_engine(config, Place(ranks, start.pool_fds))
+            interface = find_interface(start.address) if start.address else LOOPBACK
+            ranks = join_rank(config, start.rank, start.rendezvous, interface)
+            engine = build_rank_engine(config, Place(ranks, start.pool_fds, num_hosts=config.num_hosts))
         except (ValueError, OSError, RuntimeError) as error:
             log.error("cannot start", reason=str(error))
             end_process()
         self._engine = engine
         spare_what_is_here()
-        receiver = StepReceiver(socket.socket(fileno=start.link_fd))
+        receiver = StepReceiver(socket.socket(fileno=self._steps_fd))
         threading.Thread(target=_follow, args=(receiver, engine), name="engine", daemon=True).start()
         trust = load_trust(config)
         trust.watch_handshakes()
@@ -90,7 +96,9 @@ class Rank:
         PageServer({pool.incarnation: pool.own for pool in self._pools}).add_to(server)
         address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
         await rpc.start(server)
-        return calls.Ready([describe_rank(pool.local, address).SerializeToString() for pool in self._pools])
+        host = rpc.host_identity()
+        ranks_of_pools = [describe_rank(pool.local, address, host).SerializeToString() for pool in self._pools]
+        return calls.Ready(ranks_of_pools, list(find_weights(engine)))
 
     async def _do(self, call: calls.Call, done: calls.Done) -> None:
         match call:
@@ -137,4 +145,5 @@ def _follow(receiver: StepReceiver, engine: FullEngine) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_parent(int(sys.argv[1]), calls.Call, Rank().answer))
+    own = msgspec.json.decode(os.environ.pop(OWN_VARIABLE, "{}"))
+    asyncio.run(serve_parent(int(sys.argv[1]), calls.Call, Rank(int(sys.argv[2]), own).answer))

@@ -6,8 +6,9 @@ from functools import partial
 import torch
 
 from engine.adapters.slots import AdapterLimits
-from engine.compose import FullEngine, build_engine
+from engine.compose import FullEngine, build_engine, open_ranks
 from engine.engine import Place, choose_device
+from engine.rank_group import GroupRanks, Store, join_group
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_threads
@@ -16,10 +17,24 @@ from worker.startup.limits import limits_of
 from worker.table import num_rows_for
 from worker.thread import call_in_thread
 
+RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a step's age shows if one hangs
+
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
     """Raises ValueError if there is no such device."""
-    return choose_device(config.device, rank, config.tp)
+    return choose_device(config.device, rank, config.tp, config.num_hosts)
+
+
+def join_rank(config: PrefillConfig | DecodeConfig, rank: int, rendezvous: str | Store, interface: str) -> GroupRanks:
+    """See `join_group`. On several hosts no rank opens another's memory."""
+    device = choose_rank_device(config, rank)
+    open_group = open_ranks(device) if config.num_hosts == 1 else GroupRanks
+    return join_group(rendezvous, rank, config.tp, device, RANKS_S, open_group, interface)
+
+
+def find_weights(engine: FullEngine) -> tuple[str, str]:
+    """The fingerprints of what it computes and drafts by, the same on all ranks."""
+    return engine.weights, engine.draft_weights
 
 
 def build_rank_engine(
@@ -41,7 +56,7 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         "" if config.draft_model == NO_DRAFT else config.draft_model,
         config.dtype,
         config.device,
-        max(1, resolve_threads(config.threads, num_cores()) // config.tp),
+        max(1, resolve_threads(config.threads, num_cores()) // config.ranks_here),
         config.page_tokens,
         num_rows_for(config.max_running),
         partial(size_pool_here, config),

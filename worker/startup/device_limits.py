@@ -113,5 +113,6 @@ def size_pool_here(
             largest_step_mib=step_bytes // MIB, step_estimated_mib=estimate_step_bytes(shape, limits, config.tp) // MIB,
             computing_mib=room.reserve_bytes // MIB,
         )  # fmt: skip
-    host_bytes = max(0, available_memory_bytes() - mapped_bytes)  # mapped weights count as free, but are needed
+    # mapped weights count as free, but are needed
+    host_bytes = config.num_hosts * max(0, available_memory_bytes() - mapped_bytes)
     return resolve_pools(config, context_tokens, page_bytes, num_ranks, room, host_bytes, slot_bytes)

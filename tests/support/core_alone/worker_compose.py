@@ -28,6 +28,10 @@ def start_engine(
     return config, engine, ALONE
 
 
+def run_other_host(*_parts: Any) -> int:
+    raise NotImplementedError
+
+
 def build_cache(engine: Engine) -> PrefixCache:
     return PrefixCache(engine.num_pages, engine.pool.generations)
 
