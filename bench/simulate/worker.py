@@ -38,8 +38,8 @@ class Limits:
     max_running: int
     chunk_tokens: int  # of prompts per step
     page_tokens: int = 16
-    beside_tokens: int | None = None  # of prompts per step with answers; None: as many
     max_offer_pages: int = ANY_NUMBER
+    beside_tokens: int | None = None  # of prompts per step with answers; None: as many
 
 
 class SimWorker:

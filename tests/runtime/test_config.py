@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, RolesConfig, ServeConfig
 from runtime.config_parts import find_hosts
 from runtime.settings import ConfigError, Settings, field_names, flag
 from worker.startup.limits import complete
 from worker.startup.pool_size import resolve_pools
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
-CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
+CONFIG_TYPES = (PrefillConfig, DecodeConfig, RolesConfig, GatewayConfig, ServeConfig)
 IN_WORDS = {  # the document's wording |-> the default it means
     "none": ("", ()),
     "demo": (("demo",),),  # of services, which may have several models
