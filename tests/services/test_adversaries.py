@@ -151,7 +151,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie
             changed.ranks.extend([peer.ranks[0]] * cast(int, value))
             continue
         setattr(changed, field, value)
-        if field in ("address", "pid"):  # of its only rank
+        if field in ("address", "pid", "host"):  # of its only rank
             setattr(changed.ranks[0], field, value)
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stub.Handshake(decode_pb2.HandshakeRequest(peer=changed), timeout=PATIENCE_S)
